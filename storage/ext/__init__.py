@@ -1,1 +1,1 @@
-"""Extensions of the storage: they use its readers and writers, and it imports none of them."""
+"""Extensions of the storage. They use its readers and writers; the core never imports them."""

@@ -1,4 +1,4 @@
-"""A new storage is written beside its place, and gets its name when it is whole."""
+"""Atomic creation of a storage: write it in a temporary folder, and rename it when complete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SUFFIX: Final = ".written-aside"
 
 
 def require_free(place: Path) -> None:
-    """Raise `PathIsTaken` if something is at ``place``, or an `OpenError` if nothing can be."""
+    """Raise `PathIsTaken` if ``place`` exists, or an `OpenError` if it cannot be created."""
     refuse_impossible(place)
     require_creatable(place.parent)
     if os.path.lexists(place):
@@ -32,16 +32,16 @@ def require_free(place: Path) -> None:
 
 @contextlib.contextmanager
 def written_aside(place: Path) -> Iterator[Path]:
-    """Yield a path for a new storage, which gets the name ``place`` at the end.
+    """Yield a temporary path for a new storage, and rename it to ``place`` at the end.
 
-    It is beside ``place``, on its file system. What a killed process left there goes first; after
-    an error all goes that was written.
+    The temporary folder is next to ``place``, on the same file system. Leftovers of a killed
+    process are removed first. After an error, everything that was written is removed.
 
     Raises:
         StorageLocked: another process writes to ``place``.
-        PathIsTaken: something has the name.
+        PathIsTaken: ``place`` exists.
     """
-    place = place.absolute()  # other libraries change folders, or join paths twice
+    place = place.absolute()  # other libraries change the working directory, or join paths twice
     folder = place.parent / f".{place.name}{_SUFFIX}"
     target = folder / f"rows{place.suffix}"
     with _held(folder, place):
@@ -53,12 +53,12 @@ def written_aside(place: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def folder_beside(place: Path, suffix: str) -> Iterator[Path]:
-    """Yield an empty folder beside ``place``, for what is needed until a new storage is there.
+    """Yield an empty scratch folder next to ``place``, for use until a new storage exists.
 
-    What a killed process left there goes first, and all of it at the end.
+    Leftovers of a killed process are removed first. The folder is removed at the end.
 
     Raises:
-        StorageLocked: another process has it.
+        StorageLocked: another process uses the folder.
     """
     place = place.absolute()
     folder = place.parent / f".{place.name}{suffix}"
@@ -69,7 +69,7 @@ def folder_beside(place: Path, suffix: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _held(folder: Path, place: Path) -> Iterator[None]:
-    """Have a folder that no other process has, and remove it at the end."""
+    """Hold a folder exclusively, and remove it at the end."""
     make_directory(place.parent)
     with translated(folder):
         held = _locked(folder, place)
@@ -84,14 +84,14 @@ def _held(folder: Path, place: Path) -> Iterator[None]:
 
 
 def _locked(folder: Path, place: Path) -> int:
-    """Return a descriptor of the folder, which holds its lock: it ends with the process."""
+    """Lock a folder and return its descriptor. The lock ends with the process."""
     while True:
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
         try:
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
-            continue  # its owner removed it, at its end
+            continue  # its previous owner removed it
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(held), os.lstat(folder)):
@@ -119,9 +119,9 @@ def _clear(folder: Path) -> None:
 
 
 def _publish(target: Path, place: Path) -> None:
-    """Give a storage that is whole, and on the disk, the name ``place``, at once.
+    """Rename a complete storage, which is on the disk, to ``place`` atomically.
 
-    What lies beside a file, as an index does, gets its name before.
+    The side files of a single-file storage, such as an index, are renamed first.
     """
     with translated(place):
         if os.path.lexists(place):
@@ -146,14 +146,14 @@ def _publish(target: Path, place: Path) -> None:
 
 
 def _beside(target: Path, place: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield the files beside a file, and the names that they get."""
+    """Yield the side files of a file, and their final names."""
     for each in [*target.parent.iterdir()]:
         if each.name.startswith(f"{target.name}.") and each.suffix != ".lock":
             yield each, place.with_name(place.name + each.name[len(target.name) :])
 
 
 def _take_back(target: Path, place: Path) -> None:
-    """Remove the names that a killed process gave to files beside one that got none itself."""
+    """Remove side files that a killed process published before it could publish the main file."""
     if not os.path.lexists(place):
         for each, named in _beside(target, place):
             if os.path.lexists(named) and os.path.samestat(os.lstat(each), os.lstat(named)):

@@ -1,4 +1,4 @@
-"""Rows of any reader, copied to a new storage of any format: the one pass that rewrites rows."""
+"""Copy of the rows of any reader to a new storage of any format, in one pass."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from tallyroll.storage.user_code import user_callback
 
 _BLOCK_NBYTES: Final = 2**26
 _SORTED_NBYTES: Final = 48
-"""Bytes of memory a row while their order is found."""
+"""Memory in bytes per row that sorting needs."""
 _LOOK_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class CopyReport:
-    """The rows that were copied, or would be."""
+    """Result of a copy, or of a dry run."""
 
     path: str
     format: str
@@ -58,11 +58,11 @@ class CopyReport:
     row_nbytes: int
     columns: tuple[str, ...]
     nbytes: int
-    """Bytes that it takes on the disk."""
+    """Disk space in bytes that the copy takes."""
     free: int
-    """Bytes that were free there before."""
+    """Free disk space in bytes before the copy."""
     overlays: tuple[str, ...] = ()
-    """The names of the overlays that are copied."""
+    """The names of the overlays that were copied."""
     overlays_left_out: tuple[str, ...] = ()
     """Other overlays of the sources, as ``PATH: NAME``."""
 
@@ -81,16 +81,16 @@ def copy(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> CopyReport:
-    """Write the committed rows of a reader to a new storage; see `DiskStorage.copy_to`.
+    """Copy the committed rows of a reader to a new storage; see `DiskStorage.copy_to`.
 
     Raises:
-        PathIsTaken: something is at ``destination``.
-        StorageLocked: another process writes to it.
-        StorageFull: they do not fit on the disk.
-        ColumnsMissing: there is no such column.
+        PathIsTaken: ``destination`` exists.
+        StorageLocked: another process writes to ``destination``.
+        StorageFull: the rows do not fit on the disk.
+        ColumnsMissing: a column does not exist.
         Overrun: a ring's writer overwrites rows before they are copied.
-        StateMismatch: rows were taken back meanwhile.
-        ValueError: an argument is none of its values.
+        StateMismatch: rows were rewound during the copy.
+        ValueError: an argument has an invalid value.
     """
     place = user_path(destination)
     name = format_at(place, format)
@@ -129,21 +129,21 @@ def copy(
 
 
 class ColumnSelection:
-    """Says which columns and overlays are wanted."""
+    """Predicate that selects columns and overlays by key."""
 
     def __init__(self, columns: Keys | None, drop: Keys) -> None:
         self.only = None if columns is None else {as_key(key) for key in _several(columns)}
         self.dropped = {as_key(key) for key in _several(drop)}
 
     def __call__(self, key: Key) -> bool:
-        """Return whether a column, or an overlay, is wanted."""
+        """Return True if a column or an overlay is selected."""
         return key not in self.dropped and (self.only is None or key in self.only)
 
 
 def schema_of_copy(
     reader: RowReader, wanted: ColumnSelection, beside: Collection[Key] = ()
 ) -> Schema:
-    """Return the columns that are wanted, in their order; ``beside`` are names of overlays."""
+    """Return the selected columns in their order; ``beside`` are the names of overlays."""
     schema = reader.schema
     known = {*schema.keys, *beside}
     unknown = sorted(map(format_key, (wanted.dropped | (wanted.only or set())) - known))
@@ -179,26 +179,26 @@ def _require_followed(reader: RowReader, name: str, sort: bool) -> None:
 
 
 def sources_of(reader: RowReader) -> list[RowReader]:
-    """Return the readers of the storages that have the rows."""
+    """Return the readers of the storages that hold the rows."""
     reader, _ = _there(reader, np.empty(0, np.int64))
     return [e.reader for e in reader.members] if isinstance(reader, UnionReader) else [reader]
 
 
 def source_around(reader: RowReader, place: Path) -> Path | None:
-    """Return the path of a storage that has some of the rows, if ``place`` lies within it."""
+    """Return the path of the source storage that contains ``place``; None if there is none."""
     above = Path(os.path.realpath(place)).parents
     paths = (each.path for each in sources_of(reader))
     return next((path for path in paths if Path(os.path.realpath(path)) in above), None)
 
 
 def overlays_of(reader: RowReader) -> tuple[str, ...]:
-    """Return the overlays of the storages that have the rows, as ``PATH: NAME``."""
+    """Return the overlays of the storages that hold the rows, as ``PATH: NAME``."""
     with closing(OverlaysOf(sources_of(reader), lambda _: False)) as overlays:
         return tuple(overlays.left_out)
 
 
 def require_outside(reader: RowReader, place: Path) -> None:
-    """Raise `NotWritable` if ``place`` lies within a storage that has some of the rows."""
+    """Raise `NotWritable` if ``place`` lies within a storage that holds some of the rows."""
     if (source := source_around(reader, place)) is not None:
         raise NotWritable(f"{place} is inside the storage {source}. Give a path outside it.")
 
@@ -209,7 +209,7 @@ def require_outside(reader: RowReader, place: Path) -> None:
 def _blocks(
     reader: RowReader, span: range, schema: Schema, *, sort: bool
 ) -> Iterator[range | np.ndarray]:
-    """Yield the numbers of rows, as many at a time as there is memory for."""
+    """Yield row numbers in blocks of at most `_BLOCK_NBYTES` of rows."""
     size = max(1, _BLOCK_NBYTES // schema.row_nbytes)
     rows = trajectory_order(reader, span) if sort else None
     for start in range(0, len(span), size):
@@ -217,10 +217,10 @@ def _blocks(
 
 
 def trajectory_order(reader: RowReader, span: range) -> np.ndarray:
-    """Return the numbers of rows, one trajectory after the other in the order of first rows.
+    """Return row numbers grouped by trajectory, in the order of the trajectories' first rows.
 
     Raises:
-        ColumnsMissing: the rows do not say which trajectory and step they are.
+        ColumnsMissing: the rows have no trajectory ids or no steps.
     """
     if lacking := missing(reader.schema, (TRAJ_IDS, STEP)):
         raise ColumnsMissing(
@@ -238,7 +238,7 @@ def trajectory_order(reader: RowReader, span: range) -> np.ndarray:
 
 
 class _StorageCopy:
-    """A new storage that gets the rows ``span`` of a reader, and those that come after them."""
+    """Writer of a new storage that copies the rows ``span`` of a reader, and any later rows."""
 
     def __init__(
         self, reader: RowReader, span: range, schema: Schema, overlays: OverlaysOf, files: Format
@@ -259,7 +259,7 @@ class _StorageCopy:
             raise
 
     def close(self) -> None:
-        """Close the new storage, which is on the disk then."""
+        """Close the new storage; its rows are on the disk afterwards."""
         try:
             self._beside.close()
         finally:
@@ -268,7 +268,7 @@ class _StorageCopy:
     def take(
         self, blocks: Iterable[range | np.ndarray], total: int, progress: Progress | None
     ) -> None:
-        """Copy rows, a block at a time, of ``total`` in all."""
+        """Copy blocks of rows; ``total`` is the number of rows of the whole copy."""
         each = self._schema.row_nbytes
         for block in blocks:
             parts = self._sources.parts(block)
@@ -293,16 +293,16 @@ class _StorageCopy:
             rows = {
                 key: column.slice(block.start, block.stop) for key, column in self._columns.items()
             }
-            if is_overwritten(self._reader):  # they may be the ring's own memory
+            if is_overwritten(self._reader):  # the values may be views of the ring's memory
                 rows = {key: values.copy() for key, values in rows.items()}
         _require_left(self._reader, block)
         return rows
 
     def follow(self, stop: Callable[[], bool] | None, progress: Progress | None) -> None:
-        """Copy the rows that a writer adds, until it ends, or ``stop`` says so."""
+        """Copy the rows that a writer adds, until the writer ends or ``stop`` returns True."""
         reader = self._reader
         while True:
-            written = reader.is_written  # first: what it adds before it ends is read below
+            written = reader.is_written  # check first, so that rows added before the end are read
             span = range(self._upto, reader.head)
             if span:
                 blocks = _blocks(reader, span, self._schema, sort=False)
@@ -314,17 +314,17 @@ class _StorageCopy:
 
 
 def _there(reader: RowReader, rows: np.ndarray) -> tuple[RowReader, np.ndarray]:
-    """Return the reader that has the rows of a view, and their numbers in it."""
+    """Return the reader below a view, and the numbers that the rows have there."""
     return (reader.rows, reader.numbers(rows)) if isinstance(reader, ViewReader) else (reader, rows)
 
 
 def is_overwritten(reader: RowReader) -> bool:
-    """Return whether a writer may overwrite rows that are read: a source is a ring."""
+    """Return True if a source is a ring, whose writer may overwrite rows during a read."""
     return any(each.ring for each in sources_of(reader))
 
 
 def _require_left(reader: RowReader, block: range | np.ndarray) -> None:
-    """Raise `Overrun` if rows that were just read had been overwritten meanwhile."""
+    """Raise `Overrun` if rows were overwritten while they were read."""
     if not is_overwritten(reader):
         return
     reader, rows = _there(reader, np.asarray(block))
@@ -338,12 +338,12 @@ def _require_left(reader: RowReader, block: range | np.ndarray) -> None:
         )
 
 
-# --- what made them -------------------------------------------------------------------------------
+# --- provenance -----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Stretch:
-    """Rows of the new storage that are of one source."""
+    """Consecutive rows of the new storage that come from one source."""
 
     first_row: int
     source: int
@@ -352,7 +352,7 @@ class _Stretch:
 
 
 class _Sources:
-    """Knows which rows of the new storage are of which storage, for its manifest."""
+    """Record of the source storage of each row of the new storage, for its manifest."""
 
     def __init__(self, reader: RowReader) -> None:
         self._reader, self._readers = reader, sources_of(reader)
@@ -362,13 +362,13 @@ class _Sources:
         self._rows = 0
 
     def parts(self, block: range | np.ndarray) -> list[UnionPart]:
-        """Return which rows of which source a block of rows is."""
+        """Split a block of rows by source."""
         _, rows = _there(self._reader, np.asarray(block))
         return [UnionPart(0, slice(None), rows)] if self._union is None else self._union.parts(rows)
 
     def count(self, parts: Iterable[UnionPart]) -> None:
-        """Count rows that were written."""
-        # Members follow one another, also if trajectories are sorted by their first rows.
+        """Record the sources of rows that were written."""
+        # Members follow one another even if trajectories are sorted by their first rows.
         for part in parts:
             self._add(part.member, part.rows)
 
@@ -382,7 +382,7 @@ class _Sources:
         self._rows += len(rows)
 
     def entries(self) -> list[dict[str, Any]]:
-        """Return the entries of the manifest: each names a storage, its rows, and their runs."""
+        """Return the manifest entries; each names a source storage, its rows, and their runs."""
         found: list[dict[str, Any]] = []
         for each in self._stretches:
             if not has_room(found):

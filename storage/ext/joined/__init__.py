@@ -1,1 +1,1 @@
-"""Rows of many storages, read as one."""
+"""Unions: the rows of many storages, read as one."""

@@ -1,4 +1,4 @@
-"""Trajectories that a union has twice, bit for bit, though no manifest says that."""
+"""Detection of bit-for-bit duplicate trajectories that the manifests do not reveal."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ _CHUNK_NBYTES: Final = 2**24
 
 @dataclass(frozen=True, slots=True)
 class Duplicates:
-    """Trajectories of a member that have the bits of those of an earlier member."""
+    """Trajectories of a member that equal trajectories of earlier members bit for bit."""
 
     member: int
     count: int
     of: int
-    """The number of trajectories that the member has."""
+    """The number of trajectories of the member."""
     pairs: tuple[tuple[int, int, int], ...]
-    """First rows and ids of some, and the ids of the earlier ones."""
+    """Some of the pairs: first row and id of the duplicate, and id of the earlier trajectory."""
 
 
 def doubled_trajectories(union: UnionReader, most: int) -> list[Duplicates]:
-    """Find trajectories that are bit for bit those of an earlier member, but for their ids.
+    """Find trajectories that equal one of an earlier member bit for bit, except for the id.
 
-    ``most`` is the number of pairs that are named, of each member.
+    Args:
+        union: the members.
+        most: the maximum number of pairs to report per member.
     """
     table = union.trajectories.table
     starts = np.array([each.rows.start for each in union.members])
@@ -57,7 +59,7 @@ def doubled_trajectories(union: UnionReader, most: int) -> list[Duplicates]:
 
 
 def _names(union: UnionReader, table: np.ndarray) -> Iterator[bytes]:
-    """Yield of each trajectory a hash of its first and its last row, and of its length."""
+    """Yield for each trajectory a hash of its first row, its last row and its length."""
     keys = [key for key in union.keys if key != TRAJ_IDS]
     size = max(1, _CHUNK_NBYTES // (2 * union.schema.row_nbytes))
     for start in range(0, len(table), size):
@@ -71,7 +73,7 @@ def _names(union: UnionReader, table: np.ndarray) -> Iterator[bytes]:
 
 
 def _same(union: UnionReader, one: int, other: int) -> bool:
-    """Return whether two trajectories have the same bits, but for their ids."""
+    """Return True if two trajectories have the same bits, except for their ids."""
     rows, others = (union.trajectories.rows_of(each) for each in (one, other))
     if len(rows) != len(others):
         return False

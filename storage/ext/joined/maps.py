@@ -1,4 +1,4 @@
-"""The files of many storages mapped side by side, so that a column of all is one array."""
+"""Files of many storages, mapped consecutively so that each column of all is one array."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.rows.schema import Schema
 
 _APART: Final = PAGE_NBYTES
-"""Each member begins at a multiple of so many rows: at a whole page, whatever a row has."""
+"""Each member begins at a multiple of this number of rows.
+
+Its files then begin at a page boundary for any row size.
+"""
 
 
 class JoinedMaps:
-    """The columns of memory-mapped members, each as one array with holes between the members.
+    """The columns of memory-mapped members, each as one array with gaps between the members.
 
-    Rows of any members are copied by one call of the extension so. Address space costs nothing.
+    One call of the C extension can then copy rows of any members. The gaps use address space
+    only.
 
     Args:
         members: the storages.
-        schema: the columns that are wanted.
-        regions: address space of each column, with the files of all members.
-        begins: the slot at which each member begins.
+        schema: the selected columns.
+        regions: the address space of each column, into which the files of all members are mapped.
+        begins: the first slot of each member.
     """
 
     def __init__(
@@ -58,7 +62,7 @@ class JoinedMaps:
 
     @classmethod
     def of(cls, members: Sequence[UnionMember], schema: Schema) -> JoinedMaps | None:
-        """Return the maps; None if a member is not memory-mapped, or the system has no room."""
+        """Map the members; return None if one is not memory-mapped, or the system has no room."""
         formats = []
         for each in members:
             files = each.reader.format if isinstance(each.reader, FileReader) else None
@@ -86,10 +90,10 @@ class JoinedMaps:
                 return None
             return cls(members, schema, [wanted[key] for key in schema.keys], begins)
         except (OSError, ValueError, StorageError):
-            return None  # each member is read by itself, and says what is wrong with it
+            return None  # members are then read separately, and the faulty one raises its error
 
     def _slots_of(self, rows: np.ndarray, member: np.ndarray) -> Any:
-        """Return the slots of rows [*] of the union, by the ``member`` [*] that has each."""
+        """Convert row numbers [*] of the union to slots, given the ``member`` [*] of each row."""
         if self._rings is None:
             return rows + self._to_slots[member]
         own, rings = rows - self._moves[member], self._rings[member]
@@ -99,12 +103,12 @@ class JoinedMaps:
     def gather(
         self, rows: np.ndarray, member: np.ndarray, only: Places | None = None
     ) -> list[np.ndarray]:
-        """Return copies [*rows.shape, ...] of rows, of every column or of some, from a pool.
+        """Return copies [*rows.shape, ...] of rows, in buffers from a pool.
 
         Args:
-            rows: their numbers in the union.
-            member: the member that has each.
-            only: the places of the columns; None: all.
+            rows: row numbers in the union.
+            member: the member of each row.
+            only: the positions of the columns to copy; None: all columns.
         """
         slots = self._slots_of(rows, member)
         columns, arrays = self._schema.columns, self._columns.arrays
@@ -124,7 +128,7 @@ class JoinedMaps:
     def take(
         self, place: int, rows: np.ndarray, member: np.ndarray, out: np.ndarray | None
     ) -> np.ndarray:
-        """Return the values of one column in rows [*]."""
+        """Return the values of one column for rows [*]."""
         slots = self._slots_of(rows, member)
         found: np.ndarray = self._columns.arrays[place].take(slots, axis=0, out=out, mode="clip")
         return found

@@ -1,4 +1,4 @@
-"""The members of a union: their paths, columns, rows and runs. Knows how they fit together."""
+"""Members of a union: their paths, columns, rows and runs, and checks that they are compatible."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ _MOST_NAMED: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class UnionMember:
-    """A storage of a union."""
+    """One storage of a union."""
 
     reader: RowReader
     path: Path
     id: str
     format: str
     span: range
-    """The numbers of its rows in the storage itself, those that were there at the opening."""
+    """Row numbers within the storage, as of the time when the union was opened."""
     rows: range
-    """Their numbers in the union."""
+    """Row numbers within the union."""
     rewinds: int
-    """How often rows had been taken back by then."""
+    """The number of rewinds of the storage when the union was opened."""
 
     @property
     def moved_by(self) -> int:
-        """The difference of a row's number in the union from that in the storage."""
+        """The row number in the union minus the row number in the storage."""
         return self.rows.start - self.span.start
 
 
 def expanded(paths: PathLike | Sequence[PathLike]) -> list[Path]:
-    """Return the paths of members, in the order given; those of a pattern in natural order.
+    """Return the paths of members in the given order; matches of a pattern are in natural order.
 
     Raises:
-        StorageMissing: a pattern matches nothing.
-        RowsDoubled: one is given twice.
+        StorageMissing: a pattern has no matches.
+        RowsDoubled: a path is given twice.
         ValueError: there are no paths.
-        TypeError: one is no path.
+        TypeError: an item is not a path.
     """
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not given:
@@ -80,7 +80,7 @@ def expanded(paths: PathLike | Sequence[PathLike]) -> list[Path]:
 
 def _matched(pattern: PathLike) -> list[Path]:
     found = glob.glob(os.fspath(user_path(pattern)))
-    # Beside an HDF5 file lie its lock and what is kept of its rows.
+    # The lock and the side files of an HDF5 file are next to it.
     files = tuple(f"{each}." for each in found if os.path.isfile(each))
     found = [each for each in found if not each.startswith(files)]
     if not found:
@@ -97,11 +97,13 @@ def _natural(path: str) -> list[tuple[int, int, str]]:
 
 
 def joined_schema(readers: Sequence[RowReader], columns: Keys | None) -> Schema:
-    """Return the columns of a union: those that are wanted, or all, which each member must have.
+    """Return the schema of a union: the selected columns, or all columns.
+
+    Each member must have every one of these columns.
 
     Raises:
-        SchemaMismatch: a member lacks columns, or has others; each is named.
-        ColumnsMissing: none has a column that is wanted.
+        SchemaMismatch: a member lacks columns or has different ones. The message names each one.
+        ColumnsMissing: no member has a selected column.
     """
     first = readers[0].schema
     every: dict[Any, Column] = {}
@@ -152,7 +154,7 @@ def joined_schema(readers: Sequence[RowReader], columns: Keys | None) -> Schema:
 
 
 def joined_runs(members: Iterable[UnionMember]) -> list[dict[str, Any]]:
-    """Return the runs of all members, with the numbers that their rows have in the union.
+    """Return the runs of all members, with row numbers of the union.
 
     A run whose first rows are gone from a ring begins with the member's first row.
     """
@@ -172,7 +174,7 @@ def _moved(run: Mapping[str, Any], member: UnionMember) -> dict[str, Any]:
         if type(entry.get(name)) is int:
             entry[name] = max(first, entry[name] + by)
     if run["first_row"] < member.span.start:
-        entry.pop(_OF_ITS_BEGINNING, None)  # the trajectories that it is of are gone
+        entry.pop(_OF_ITS_BEGINNING, None)  # the trajectories that it describes are gone
     if EVENTS in entry:
         events = events_of(run, member.span.stop)
         entry[EVENTS] = [{**each, "row": max(0, each["row"] + by)} for each in events]

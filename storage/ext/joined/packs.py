@@ -1,4 +1,4 @@
-"""Packed members read through one cache, so that rows of all are copied by one call an array."""
+"""Packed members read through one cache, so that one call per array copies rows of all members."""
 # ruff: noqa: D102 - what a column's states give is said once, in `States`
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ from tallyroll.storage.rows.schema import Schema
 
 _SHARE: Final = 4
 _MOST_OPEN: Final = 4096
-"""A union has one of so many files open that this process may have, and no more than that."""
+"""Maximum number of files that a union keeps open.
+
+It also keeps at most 1 / `_SHARE` of the files open that this process may open.
+"""
 
 
 class JoinedChunks:
-    """The chunks of an array of several storages, one storage after the other.
+    """Concatenation of the chunks that several storages have of one array.
 
     Args:
-        parts: those of each storage.
-        most: storages whose files are kept open.
+        parts: the chunks of each storage.
+        most: the maximum number of storages whose files stay open.
     """
 
     def __init__(self, parts: Sequence[Chunks], most: int) -> None:
@@ -46,16 +49,16 @@ class JoinedChunks:
         self.nbytes = sum(each.nbytes for each in parts)
         self._parts, self._most, self._stops = parts, most, [*accumulate(counts)]
         self._used: dict[int, None] = {}
-        """The parts that may have files open; the one that was used last is the last."""
+        """The parts that may have files open, in order of last use."""
 
     @property
     def firsts(self) -> list[int]:
-        """The place of the first row of each storage: a chunk is of one of them."""
+        """The position of the first row of each storage. A chunk belongs to one storage only."""
         size = self.layout.chunk_rows
         return [0, *(stop * size for stop in self._stops[:-1])]
 
     def prepared(self, chunk: int) -> tuple[Chunks, Any, int]:
-        """Return the part that has a chunk, what it needs of it, and the chunk's number there."""
+        """Return the part that has a chunk, the prepared state, and the chunk's number there."""
         number = bisect_right(self._stops, chunk)
         part = self._parts[number]
         own = chunk - self._stops[number] + part.layout.chunks
@@ -64,12 +67,12 @@ class JoinedChunks:
         return part, part.prepared(own), own
 
     def load(self, where: tuple[Chunks, Any, int], chunk: int) -> np.ndarray:
-        """Decompress a chunk, as its part does."""
+        """Decompress a chunk."""
         part, prepared, own = where
         return part.load(prepared, own)
 
     def done(self, *, idle: bool = False) -> None:
-        """Close files that nothing has asked for lately; if ``idle``, all."""
+        """Close the files of the least recently used parts; if ``idle``, close all files."""
         gone = [*self._used] if idle else [*self._used][: -self._most]
         for number in gone:
             del self._used[number]
@@ -78,7 +81,7 @@ class JoinedChunks:
             self._parts[number].done()
 
     def another(self) -> JoinedChunks:
-        """Return the same chunks with files of its own."""
+        """Return the same chunks with separate file handles."""
         return JoinedChunks([each.another() for each in self._parts], self._most)
 
     def close(self) -> None:
@@ -88,13 +91,13 @@ class JoinedChunks:
 
 
 class JoinedStates(States):
-    """The states of several storages, numbered one storage after the other.
+    """Concatenation of the states of several storages.
 
     Args:
-        own: those of each storage.
-        rows: the number of the first row of each.
-        frames: the frames of all.
-        places: the place of the first frame of each among these.
+        own: the states of each storage.
+        rows: the number of the first row of each storage.
+        frames: the frames of all storages.
+        places: the position of each storage's first frame in ``frames``.
     """
 
     def __init__(
@@ -126,13 +129,13 @@ class JoinedStates(States):
 
 
 class JoinedPacks:
-    """The columns of packed members, each array of which is one with those of the others.
+    """The columns of packed members; arrays of the same path are concatenated.
 
-    So they have one cache, with the budget of one storage.
+    All members therefore share one cache, which has the budget of a single storage.
 
     Args:
         members: the storages.
-        schema: the columns that are wanted.
+        schema: the selected columns.
     """
 
     def __init__(self, members: Sequence[UnionMember], schema: Schema) -> None:
@@ -146,7 +149,7 @@ class JoinedPacks:
         states: dict[CachedArray, JoinedStates] = {}
         self._columns: list[PackedColumn] = []
         self._moves: list[np.ndarray | None] = []
-        """Numbers that are added to those of rows, by column and member; None where nothing is."""
+        """Offsets to add to row numbers, by column and member; None if there is nothing to add."""
         for column, of_members in zip(schema.columns, own, strict=True):
             array = self._arrays[of_members[0].source.layout.path]
             firsts = _chunks(array).firsts
@@ -165,7 +168,7 @@ class JoinedPacks:
 
     @classmethod
     def of(cls, members: Sequence[UnionMember], schema: Schema) -> JoinedPacks | None:
-        """Return the columns; None if a member is not packed, or not as the others are."""
+        """Join the columns; return None if a member is not packed, or the layouts differ."""
         kinds = set()
         for each in members:
             if len(each.rows):
@@ -175,7 +178,7 @@ class JoinedPacks:
         return cls(members, schema) if len(kinds) == 1 else None
 
     def _joined(self, own: Sequence[Sequence[PackedColumn]]) -> dict[tuple[str, ...], CachedArray]:
-        """Return the arrays of columns, by their paths, with a part of the budget each."""
+        """Return the concatenated arrays by path, each with a share of the cache budget."""
         parts = {each[0].source.layout.path: each for each in own}
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE
         most = max(1, min(files, _MOST_OPEN) // len(parts))
@@ -195,12 +198,12 @@ class JoinedPacks:
     def gather(
         self, rows: np.ndarray, member: np.ndarray, only: Places | None = None
     ) -> list[np.ndarray]:
-        """Return copies [*rows.shape, ...] of rows, of every column or of some.
+        """Return copies [*rows.shape, ...] of rows.
 
         Args:
-            rows: their numbers in the union.
-            member: the member that has each.
-            only: the places of the columns; None: all.
+            rows: row numbers in the union.
+            member: the member of each row.
+            only: the positions of the columns to copy; None: all columns.
         """
         moved: dict[int, np.ndarray] = {}
         wanted: list[RowRequest] = []
@@ -216,18 +219,18 @@ class JoinedPacks:
     def take(
         self, place: int, rows: np.ndarray, member: np.ndarray, out: np.ndarray | None
     ) -> np.ndarray:
-        """Return the values of one column in rows [*]."""
+        """Return the values of one column for rows [*]."""
         move = self._moves[place]
         return self._columns[place].take(rows if move is None else rows + move[member], out)
 
     def slice(self, place: int, rows: range, member: int) -> np.ndarray:
-        """Return the values of one column in rows of one member."""
+        """Return the values of one column for consecutive rows of one member."""
         move = self._moves[place]
         by = 0 if move is None else int(move[member])
         return self._columns[place].slice(rows.start + by, rows.stop + by)
 
     def close(self) -> None:
-        """Close all files, and end the threads."""
+        """Close all files and stop the threads."""
         self._workers.close()
         for each in self._arrays.values():
             each.close()
@@ -249,7 +252,7 @@ def _states(column: PackedColumn) -> States:
 
 
 def _kind(column: PackedColumn) -> tuple[object, ...]:
-    """Return the ways in which a column is made that must be the same in all members."""
+    """Return the properties of a column that must be the same in all members."""
     layout = column.source.layout
     found = (layout.path, layout.dtype, layout.shape, layout.chunk_rows)
     if not isinstance(column, StateColumn):

@@ -1,4 +1,4 @@
-"""The shards of runs among the members of a union: which are there, and which are not."""
+"""Shards of runs among the members of a union, and the shards that are missing."""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ from tallyroll.storage.ext.joined.members import UnionMember
 from tallyroll.storage.files.copied_runs import copied_runs
 
 SHARD: Final = "shard"
-"""The entry of a shard's run in its manifest: ``index`` of ``of``, the transitions that were
-``asked`` of all together, and ``run``, an id that they have in common."""
+"""Manifest key of the entry that marks a shard's run.
+
+The entry contains the shard's ``index``, the number ``of`` shards, the transitions that were
+``asked`` of all shards together, and ``run``, an id that all shards of the run share.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RunShards:
-    """The shards that a union has of one run."""
+    """The shards of one run that a union contains."""
 
     run: str
     of: int
     """The number of shards that the run was divided into."""
     asked: int | None
-    """The transitions that were asked of all of them; None if the run does not say."""
+    """The number of transitions requested from all shards; None if the run does not record it."""
     rows: int
-    """The rows of the shards that are there, each counted once."""
+    """The rows of the present shards, each shard counted once."""
     missing: tuple[int, ...]
     doubled: Mapping[int, tuple[str, ...]]
-    """The paths of each shard that several members are."""
+    """The paths of each shard that occurs more than once, by index."""
 
     @property
     def problems(self) -> list[str]:
-        """Differences from exactly all shards, one sentence each."""
+        """The differences from a complete set of shards, one sentence each."""
         found = []
         if self.missing:
             found.append(f"shards {_listed(self.missing)} of {self.of} are missing")
@@ -46,7 +49,7 @@ class RunShards:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
+        """Return all fields as JSON values."""
         return {
             "run": self.run,
             "of": self.of,
@@ -60,16 +63,16 @@ class RunShards:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The shards among the members of a union, by the runs that they are of."""
+    """The shards among the members of a union, grouped by run."""
 
     runs: tuple[RunShards, ...]
-    """Each run of which there is a shard, in the order of their first ones."""
+    """The runs that have at least one shard here, in the order of their first shards."""
     foreign: tuple[str, ...]
-    """The paths of members that are no shards of any run."""
+    """The paths of members that are not shards."""
 
     @property
     def problems(self) -> list[str]:
-        """Differences from exactly all shards of each run, one sentence each."""
+        """The differences from a complete set of shards for each run, one sentence each."""
         one = len(self.runs) == 1
         found = [
             problem if one else f"run {run.run}: {problem}"
@@ -80,7 +83,7 @@ class Shards:
         return [*found, *(f"{path} is no shard{whose}" for path in self.foreign)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
+        """Return all fields as JSON values."""
         return {
             "runs": [run.as_json() for run in self.runs],
             "foreign": list(self.foreign),
@@ -89,9 +92,9 @@ class Shards:
 
 
 def shards_of(members: Iterable[UnionMember]) -> Shards | None:
-    """Return the shards among members; None without any.
+    """Return the shards among members; None if there are none.
 
-    A member is a shard if all its runs say that it is the same one.
+    A member is a shard if all its runs record the same shard.
     """
     of_runs: dict[tuple[str, int], list[tuple[UnionMember, int, int | None]]] = {}
     foreign = []
@@ -126,9 +129,9 @@ def _shards_of_run(
 
 
 def shard_said(runs: Iterable[Mapping[str, Any]]) -> tuple[str, int, int, int | None] | None:
-    """Return the run, the index, the number of shards and what was asked of all.
+    """Return the run id, the index, the number of shards and the total number of transitions.
 
-    None where the runs of a storage do not all say that it is the same shard.
+    Return None if the runs of a storage do not all record the same shard.
     """
     runs = [made for run in runs for made in (copied_runs(run) or [run])]
     found = {_read(run.get(SHARD)) for run in runs}

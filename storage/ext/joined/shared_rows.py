@@ -1,4 +1,4 @@
-"""Rows that two members of a union have from one storage: by their manifests, then by the rows."""
+"""Detection of rows that two members of a union share, by their manifests or by their content."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _UNKNOWN: Final = range(2**62)
 _CHUNK_NBYTES: Final = 2**24
 _CHUNK_ROWS: Final = 2**20
 _NARROW_NBYTES: Final = 64
-"""Bytes of a row up to which a column is compared first."""
+"""Columns of at most this many bytes per row are compared first."""
 _LOOKS: Final = 256
-"""Pairs of rows with equal hashes that are compared bit for bit, at most."""
+"""Maximum number of row pairs with equal hashes that are compared bit for bit."""
 _IMPORTED: Final = "imported_from"
 _MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)
 
@@ -42,40 +42,41 @@ _STEPS: Final = np.dtype([("id", np.int64), ("step", np.int64), ("row", np.int64
 
 Readers: TypeAlias = tuple[RowReader, RowReader]
 Pairs: TypeAlias = tuple[np.ndarray, np.ndarray]
-"""Numbers of rows of two readers, which belong together."""
+"""Corresponding row numbers of two readers."""
 
 
 @dataclass(frozen=True, slots=True)
-class _MemberStretch:
-    """Rows of a member that came from a storage, or may have come from it."""
+class _Stretch:
+    """Rows of a member that come, or may come, from one storage, such as the member itself."""
 
     rows: range
-    """Their numbers in the member."""
+    """Row numbers in the member."""
     id: str | None
-    """The storage; None: it is not known."""
+    """The id of the source storage; None if it is unknown."""
     span: range
-    """Rows of the storage among which they are."""
+    """A range of rows of the source storage that contains them."""
     moved: int | None
-    """The number by which their trajectory ids are larger than there; None: it is not known."""
+    """The amount by which their trajectory ids exceed those of the source; None if unknown."""
     direct: bool = False
-    """All of them came from there, in one step."""
+    """True if a single copy took all of them directly from the source."""
     complete: bool = False
     """True if they are all rows of `span`."""
     rewinds: int = 0
-    """How often the storage had taken rows back by then."""
+    """The number of rewinds of the source storage at the time of the copy."""
 
 
 def refuse_shared_rows(members: Sequence[UnionMember]) -> None:
-    """Raise `RowsDoubled` if two members have the same row of one storage.
+    """Raise `RowsDoubled` if two members contain the same row of one storage.
 
-    Manifests say which members are copies of which rows. Rows are read only where that does not
-    decide: first their trajectory ids and steps, or, where these were changed, the other columns.
+    The manifests record which members are copies of which rows. Rows are read only if the
+    manifests do not decide the question. The comparison then uses trajectory ids and steps, or the
+    other columns if ids or steps were changed.
 
     Args:
         members: storages whose ids differ.
 
     Raises:
-        RowsDoubled: names the two members.
+        RowsDoubled: two members share a row. The message names them.
     """
     if len(members) < 2:
         return
@@ -116,14 +117,12 @@ def _doubled(one: UnionMember, other: UnionMember, id: str | None) -> RowsDouble
 # --- manifests ------------------------------------------------------------------------------------
 
 
-def _stretches(manifest: Mapping[str, Any], span: range) -> Iterator[_MemberStretch]:
-    """Yield the storages that the rows ``span`` of a storage come from, itself first."""
-    yield _MemberStretch(
-        span, manifest["id"], span, 0, True, True, len(manifest.get(REWINDS) or ())
-    )
+def _stretches(manifest: Mapping[str, Any], span: range) -> Iterator[_Stretch]:
+    """Yield the storages that the rows ``span`` come from, beginning with this storage."""
+    yield _Stretch(span, manifest["id"], span, 0, True, True, len(manifest.get(REWINDS) or ()))
     packed = isinstance(manifest.get(PACKED), Mapping)
     for number, each in enumerate(_of_sources(sources_of(manifest), span, 0)):
-        direct = packed and number == 0  # the others are those of which this one is
+        direct = packed and number == 0  # the other entries are the sources of the first one
         yield replace(each, direct=direct, complete=direct and _count_of(each.span) == len(span))
     for entry, rows in _entries(manifest["runs"], span):
         yield from _of_entry(entry, rows, 0, direct=True)
@@ -132,7 +131,7 @@ def _stretches(manifest: Mapping[str, Any], span: range) -> Iterator[_MemberStre
 def _entries(
     entries: Sequence[Mapping[str, Any]], span: range
 ) -> Iterator[tuple[Mapping[str, Any], range]]:
-    """Yield the entries of which rows of ``span`` are, and which these are."""
+    """Yield the entries that have rows within ``span``, and these rows."""
     firsts = [first if type(first := each.get("first_row")) is int else 0 for each in entries]
     for entry, (start, stop) in zip(entries, pairwise([*firsts, _UNKNOWN.stop]), strict=True):
         rows = range(max(start, span.start), min(stop, span.stop))
@@ -162,8 +161,8 @@ def _of_entry(
             yield from _of_entry(run, rows, moved, direct=False)
 
 
-def _of_sources(sources: Any, rows: range, moved: int | None) -> Iterator[_MemberStretch]:
-    """Yield the storages of a union, or of a view."""
+def _of_sources(sources: Any, rows: range, moved: int | None) -> Iterator[_Stretch]:
+    """Yield the source storages of a union or of a view."""
     if not isinstance(sources, list):
         yield _MemberStretch(rows, None, _UNKNOWN, None)
         return
@@ -187,11 +186,11 @@ def _of_source(said: Mapping[str, Any], rows: range, moved: int | None) -> Itera
 
 
 def _count_of(span: range) -> int:
-    return span.stop - span.start  # len() refuses what a damaged manifest may say
+    return span.stop - span.start  # len() raises for the huge ranges of a damaged manifest
 
 
 def _sum(one: Any, other: Any) -> int | None:
-    """Return the sum of two numbers of ids; None where one is unknown, or is no such number."""
+    """Add two id offsets; return None if one is unknown or invalid."""
     if type(one) is not int or type(other) is not int or abs(one + other) >= _UNKNOWN.stop:
         return None
     return one + other
@@ -204,11 +203,11 @@ def _count(number: Any) -> int:
 # --- rows -----------------------------------------------------------------------------------------
 
 
-class _MemberRows:
-    """Compares rows of members, and keeps what it found.
+class _Rows:
+    """Compare rows of members, and cache the results.
 
     Args:
-        readers: of the members.
+        readers: the readers of the members.
     """
 
     def __init__(self, readers: Sequence[RowReader]) -> None:
@@ -217,8 +216,8 @@ class _MemberRows:
         self._ids: dict[tuple[int, range], np.ndarray] = {}
         self._compared: dict[tuple[Any, ...], bool] = {}
 
-    def shared(self, one: tuple[int, _MemberStretch], other: tuple[int, _MemberStretch]) -> bool:
-        """Return whether stretches of two members, which name one storage, have a common row."""
+    def shared(self, one: tuple[int, _Stretch], other: tuple[int, _Stretch]) -> bool:
+        """Return True if two stretches, which name the same storage, have a common row."""
         (first, a), (second, b) = one, other
         if a.span.start >= b.span.stop or b.span.start >= a.span.stop:
             return False
@@ -245,9 +244,9 @@ class _MemberRows:
         return self._compared[key]
 
     def _equal_steps(self, one: tuple[int, range], other: tuple[int, range], move: int) -> bool:
-        """Return whether two have a row of one trajectory and step, with the same values.
+        """Return True if two members have a row with the same trajectory, step and values.
 
-        ``move`` is the number by which ids of the other one are larger.
+        ``move`` is the amount by which trajectory ids of the other member are larger.
         """
         ids = np.intersect1d(self._ids_of(*one), self._ids_of(*other) - move, assume_unique=True)
         if not len(ids):
@@ -260,14 +259,14 @@ class _MemberRows:
         return _any_equal(readers, (found[0]["row"][at], found[1]["row"][there]))
 
     def _ids_of(self, number: int, rows: range) -> np.ndarray:
-        """Return the trajectory ids of a member's rows, each once, ascending."""
+        """Return the unique trajectory ids of a member's rows in ascending order."""
         if (number, rows) not in self._ids:
             parts = [np.unique(part) for _, part in _ids(self._readers[number], rows)]
             self._ids[number, rows] = np.unique(np.concatenate(parts))
         return self._ids[number, rows]
 
     def _steps(self, number: int, rows: range, ids: np.ndarray) -> np.ndarray:
-        """Return the ids, steps and numbers of the rows that are of some trajectories."""
+        """Return the ids, steps and numbers of the rows of some trajectories."""
         reader, parts = self._readers[number], []
         for start, part in _ids(reader, rows):
             at = np.flatnonzero(np.isin(part, ids))
@@ -279,7 +278,7 @@ class _MemberRows:
 
 
 def _ids(reader: RowReader, rows: range) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the trajectory ids of rows, some at a time, and the first of these rows."""
+    """Yield the first row of each chunk, and the chunk's trajectory ids."""
     column = reader.column(TRAJ_IDS)
     for start in range(rows.start, rows.stop, _CHUNK_ROWS):
         stop = min(start + _CHUNK_ROWS, rows.stop)
@@ -287,7 +286,7 @@ def _ids(reader: RowReader, rows: range) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _any_equal(readers: Readers, pairs: Pairs) -> bool:
-    """Return whether the rows of a pair have the same values, in some pair."""
+    """Return True if the two rows of at least one pair have the same values."""
     keys = _compared(readers)
     size = max(1, _CHUNK_NBYTES // max(1, _nbytes(readers[0], keys)))
     for start in range(0, len(pairs[0]), size):
@@ -304,7 +303,7 @@ def _any_equal(readers: Readers, pairs: Pairs) -> bool:
 
 
 def _equal_content(readers: Readers, rows: tuple[range, range]) -> bool:
-    """Return whether two have a row of the same values, whatever its trajectory and step."""
+    """Return True if two members have a row with the same values, ignoring ids and steps."""
     keys = _compared(readers)
     narrow = [key for key in keys if _nbytes(readers[0], [key]) <= _NARROW_NBYTES]
     left = [np.arange(each.start, each.stop) for each in rows]
@@ -322,7 +321,7 @@ def _equal_content(readers: Readers, rows: tuple[range, range]) -> bool:
 
 
 def _hashes(reader: RowReader, rows: np.ndarray, keys: Sequence[Key]) -> np.ndarray:
-    """Return a number of 64 bits for the values of each row [n]."""
+    """Return a 64-bit hash of the values of each row [n]."""
     found = np.zeros(len(rows), np.uint64)
     size = max(1, _CHUNK_NBYTES // max(1, _nbytes(reader, keys)))
     for start in range(0, len(rows), size):
@@ -338,7 +337,7 @@ def _hashes(reader: RowReader, rows: np.ndarray, keys: Sequence[Key]) -> np.ndar
 
 
 def _compared(readers: Readers) -> list[Key]:
-    """Return the columns that copies have as their sources do: no numbers, and no cuts."""
+    """Return the common columns except the collector's and end flags, which copies may change."""
     one, other = ({each.key: each for each in reader.schema.columns} for reader in readers)
     return [
         key
@@ -356,7 +355,7 @@ def _nbytes(reader: RowReader, keys: Sequence[Key]) -> int:
 
 
 def _octets(values: np.ndarray) -> np.ndarray:
-    """Return the bytes of rows [n, bytes]."""
+    """Return the bytes of each row, uint8 [n, row_nbytes]."""
     flat = np.ascontiguousarray(values).reshape(len(values), -1)
     found: np.ndarray = flat.view(np.uint8)
     return found

@@ -1,4 +1,4 @@
-"""Several storages read as one: their rows, one member after the other."""
+"""Reader that presents several storages as one, with their rows in member order."""
 # ruff: noqa: D102 - what a reader does is said once, in `RowReader`
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _SECONDS: Final = 0.02
 
 
 class TakenBack:
-    """Counts how often rows of the members were taken back.
+    """Counter of the rewinds of all members.
 
-    Only a writer does that: members that one has open are asked each time, others now and then,
-    whether one has opened them.
+    Only a writer can rewind a storage. Members that have a writer are checked on each call. The
+    others are checked periodically, together with the check whether they have a writer.
     """
 
     def __init__(self, members: Sequence[UnionMember]) -> None:
@@ -55,7 +55,7 @@ class TakenBack:
 
     @property
     def count(self) -> int:
-        """The sum of all members' counts."""
+        """The sum of the rewinds of all members."""
         if time.monotonic() >= self._next:
             self._look()
         return self._others + sum([each.reader.rewinds for each in self._open])
@@ -69,14 +69,14 @@ class TakenBack:
         self._next = time.monotonic() + _SECONDS
 
     def require(self, count: int) -> None:
-        """Raise `StateMismatch` unless it is still ``count``."""
+        """Raise `StateMismatch` unless the sum is still ``count``."""
         if self.count != count:
             for each in self._members:
                 require_kept(each)
 
 
 def require_kept(member: UnionMember) -> None:
-    """Raise `StateMismatch` if rows of a member were taken back since the union was opened."""
+    """Raise `StateMismatch` if a member has been rewound since the union was opened."""
     if member.reader.rewinds != member.rewinds:
         raise StateMismatch(
             f"{member.path} had rows taken back since this union was opened, and its numbers may "
@@ -85,19 +85,19 @@ def require_kept(member: UnionMember) -> None:
 
 
 _BLOCKS: Final = 2**13
-"""Entries of a table, at most."""
+"""Maximum number of entries in the lookup table."""
 
 
 class MemberOf:
-    """Finds the members that have rows.
+    """Lookup of the member that a row belongs to.
 
-    A search by halves takes 10 us for 256 random rows, as the processor cannot guess its way. So a
-    table has the member at the beginning of each block of rows; where a block has at most two of
-    them, one look more says which.
+    A binary search takes 10 us for 256 random rows, because of branch mispredictions. A table
+    therefore stores the member at the beginning of each block of rows. If no block contains rows
+    of more than two members, one more comparison finds the member.
 
     Args:
         starts: the first row of each member, ascending [members].
-        stop: the row after the last one.
+        stop: the end of the rows (exclusive).
     """
 
     def __init__(self, starts: np.ndarray, stop: int) -> None:
@@ -110,7 +110,7 @@ class MemberOf:
         self._by_table = bool((last - self._first <= 1).all())
 
     def __call__(self, rows: np.ndarray) -> np.ndarray:
-        """Return the number of the member that has each of ``rows`` [*], [*]."""
+        """Return the number of the member of each of ``rows`` [*], as an array [*]."""
         if not self._by_table:
             return self._by_halves(rows)
         found: np.ndarray = self._first.take(rows >> self._shift)
@@ -130,17 +130,17 @@ _NAMED: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class UnionPart:
-    """The rows of one member among rows that are wanted."""
+    """The requested rows that belong to one member."""
 
     member: int
     at: np.ndarray | slice
-    """Their places among the rows that are wanted, in one dimension."""
+    """Positions among the flattened requested rows."""
     rows: np.ndarray
-    """Their numbers in the member's storage."""
+    """Row numbers in the member's storage."""
 
 
 class UnionColumn(ColumnReader):
-    """A column of all members."""
+    """One column of all members."""
 
     def __init__(self, union: UnionReader, key: Key) -> None:
         self._union, self.key = union, key
@@ -178,28 +178,31 @@ class UnionColumn(ColumnReader):
 
 
 class UnionReader(RowReader):
-    """The rows of several storages, one member after the other, numbered from 0.
+    """Reader of the rows of several storages, one member after the other, numbered from 0.
 
-    They are those that were there when the union was opened: rows that writers add later are not
-    in it, so that a number always means the same row. A row that is gone since, from a ring or
-    because it was taken back, raises an error.
+    The union contains the rows that existed when it was opened. It ignores rows that writers add
+    later, so a number always denotes the same row. Reading a row that has disappeared since, by
+    being overwritten in a ring or rewound, raises an error.
 
     Args:
         members: readers of the storages, which `close` closes.
-        path: for messages.
-        columns: those that are wanted; None: all, which every member must have.
-        ids: of trajectories. ``"offset"``: those of a member of which an earlier one has some are
-            moved by one number, to above all of these: `ids_moved_by`. ``"keep"``: they stay.
-        spans: the rows of each member; None: those that are there now.
-        owners: kept while the reader is: what closes the members when it goes.
+        path: the path to show in messages.
+        columns: the columns to read; None: all columns, which every member must have.
+        ids: treatment of trajectory ids. ``"offset"``: if an id of a member occurs in an earlier
+            one, one offset moves all ids of the member above those of the earlier members; see
+            `ids_moved_by`. ``"keep"``: ids stay unchanged.
+        spans: the rows of each member; None: the rows that exist now.
+        owners: objects that the reader keeps alive, because they close the members when they are
+            collected.
 
     Raises:
-        SchemaMismatch: the members' columns differ; each difference is named.
-        ColumnsMissing: no member has a column that is wanted.
-        RowsDoubled: two members are the same storage, or have rows that were copied from one to
-            the other, or from the same rows.
+        SchemaMismatch: the columns of the members differ. The message names each difference.
+        ColumnsMissing: no member has a selected column.
+        RowsDoubled: two members are the same storage, or one has rows that were copied from the
+            other, or both have copies of the same rows.
         NotInitialised: a member has no columns yet.
-        Overrun: rows of ``spans`` are gone.
+        Overrun: a ring has overwritten rows of ``spans``.
+        StateMismatch: a member has fewer rows than its span.
     """
 
     def __init__(
@@ -238,10 +241,10 @@ class UnionReader(RowReader):
                 )
             )
         _refuse_doubled(found)
-        if spans is None:  # with spans, it was opened before, or has the shards of one run
+        if spans is None:  # otherwise an earlier check covered it, or it has shards of one run
             refuse_shared_rows(found)
         self.members: tuple[UnionMember, ...] = tuple(found)
-        """The storages, in their order, and which rows are theirs."""
+        """The storages in order, with their rows."""
         self._span = range(first)
         self._member_of = MemberOf(np.array([each.rows.start for each in found], np.int64), first)
         self._moves = np.array([each.moved_by for each in found], np.int64)
@@ -266,7 +269,7 @@ class UnionReader(RowReader):
                 "a copy that is as new."
             )
 
-    # --- what is there ----------------------------------------------------------------------------
+    # --- contents ---------------------------------------------------------------------------------
 
     @property
     def schema(self) -> Schema:
@@ -295,7 +298,7 @@ class UnionReader(RowReader):
 
     @cached_property
     def id(self) -> str:
-        """The name of these rows: another union of the same rows, numbered so, has it too."""
+        """An id that unions share if they have the same rows, columns and ``ids``."""
         said = [[each.id, each.span.start, each.span.stop] for each in self.members]
         of = json.dumps([said, self.ids, [*map(format_key, self._schema.keys)]]).encode()
         return hashlib.sha256(of).hexdigest()[:32]
@@ -312,7 +315,7 @@ class UnionReader(RowReader):
         }
 
     def _sources(self) -> list[dict[str, Any]]:
-        """Return the storages that have the rows, for manifests of copies."""
+        """Return the source storages of the rows, for the manifests of copies."""
         moves = self._known_moves()
         found = []
         for number, each in enumerate(self.members):
@@ -325,7 +328,7 @@ class UnionReader(RowReader):
         return found
 
     def _known_moves(self) -> tuple[int, ...] | None:
-        """Return `ids_moved_by` if they were looked up; they are if ids were read."""
+        """Return `ids_moved_by` if it has been computed, which reading ids does; otherwise None."""
         found: tuple[int, ...] | None = vars(self).get("ids_moved_by")
         return found
 
@@ -335,7 +338,7 @@ class UnionReader(RowReader):
 
     @property
     def shards(self) -> Shards | None:
-        """The shards of runs that are members, and what is missing of them; None without any."""
+        """The shards of runs among the members, and the missing ones; None without any shard."""
         return shards_of(self.members)
 
     def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
@@ -348,7 +351,7 @@ class UnionReader(RowReader):
             if lines is None or reader.head != each.span.stop:
                 return None
             if len(each.rows) and lines["last_row"].max(initial=-1) != each.span.stop - 1:
-                return None  # it ends before the last row
+                return None  # the table ends before the last row
             lines = lines.copy()
             for name in ("first_row", "last_row"):
                 lines[name] += each.rows.start
@@ -369,10 +372,10 @@ class UnionReader(RowReader):
 
     @cached_property
     def ids_moved_by(self) -> tuple[int, ...]:
-        """The number by which the trajectory ids of each member are moved.
+        """The offset that is added to the trajectory ids of each member.
 
         Raises:
-            TrajectoryIdTaken: with ``ids="keep"``, two members have an id.
+            TrajectoryIdTaken: with ``ids="keep"``, two members have the same id.
         """
         moves = [0] * len(self.members)
         if self._ids_place is None:
@@ -410,7 +413,7 @@ class UnionReader(RowReader):
         return move
 
     def _ids_of(self, number: int) -> np.ndarray:
-        """Return the ids of a member's trajectories, each once, ascending."""
+        """Return the unique trajectory ids of a member in ascending order."""
         assert self._ids_place is not None
         span, found = self.members[number].span, [np.empty(0, np.int64)]
         for start in range(span.start, span.stop, _CHUNK_ROWS):
@@ -446,7 +449,7 @@ class UnionReader(RowReader):
     def gather(self, rows: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
         if isinstance(rows, np.ndarray):
             return self._gathered(rows, None)
-        alike: dict[int, list[int]] = {}  # many are the same
+        alike: dict[int, list[int]] = {}  # many columns share the same array of rows
         for place, each in enumerate(rows):
             alike.setdefault(id(each), []).append(place)
         found: dict[int, np.ndarray] = {}
@@ -456,7 +459,7 @@ class UnionReader(RowReader):
         return [found[place] for place in self._all]
 
     def _gathered(self, rows: np.ndarray, only: Places | None) -> list[np.ndarray]:
-        """Copy rows, of all columns or of some."""
+        """Copy rows of all columns or of some."""
         self.require_open()
         of = self._member_of(rows)
         places = self._all if only is None else only
@@ -470,7 +473,7 @@ class UnionReader(RowReader):
         return found
 
     def _by_member(self, rows: np.ndarray, places: Places) -> list[np.ndarray]:
-        """Copy rows, those of a member by one call."""
+        """Copy rows with one call per member."""
         keys = [self._keys[place] for place in places]
         parts = self.parts(rows)
         if len(parts) == 1:
@@ -487,7 +490,7 @@ class UnionReader(RowReader):
         return [each.reshape(*rows.shape, *each.shape[1:]) for each in found]
 
     def taken(self, place: int, rows: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-        """Copy rows of one column, to ``out`` where that can be."""
+        """Copy rows of one column, to ``out`` if possible."""
         if self._joined is None:
             return self._gathered(rows, (place,))[0]
         self.require_open()
@@ -499,7 +502,7 @@ class UnionReader(RowReader):
         return found
 
     def piece(self, place: int, number: int, rows: range) -> np.ndarray:
-        """Return the values of one column in rows of one member, by their numbers there."""
+        """Return the values of one column for a range of a member's own row numbers."""
         if isinstance(self._joined, JoinedPacks):
             by = self.members[number].moved_by
             return self._joined.slice(place, range(rows.start + by, rows.stop + by), number)
@@ -507,11 +510,11 @@ class UnionReader(RowReader):
         return column.slice(rows.start, rows.stop)
 
     def require_rows(self, rows: np.ndarray) -> None:
-        """Raise an error if rows that were just read are not those of the union any more.
+        """Raise an error if rows that were just read are no longer those of the union.
 
         Raises:
             Overrun: a ring's writer has overwritten them.
-            StateMismatch: rows were taken back.
+            StateMismatch: a member has been rewound.
         """
         self._require_left(rows, self._member_of(rows))
 
@@ -531,12 +534,12 @@ class UnionReader(RowReader):
 
     @cached_property
     def _joined(self) -> JoinedMaps | JoinedPacks | None:
-        """The columns of all members as one; None: each is read by itself."""
+        """The columns of all members joined; None if each member is read separately."""
         found = JoinedMaps.of(self.members, self._schema)
         return found or JoinedPacks.of(self.members, self._schema)
 
     def parts(self, rows: np.ndarray) -> list[UnionPart]:
-        """Return the rows [*] of each member that has some, of those that are wanted."""
+        """Split requested rows [*] by member."""
         self.require_open()
         flat = rows.reshape(-1)
         if len(self.members) == 1:
@@ -554,7 +557,7 @@ class UnionReader(RowReader):
         return found or [UnionPart(0, slice(None), own)]
 
     def stretches(self, start: int, stop: int) -> Iterator[tuple[int, range]]:
-        """Yield the numbers of members, and which of their rows the rows ``[start, stop)`` are."""
+        """Yield the members that have rows ``[start, stop)``, with the rows' numbers there."""
         self.require_open()
         for number, each in enumerate(self.members):
             begin, end = max(start, each.rows.start), min(stop, each.rows.stop)
@@ -566,7 +569,7 @@ class UnionReader(RowReader):
 
         Raises:
             Overrun: a ring's writer has overwritten them.
-            StateMismatch: rows were taken back.
+            StateMismatch: the member has been rewound.
         """
         member = self.members[number]
         require_kept(member)
@@ -589,7 +592,7 @@ def _refuse_doubled(members: Sequence[UnionMember]) -> None:
 
 
 def _once(ids: np.ndarray) -> np.ndarray:
-    """Return each id once; those of few trajectories are found without sorting all."""
+    """Return the unique ids, without sorting if their range is narrow."""
     if not len(ids):
         return ids
     least, most = int(ids.min()), int(ids.max())

@@ -1,4 +1,4 @@
-"""Several storages as one storage, to read."""
+"""Read-only storage that presents several storages as one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tallyroll.storage.storages import ReaderStorage, open_storage, require_read
 
 
 class UnionStorage(ReaderStorage):
-    """Several storages as one, to read: see `open_storage`."""
+    """Several storages as one read-only storage; see `open_storage`."""
 
     reader: UnionReader
 
     def reopen_by(self, places: Sequence[Path], **options: Any) -> None:
-        """Be pickled as these paths, with the rows that are there now."""
+        """Make pickles reopen these paths, with the rows that exist now."""
         spans = [each.span for each in self.reader.members]
         paths = [reopened_as(each) for each in places]
         self._reopening = {"path": paths, "spans": spans, **options}

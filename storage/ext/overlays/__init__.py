@@ -1,6 +1,7 @@
-"""Columns beside the rows that may be written again, row by row, while committed rows never change.
+"""Overlays: extra columns that can be rewritten row by row, while committed rows never change.
 
-An overlay is a file of its own: `header` says whose it is, `entries` how it names the row of each
-value, `overlay_file` opens, enlarges and locks it. `beside` has all of one storage, `overlay` is
-what users have of one, and `overlaid` reads rows together with them.
+Each overlay is a file of its own. `header` defines the first page, which identifies the storage
+and the column. `entries` defines how an entry names its row. `overlay_file` opens, enlarges and
+locks the file. `overlay_set` manages all overlays of one storage, `overlay` is the public object
+for one of them, and `overlaid` reads rows together with overlays.
 """

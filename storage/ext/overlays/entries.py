@@ -1,9 +1,10 @@
-"""Entries of an overlay: two copies of a value, and a word that says which, and of which row.
+"""Entries of an overlay: two copies of a value and a word that selects the valid copy.
 
-The word has the number of the row, plus one, above 24 bits of a count of writes to the entry; the
-lowest bit of that is the copy that is valid. A write goes to the other copy, and then stores the
-word, eight bytes at once: a writer that is killed leaves the old value or the new one. A reader
-looks at the words again after it took the copies, and takes those once more whose words changed.
+The word holds the number of the row plus one, above a 24-bit counter of writes to the entry. The
+lowest bit of the counter selects the valid copy. A writer fills the other copy and then stores the
+word, eight bytes at once, so a writer that is killed leaves either the old value or the new one.
+A reader checks the words again after it has copied the values, and repeats the copy of each entry
+whose word changed.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ WORD_NBYTES: Final = 8
 _COUNT_BITS: Final = 24
 _COUNT: Final = 2**_COUNT_BITS - 1
 MOST_ROWS: Final = 2**38
-"""Rows that a word can name."""
+"""Maximum number of rows that a word can name."""
 _PATIENCE_SECONDS: Final = 1.0
 
 
 class Torn(Exception):
-    """A writer changed values again and again while they were read."""
+    """A writer kept changing values while they were read."""
 
 
 def entry_dtype(column: Column) -> np.dtype[Any]:
-    """Return the dtype of an entry, whose size is a multiple of a word's."""
+    """Return the dtype of an entry. Its size is a multiple of the size of a word."""
     nbytes = entry_nbytes(column)
     return np.dtype(
         {
@@ -41,13 +42,16 @@ def entry_dtype(column: Column) -> np.dtype[Any]:
 
 
 def entry_nbytes(column: Column) -> int:
-    """Return the bytes of an entry."""
+    """Return the size of an entry in bytes."""
     nbytes = WORD_NBYTES + 2 * column.row_nbytes
     return -(-nbytes // WORD_NBYTES) * WORD_NBYTES
 
 
 def take(entries: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return copies [n, ...] of the values in slots [n], and which are of ``rows`` [n], bool.
+    """Copy the values in ``slots`` [n].
+
+    Returns:
+        The copies [n, ...], and a bool array [n] that is True where an entry belongs to ``rows``.
 
     Raises:
         Torn: a writer is faster than this reader.
@@ -68,7 +72,7 @@ def take(entries: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> tuple[np.n
 
 
 def put(entries: np.ndarray, slots: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
-    """Write values [n, ...] of ``rows`` [n] to their slots [n]; of a row twice, the last one."""
+    """Write values [n, ...] of ``rows`` [n] to their slots [n]; the last value of a row wins."""
     words = entries["word"]
     count = (words[slots] + 1) & _COUNT
     entries["copies"][slots, count & 1] = values
@@ -76,7 +80,7 @@ def put(entries: np.ndarray, slots: np.ndarray, rows: np.ndarray, values: np.nda
 
 
 def clear(entries: np.ndarray, first: int) -> None:
-    """Make entries of the rows from number ``first`` on, those of no row."""
+    """Release the entries of the rows from number ``first`` on, so that they belong to no row."""
     words = entries["word"]
     gone = np.flatnonzero((words >> _COUNT_BITS) > first)
     words[gone] = (words[gone] + 1) & _COUNT

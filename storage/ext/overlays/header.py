@@ -1,10 +1,10 @@
-"""The first page of an overlay's file: what it is, and words that its writer changes.
+"""First page of an overlay file: its description, and words that the writer changes.
 
 ::
 
-    byte 0      magic, version, bytes of the JSON, CRC-32 of version and JSON
+    byte 0      magic, version, size of the JSON in bytes, CRC-32 of the version and the JSON
     byte 24     JSON: id of the storage, ring, key, dtype, shape, fill
-    byte 2048   words: entries that the file has room for, rewinds that it knows, 1 if dropped
+    byte 2048   words: entries that the file has room for, rewinds applied, 1 if dropped
     byte 4096   the entries
 """
 
@@ -29,7 +29,7 @@ from tallyroll.storage.rows.schema import Column, Schema
 HEADER_NBYTES: Final = 4096
 WORDS_AT: Final = 2048
 ROOM, REWINDS, DROPPED = range(3)
-"""Places of the words."""
+"""Positions of the words."""
 _WORDS: Final = struct.Struct("<qqq")
 _MAGIC: Final = b"TALLYOVL"
 _VERSION: Final = 1
@@ -39,11 +39,11 @@ _Fill = bool | int | float | complex
 
 @dataclass(frozen=True, slots=True)
 class OverlayColumn:
-    """The column that an overlay keeps of each row, and the value of rows that have none yet."""
+    """Column that an overlay stores for each row, and the value of rows that have none yet."""
 
     column: Column
     fill: bytes
-    """One number of the column's dtype."""
+    """One element of the column's dtype."""
 
     @property
     def key(self) -> Key:
@@ -52,17 +52,17 @@ class OverlayColumn:
 
     @property
     def fill_array(self) -> np.ndarray:
-        """The fill, as an array [] of the column's ``numpy_dtype``."""
+        """The fill as an array [] of the column's ``numpy_dtype``."""
         return np.frombuffer(self.fill, self.column.numpy_dtype).reshape(())
 
     @property
     def fill_value(self) -> _Fill:
-        """The fill as a number."""
+        """The fill as a Python number."""
         number: _Fill = as_tensor(self.fill_array.copy(), self.column).item()
         return number
 
     def differences(self, other: OverlayColumn) -> list[str]:
-        """Return how ``other`` differs, one part of a sentence each."""
+        """Return the differences of ``other`` from this column, one clause each."""
         mine, theirs = self._said(), other._said()
         return [
             f"{name} {theirs[name]}, expected {mine[name]}"
@@ -79,11 +79,12 @@ class OverlayColumn:
 def kept_as(
     key: str | Key, dtype: torch.dtype, shape: Sequence[int] | int, fill: _Fill
 ) -> OverlayColumn:
-    """Return what an overlay is to keep, checked.
+    """Validate the description of an overlay and return it.
 
     Raises:
         InvalidSchema: the dtype or the shape cannot be stored.
-        TypeError, ValueError: ``fill`` is no number, or one that the dtype does not have.
+        TypeError: ``fill`` is not a number.
+        ValueError: the dtype cannot represent ``fill``.
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     if not all(type(size) is int for size in sizes):
@@ -106,7 +107,7 @@ def kept_as(
 
 
 def as_array(tensor: torch.Tensor, column: Column) -> np.ndarray:
-    """Return a tensor of the column's dtype as an array of its ``numpy_dtype``."""
+    """Convert a tensor of the column's dtype to an array of its ``numpy_dtype``."""
     tensor = tensor.detach()
     if column.dtype is torch.bfloat16:
         tensor = tensor.contiguous().view(torch.uint16)
@@ -115,7 +116,7 @@ def as_array(tensor: torch.Tensor, column: Column) -> np.ndarray:
 
 
 def as_tensor(array: np.ndarray, column: Column) -> torch.Tensor:
-    """Return an array of the column's ``numpy_dtype`` as a tensor of its dtype."""
+    """Convert an array of the column's ``numpy_dtype`` to a tensor of its dtype."""
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if column.dtype is torch.bfloat16 else tensor
 
@@ -129,10 +130,12 @@ class OverlayOwner:
 
 
 def header_bytes(kept: OverlayColumn, owner: OverlayOwner, rewinds: int) -> bytes:
-    """Return the first page of a new file, without entries, that knows of so many rewinds.
+    """Return the first page of a new file without entries.
+
+    The page records that the file accounts for the first ``rewinds`` rewinds of the storage.
 
     Raises:
-        InvalidSchema: the shape has too many sizes to be written there.
+        InvalidSchema: the key and the shape do not fit in the page.
     """
     (column,) = Schema((kept.column,)).to_json()
     said = {"id": owner.id, "ring": owner.ring, **column, "fill": kept.fill.hex()}
@@ -148,11 +151,11 @@ def header_bytes(kept: OverlayColumn, owner: OverlayOwner, rewinds: int) -> byte
 
 
 def read_header(page: bytes, path: Path, key: Key, owner: OverlayOwner) -> OverlayColumn:
-    """Return what the file of overlay ``key`` keeps, from its first page.
+    """Parse the first page of the file of overlay ``key`` and return its column.
 
     Raises:
-        DamagedOverlay: the page is damaged, or of another overlay or storage.
-        FormatVersionMismatch: a later Tallyroll wrote it.
+        DamagedOverlay: the page is damaged, or belongs to another overlay or storage.
+        FormatVersionMismatch: a later Tallyroll wrote the page.
     """
     said = _said_in(page, path)
     try:
@@ -171,7 +174,7 @@ def read_header(page: bytes, path: Path, key: Key, owner: OverlayOwner) -> Overl
 
 
 def is_of_another(page: bytes, path: Path, owner: OverlayOwner) -> bool:
-    """Return True if a first page is whole and names another storage than ``owner``."""
+    """Return True if a first page is intact and names a storage other than ``owner``."""
     try:
         said = _said_in(page, path)
     except (DamagedOverlay, FormatVersionMismatch):
@@ -207,7 +210,7 @@ def _crc(version: int, content: bytes) -> int:
 
 
 def damaged(path: Path, why: str) -> DamagedOverlay:
-    """Return the error for a file that cannot be used, which names the way out."""
+    """Return the error for an unusable file; its message says how to recover."""
     return DamagedOverlay(
         f"{path} cannot be used: {why}. The rows are as they were. Restore the file from a copy, "
         'or give it up: open_storage(path, mode="append").drop_overlay(name).'

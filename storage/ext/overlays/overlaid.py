@@ -1,4 +1,4 @@
-"""Rows read together with overlays, as if these were further columns."""
+"""Reader of rows together with overlays, which appear as further columns."""
 # ruff: noqa: D102 - what a reader does is said once, in `RowReader`
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tallyroll.storage.trajectories.blocks.saved_blocks import SavedBlocks
 
 
 class _OverlayColumn(ColumnReader):
-    """An overlay as a column."""
+    """Adapter that reads an overlay as a column."""
 
     def __init__(self, file: OverlayFile) -> None:
         self._file = file
@@ -32,11 +32,11 @@ class _OverlayColumn(ColumnReader):
 
 
 class OverlaidReader(RowReader):
-    """The rows of a reader, with overlays as their last columns.
+    """Reader that appends overlays to the columns of another reader.
 
     Args:
-        rows: the reader of the rows, which stays open.
-        overlays: in the order of their columns.
+        rows: the reader of the rows. It stays open when this one is closed.
+        overlays: the overlays, in the order of their columns.
     """
 
     def __init__(self, rows: FileReader, overlays: Sequence[OverlayFile]) -> None:
@@ -52,7 +52,7 @@ class OverlaidReader(RowReader):
         super().require_open()
 
     def close(self) -> None:
-        """Do nothing: what opened the rows closes them."""
+        """Do nothing: the owner of the underlying reader closes it."""
 
     @property
     def schema(self) -> Schema:

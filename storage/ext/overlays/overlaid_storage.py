@@ -1,4 +1,4 @@
-"""The rows of a storage together with overlays, as a storage."""
+"""Storage that reads the rows of another storage together with its overlays."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ class OverlaidStorage(DiskStorage):
         self._fit_ring()
 
     def close(self) -> None:
-        """Do nothing: the storage that has the rows closes them."""
+        """Do nothing: the underlying storage closes the files."""
 
     def flush(self) -> None:
-        """Flush the storage that has the rows."""
+        """Flush the underlying storage."""
         self.of_rows.flush()
 
     def drop_overlay(self, name: str | Key) -> None:
-        """Refuse: it may be one of those that are read here."""
+        """Raise an error, because the overlay may be one that this storage reads."""
         WritesElsewhere(self.reader, *_OVERLAID).refuse()
 
     def dumps(self, path: Any) -> None:
-        """Write a checkpoint of the storage that has the rows, overlays included."""
+        """Write a checkpoint of the underlying storage, overlays included."""
         self.of_rows.dumps(path)
 
     def with_overlays(self, *names: str | Key) -> DiskStorage:
-        """Return the rows with these overlays, too."""
+        """Return a storage that reads these overlays in addition to the present ones."""
         return self.of_rows.with_overlays(*self._names, *names)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -52,7 +52,7 @@ class OverlaidStorage(DiskStorage):
 
 
 def storage_of_rows(storage: DiskStorage) -> DiskStorage:
-    """Return the storage that has the rows, where overlays are read together with them."""
+    """Return the underlying storage of an `OverlaidStorage`, and any other storage unchanged."""
     return storage.of_rows if isinstance(storage, OverlaidStorage) else storage
 
 

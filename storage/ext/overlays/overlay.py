@@ -1,4 +1,4 @@
-"""One overlay, as users have it: values by the storage's index, or by the numbers of rows."""
+"""Public interface of one overlay: values by storage index or by row number."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ _PATIENCE_SECONDS: Final = 1.0
 
 
 class Overlay:
-    """A column that may be written again, row by row, beside rows that never change.
+    """Column that can be rewritten row by row, next to rows that never change.
 
-    `DiskStorage.overlay` makes one, or opens it. ``overlay[index]`` are values, and
-    ``overlay[index] = values`` writes some. A value is of one row for good: a row that has none
-    yet, or that came into the slot of another one in a ring, has the fill. After a kill each row
-    has the value of its last write that returned, or that of the one that was under way.
+    `DiskStorage.overlay` creates or opens one. ``overlay[index]`` reads values and
+    ``overlay[index] = values`` writes them. A value belongs to one row permanently. A row without
+    a value has the fill, and so has a row that replaced another one in the same slot of a ring.
+    After the process is killed, each row has the value of its last completed write, or the value
+    of the write in progress.
 
     Examples:
         >>> import torch
@@ -45,7 +46,7 @@ class Overlay:
 
     @property
     def key(self) -> Key:
-        """The key, as a tuple of names."""
+        """The key as a tuple of names."""
         return self._file.key
 
     @property
@@ -60,27 +61,27 @@ class Overlay:
 
     @property
     def fill(self) -> bool | int | float | complex:
-        """The number that rows without a value have."""
+        """The value that rows have until one is written for them."""
         return self._file.kept.fill_value
 
     @property
     def writable(self) -> bool:
-        """True if values may be set here."""
+        """True if this object may write values."""
         return self._file.writable
 
     def __len__(self) -> int:
         return len(self._reader.span)
 
     def get(self, index: Any = None, *, rows: Any = None) -> torch.Tensor:
-        """Return copies of values, one a row, by an index or by the numbers of rows.
+        """Return copies of values, one per row, by index or by row number.
 
         Args:
-            index: as `DiskStorage.get` takes it.
-            rows: numbers of rows over all that were ever written, as ``storage.span`` counts
-                them, in the place of ``index``.
+            index: an index as for `DiskStorage.get`.
+            rows: row numbers, to use instead of ``index``. They count all rows that were ever
+                written, as ``storage.span`` does.
 
         Raises:
-            IndexOutOfRange: a row that is not there.
+            IndexOutOfRange: a row does not exist.
             Overrun: a writer overwrites the ring, or the values, faster than they are read.
         """
         self._reader.require_open()
@@ -100,24 +101,24 @@ class Overlay:
                 raise self._reader.overrun(f"these {numbers.size}")
 
     def set(self, index: Any = None, values: Any = None, *, rows: Any = None) -> int:
-        """Write values of some rows, and return how many were written.
+        """Write values of some rows, and return the number of rows written.
 
         Args:
-            index: as `DiskStorage.get` takes it.
-            values: a tensor or array with a value a row, of the overlay's dtype, on any device;
-                or one number for all, or a sequence of numbers. Floats are rounded to the dtype's
-                precision; a number that it does not have is refused: out of its range, with a
-                fraction, NaN, or a whole number that would be rounded. Where a row is named twice,
-                it has the last value.
-            rows: numbers of rows, as in `get`. Those that are gone from a ring are left out, and
-                are not counted: the writer may have overwritten them since they were drawn.
+            index: an index as for `DiskStorage.get`.
+            values: a tensor or array on any device with one value per row and the overlay's dtype.
+                Alternatively one number for all rows, or a sequence of numbers. Floats are rounded
+                to the precision of the dtype. A number that the dtype cannot represent is refused:
+                out of range, with a fraction, NaN, or an integer that would be rounded. If a row
+                occurs twice, its last value wins.
+            rows: row numbers as for `get`. Rows that are gone from a ring are skipped and not
+                counted, because the writer may have overwritten them since they were sampled.
 
         Raises:
-            IndexOutOfRange: a row that is not there, or not yet.
-            RowsMismatch: ``values`` are not what the overlay has.
-            ReadOnlyStorage: it was opened to be read.
-            StorageLocked: another process, or another storage object, writes to it.
-            StorageFull: no space; no value has changed.
+            IndexOutOfRange: a row does not exist, or does not exist yet.
+            RowsMismatch: the dtype or the shape of ``values`` does not match the overlay.
+            ReadOnlyStorage: the overlay was opened read-only.
+            StorageLocked: another process, or another storage object, writes to the overlay.
+            StorageFull: there is no space. No value has changed.
         """
         self._reader.require_open()
         self._file.require_right()
@@ -146,7 +147,7 @@ class Overlay:
         self.set(index, values)
 
     def flush(self) -> None:
-        """Return when all values are on the disk, where they survive a power cut."""
+        """Flush all values to the disk, so that they survive a power failure."""
         self._reader.require_open()
         self._file.flush()
 
@@ -159,7 +160,7 @@ class Overlay:
             )
 
     def _given(self, values: Any, batch: tuple[int, ...]) -> np.ndarray:
-        """Return values as one array [n, *shape]."""
+        """Validate ``values`` and return them as one array [n, *shape]."""
         column, name = self._file.kept.column, format_key(self.key)
         if isinstance(values, np.ndarray | np.generic):
             values = torch.as_tensor(np.asarray(values))
@@ -204,7 +205,7 @@ def _are_in(numbers: np.ndarray, span: range) -> bool:
 
 
 def _numbers(rows: Any) -> np.ndarray:
-    """Return numbers of rows as int64 [*]."""
+    """Return row numbers as int64 [*]."""
     if isinstance(rows, torch.Tensor):
         rows = rows.numpy(force=True)
     found = np.asarray(rows)

@@ -1,4 +1,4 @@
-"""The overlays of storages, copied to one that has the same rows, or new ones made of theirs."""
+"""Copies of overlays, to a storage that has the same rows or to one that is being written."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _CHUNK_NBYTES: Final = 2**24
 
 
 def copy_overlays(source: FileReader, target: Overlays, *, exactly: bool) -> None:
-    """Give rows that both storages have the values that they have in ``source``.
+    """Copy the values of the rows that both storages have from ``source`` to ``target``.
 
-    With ``exactly`` the target gets the overlays of the source, and no others; without it those
-    that only the target has stay, and so do values of rows that only the target has.
+    With ``exactly``, the target ends up with the overlays of the source and no others. Without it,
+    the target keeps overlays that only it has, and values of rows that only it has.
 
     Raises:
         DamagedOverlay: an overlay of the source cannot be used.
-        SchemaMismatch: without ``exactly``, if the target has one that keeps something else.
+        SchemaMismatch: without ``exactly``, the target has an overlay with another dtype, shape
+            or fill.
     """
     given = Overlays(source)
     try:
@@ -51,9 +52,9 @@ def copy_overlays(source: FileReader, target: Overlays, *, exactly: bool) -> Non
 
 
 def _copy(source: FileReader, file: OverlayFile, target: FileReader, into: OverlayFile) -> None:
-    into.put(np.empty(0, np.int64), np.empty(0))  # it forgets rows that were taken back
+    into.put(np.empty(0, np.int64), np.empty(0))  # clears the entries of rewound rows
     step = max(1, _CHUNK_NBYTES // max(1, file.kept.column.row_nbytes))
-    for each in (into, file):  # a row that only the target has a value of gets the fill
+    for each in (into, file):  # a row that has a value only in the target gets the fill
         for start, stop in each.stretches(step):
             rows = each.rows_in(start, stop)
             first = max(source.span.start, target.span.start)
@@ -63,7 +64,7 @@ def _copy(source: FileReader, file: OverlayFile, target: FileReader, into: Overl
 
 
 class RowsOf(Protocol):
-    """Some of the rows that are wanted, which are of one source."""
+    """The requested rows that come from one source."""
 
     @property
     def member(self) -> int:
@@ -71,43 +72,44 @@ class RowsOf(Protocol):
 
     @property
     def at(self) -> np.ndarray | slice:
-        """Their places among the rows that are wanted."""
+        """Their positions among the requested rows."""
 
     @property
     def rows(self) -> np.ndarray:
-        """Their numbers in the source."""
+        """Their row numbers in the source."""
 
 
 @dataclass(frozen=True, slots=True)
 class OverlayValues:
-    """Values of an overlay."""
+    """Values of one overlay for some of the requested rows."""
 
     key: Key
     at: np.ndarray
-    """The places of their rows [n] among those that were wanted."""
+    """Positions [n] of their rows among the requested rows."""
     values: np.ndarray
-    """[n, ...]."""
+    """The values [n, ...]."""
 
 
 class OverlaysOf:
-    """The overlays of one or more storages, for rows that are written again.
+    """The overlays of one or more storages whose rows are being copied.
 
-    Of one that several have, those that keep something else than the first are left out.
+    If several storages have an overlay of the same name, those that differ from the first one in
+    dtype, shape or fill are left out.
 
     Args:
         sources: readers of the storages.
-        wanted: says which are wanted, by their keys.
+        wanted: predicate that selects overlays by key.
 
     Raises:
-        DamagedOverlay: one of them cannot be used.
+        DamagedOverlay: an overlay cannot be used.
     """
 
     def __init__(self, sources: Sequence[RowReader], wanted: Callable[[Key], bool]) -> None:
         self._beside = [Overlays(each) for each in sources if isinstance(each, FileReader)]
         self.left_out: list[str] = []
-        """Overlays that are not wanted, or not alike, as ``PATH: NAME``."""
+        """Overlays that were not selected, or that differ from the first one, as ``PATH: NAME``."""
         self.every: set[Key] = set()
-        """The keys of all that there are."""
+        """The keys of all overlays, selected or not."""
         self._files: dict[Key, dict[int, OverlayFile]] = {}
         try:
             for beside in self._beside:
@@ -128,19 +130,23 @@ class OverlaysOf:
 
     @property
     def kept(self) -> list[OverlayColumn]:
-        """The overlays that are there, and wanted."""
+        """The columns of the selected overlays."""
         return [next(iter(files.values())).kept for files in self._files.values()]
 
     def nbytes(self, rows: int) -> int:
-        """Return the bytes that they take on the disk for so many rows."""
+        """Return the disk space in bytes that the selected overlays need for ``rows`` rows."""
         return sum(HEADER_NBYTES + rows * entry_nbytes(each.column) for each in self.kept)
 
     def take(self, parts: Iterable[RowsOf], count: int) -> list[OverlayValues]:
-        """Copy the values of ``count`` rows, which ``parts`` name; rows without one are left out.
+        """Copy the values of ``count`` requested rows, and skip rows without a value.
+
+        Args:
+            parts: the requested rows, by source.
+            count: the number of requested rows.
 
         Raises:
             Overrun: a writer changes values faster than they are read.
-            ColumnsMissing: an overlay was dropped since.
+            ColumnsMissing: an overlay has been dropped since.
         """
         found = []
         for part in parts if self._files else ():
@@ -152,17 +158,17 @@ class OverlaysOf:
         return found
 
     def close(self) -> None:
-        """Close their files."""
+        """Close the files."""
         for each in self._beside:
             each.close()
 
 
 class NewOverlays:
-    """The overlays of a storage that is being written.
+    """Overlays of a storage that is being written.
 
     Args:
-        reader: of the new storage, which has columns.
-        kept: what they keep.
+        reader: the reader of the new storage, whose schema exists already.
+        kept: the columns of the overlays.
     """
 
     def __init__(self, reader: FileReader, kept: Iterable[OverlayColumn]) -> None:
@@ -170,7 +176,7 @@ class NewOverlays:
         self._files = {each.key: self._beside.made(each, writable=True) for each in kept}
 
     def put(self, values: Iterable[OverlayValues], first: int) -> None:
-        """Give rows, of which those that were wanted begin with number ``first``, their values.
+        """Write values; ``first`` is the row number of the first requested row.
 
         Raises:
             StorageFull: there is no space.
@@ -179,6 +185,6 @@ class NewOverlays:
             self._files[each.key].put(first + each.at, each.values)
 
     def close(self) -> None:
-        """Close their files, whose values are on the disk then."""
+        """Flush the values to the disk and close the files."""
         self._beside.flush()
         self._beside.close()

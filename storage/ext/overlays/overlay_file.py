@@ -1,4 +1,4 @@
-"""The file of one overlay: opened, enlarged, read beside its writer, and written under its lock."""
+"""File of one overlay: open, enlarge, read concurrently with its writer, write under its lock."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ _BLOCK_NBYTES: Final = 2**20
 _FEWEST: Final = 1024
 _AT_ONCE: Final = 2**16
 _ORDERED: Final = ("x86_64", "AMD64")
-"""Processors on which a reader sees stores in the order in which a writer made them."""
+"""Processors on which a reader sees stores in the order in which the writer made them."""
 
 
 def owner_of(reader: FileReader) -> OverlayOwner:
-    """Return the storage that a reader reads, as overlays name it."""
+    """Return the identity of a reader's storage, as overlay headers record it."""
     return OverlayOwner(reader.id, reader.ring)
 
 
 def lock_of(path: Path) -> Path:
-    """Return the lock file of an overlay's writer."""
+    """Return the path of the lock file of an overlay's writer."""
     return path.with_name(path.name + ".lock")
 
 
 def acquire(reader: FileReader, path: Path, key: Key) -> WriterLock:
-    """Return the lock of an overlay's writer, of whom there is one at a time.
+    """Acquire the writer lock of an overlay, which has one writer at a time.
 
     Raises:
-        StorageLocked: another one holds it.
+        StorageLocked: another writer holds the lock.
         NotWritable: this user may not write there.
     """
     inside, place = reader.format.inside, lock_of(path)
@@ -86,25 +86,25 @@ def acquire(reader: FileReader, path: Path, key: Key) -> WriterLock:
 
 
 def make_file(reader: FileReader, path: Path, kept: OverlayColumn) -> None:
-    """Make the file of a new overlay, without entries: whole, or not at all."""
+    """Create the file of a new overlay atomically, without entries."""
     page = header_bytes(kept, owner_of(reader), reader.rewinds)
     with translated(path, len(page)):
         reader.format.inside.write_aside(path, page, durable=reader.format.durable)
 
 
 class OverlayFile:
-    """An overlay's file, mapped.
+    """Memory-mapped file of an overlay.
 
     Args:
-        reader: of the rows that the overlay is of.
+        reader: the reader of the rows that the overlay belongs to.
         path: the file.
         key: the overlay's key.
-        writable: open it to write to it, too. The lock is taken with the first write.
+        writable: open the file for writing, too. The first write acquires the lock.
 
     Raises:
-        ColumnsMissing: there is no such file.
-        DamagedOverlay: it cannot be used.
-        FormatVersionMismatch: a later Tallyroll made it.
+        ColumnsMissing: the file does not exist.
+        DamagedOverlay: the file cannot be used.
+        FormatVersionMismatch: a later Tallyroll created the file.
     """
 
     def __init__(self, reader: FileReader, path: Path, key: Key, *, writable: bool) -> None:
@@ -142,22 +142,22 @@ class OverlayFile:
             raise
 
     def close(self) -> None:
-        """Close the file, and let the next writer of this overlay in."""
+        """Close the file and release its writer lock."""
         self._closed()
 
     @property
     def is_open(self) -> bool:
-        """True until it is closed."""
+        """True until the file is closed."""
         return self._closed.alive
 
     @property
     def is_current(self) -> bool:
-        """True while it is open, and the file is the storage's."""
+        """True while the file is open and the overlay has not been dropped."""
         return self._closed.alive and not self._words[DROPPED]
 
     @property
     def is_locked(self) -> bool:
-        """True while this process has the right to write to it."""
+        """True while this process holds the writer lock."""
         return self._closed.alive and bool(self._held)
 
     def _require_ordered(self) -> None:
@@ -169,7 +169,7 @@ class OverlayFile:
             )
 
     def _mapped(self) -> np.ndarray:
-        """Return all entries that the file has room for."""
+        """Return all entries that the file has room for, and map the file again if it has grown."""
         if not self._closed.alive:
             raise StorageClosed(f"{self.path} was closed. Ask the storage for the overlay again.")
         room = int(self._words[ROOM])
@@ -196,10 +196,10 @@ class OverlayFile:
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Copy the values of ``rows`` [*], in any order: [*rows.shape, *shape of a value].
 
-        Rows that have no value have the fill.
+        Rows without a value get the fill.
 
         Raises:
-            Overrun: a writer changes them faster than they are read.
+            Overrun: a writer changes the values faster than they are read.
         """
         found, _ = self.values_of(rows.reshape(-1))
         found = found.reshape((*rows.shape, *self.kept.column.shape))
@@ -209,7 +209,7 @@ class OverlayFile:
         return out
 
     def values_of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return copies of the values of ``rows`` [n], and which have one, bool [n]; as `take`."""
+        """Return the values of ``rows`` [n] as `take` does, and which have one, bool [n]."""
         return read_consistently(self._reader, lambda: self._take(rows))
 
     def _take(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -238,9 +238,10 @@ class OverlayFile:
         return rows % self._reader.ring if self._reader.ring else rows
 
     def _limit(self) -> int | None:
-        """Return the number of rows that are those of the entries; None: all are.
+        """Return the row number below which entries are valid; None: all entries are valid.
 
-        Rows that were taken back since, and others that came in their place, have no value.
+        Rows that were rewound after the last write to this file, and the rows that replaced them,
+        have no value.
         """
         reader = self._reader
         pair = known, now = int(self._words[REWINDS]), reader.rewinds
@@ -250,7 +251,7 @@ class OverlayFile:
             return 0
         if self._limit_of[0] != pair:
             undone = reader.running().counts.undone
-            if undone is not None and undone.number == now:  # the manifest says it soon
+            if undone is not None and undone.number == now:  # not in the manifest yet
                 before = least_kept(reader.manifest, known, now - 1)
                 limit = undone.rows if before is None else min(before, undone.rows)
             else:
@@ -260,19 +261,20 @@ class OverlayFile:
 
     @property
     def most_rows(self) -> int:
-        """The number of rows that an entry may be of."""
+        """Upper bound (exclusive) of the row numbers that entries may name."""
         reader = self._reader
         known = int(self._words[REWINDS]) == reader.rewinds
         return reader.head if known else entries.MOST_ROWS
 
     def rows_in(self, start: int, stop: int) -> np.ndarray:
-        """Return the numbers of the rows in the entries ``[start, stop)``; -1 for none."""
+        """Return the row numbers of the entries ``[start, stop)``; -1 for an unused entry."""
         return entries.rows_in(self._mapped(), start, stop)
 
     def stretches(self, most: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges of at most ``most`` entries that have all rows: holes in the file have none.
+        """Yield ranges of at most ``most`` entries that together cover all rows.
 
-        A damaged file may be sparse, and as long as a file system allows.
+        Holes in the file contain no entries and are skipped: a damaged file may be sparse, and as
+        long as the file system allows.
         """
         room, size, done = len(self._mapped()), self._dtype.itemsize, 0
         with translated(self.path):
@@ -285,7 +287,7 @@ class OverlayFile:
     # --- writing ----------------------------------------------------------------------------------
 
     def require_right(self) -> None:
-        """Take the lock, if this is the first write; raise a `WriteError` without the right."""
+        """Acquire the lock on the first write; raise a `WriteError` if writing is not allowed."""
         if not self.writable:
             raise ReadOnlyStorage(
                 f"overlay {format_key(self.key)} of {self._reader.path} was opened to be read. "
@@ -299,13 +301,13 @@ class OverlayFile:
                     lock = acquire(self._reader, self.path, self.key)
                     self._right = RightToWrite(lock, self.path)
                     self._held.append(lock)
-        if self._held[0].lost:  # in a forked child, which a look at times would not see
+        if self._held[0].lost:  # in a forked child; the periodic check below would miss it
             self._right.require()
         self._right.look()
 
     def put(self, rows: np.ndarray, values: np.ndarray) -> None:
         """Write values [n, ...] of ``rows`` [n], which are in the reader's span."""
-        self.require_right()  # before the turn, which a forked child may never get
+        self.require_right()  # before `_turn`, which a forked child may never acquire
         with self._turn:
             self._mapped()
             if self._words[DROPPED]:
@@ -324,7 +326,10 @@ class OverlayFile:
             self._words[REWINDS] = now
 
     def _with_room(self, slots: np.ndarray) -> np.ndarray:
-        """Return the entries, with those of slots [n] on disk: a sparse file kills when full."""
+        """Return the entries, and allocate disk space for slots [n].
+
+        A write to a mapped sparse file kills the process if the disk is full.
+        """
         mapped, size = self._mapped(), self._dtype.itemsize
         if (needed := int(slots.max()) + 1) > len(mapped):
             ring = self._reader.ring
@@ -366,12 +371,12 @@ class OverlayFile:
             self._reserved[block] = True
 
     def flush(self) -> None:
-        """Return when all values are on the disk."""
+        """Flush all values to the disk."""
         with translated(self.path):
             os.fdatasync(self._file)
 
     def mark_dropped(self) -> None:
-        """Let processes that have the file open know that it is none of the storage's any more."""
+        """Notify processes that have the file open that the overlay has been dropped."""
         self._words[DROPPED] = 1
 
 

@@ -1,4 +1,4 @@
-"""The overlays of one storage: which there are, made, opened and dropped."""
+"""Set of the overlays of one storage: list, create, open and drop them."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _LONGEST_NAME: Final = 255 - len(".lock")
 
 
 class Overlays:
-    """The overlays beside the rows of one reader. A reader may come and go meanwhile."""
+    """The overlays that belong to the rows of one reader."""
 
     def __init__(self, reader: FileReader) -> None:
         self.reader = reader
         self._files: dict[Key, OverlayFile] = {}
 
     def keys(self) -> list[Key]:
-        """Return the keys of all overlays that there are, by their files' names.
+        """Return the keys of all overlays, in the order of their file names.
 
-        Files that name another storage are left out: they stayed when it was removed.
+        Files that name another storage are skipped: they are leftovers of a removed storage.
         """
         folder, inside = self._table.parent, self.reader.format.inside
         with (
@@ -70,14 +70,14 @@ class Overlays:
 
     @property
     def _first(self) -> str:
-        """The beginning of the names of all files beside the rows; empty in a directory."""
+        """The common prefix of the names of a storage's side files; empty for a directory."""
         return self._table.name.removesuffix(BESIDE[0])
 
     def path_of(self, key: Key) -> Path:
-        """Return the file of an overlay.
+        """Return the path of an overlay's file.
 
         Raises:
-            InvalidSchema: no file can have the name.
+            InvalidSchema: the key does not make a valid file name.
         """
         if not key or not all(isinstance(part, str) and can_be_stored(part) for part in key):
             raise InvalidSchema(
@@ -97,23 +97,23 @@ class Overlays:
             return False
 
     def open(self, key: Key, *, writable: bool = False) -> OverlayFile:
-        """Return an overlay that is there; raise as `OverlayFile` does."""
+        """Open an existing overlay; raises the errors of `OverlayFile`."""
         writable = writable or self.reader.mode != "read"
         known = self._files.get(key)
         if known is not None and known.is_current and (known.writable or not writable):
             return known
         found = OverlayFile(self.reader, self.path_of(key), key, writable=writable)
-        self._files[key] = found  # others may use the one before, which is closed with the last
+        self._files[key] = found  # the previous object stays open for its other users
         return found
 
     def made(self, kept: OverlayColumn, *, writable: bool) -> OverlayFile:
-        """Return the overlay that keeps this, which is made if there is none.
+        """Return the overlay with this description, and create it if it does not exist.
 
         Raises:
-            SchemaMismatch: there is one that keeps something else.
-            InvalidSchema: the rows have a column of that name, or it cannot be read together with
-            them or with another overlay.
-            ReadOnlyStorage: there is none, and this process may not make it.
+            SchemaMismatch: the overlay exists with another dtype, shape or fill.
+            InvalidSchema: the rows have a column of that name, or the overlay cannot be read
+                together with them or with another overlay.
+            ReadOnlyStorage: the overlay does not exist, and this process may not create it.
         """
         key, reader = kept.key, self.reader
         require_fits(reader.schema, kept)
@@ -143,7 +143,7 @@ class Overlays:
         return os.path.lexists(self.path_of(key)) and not self._is_left_over(key)
 
     def _require_no_group(self, key: Key) -> None:
-        """Raise `InvalidSchema` if an overlay is a group that holds ``key``, or the reverse."""
+        """Raise `InvalidSchema` if an existing overlay is a group above or below ``key``."""
         for other in self.keys():
             short = min(len(key), len(other))
             if key != other and key[:short] == other[:short]:
@@ -154,10 +154,10 @@ class Overlays:
                 )
 
     def drop(self, key: Key) -> None:
-        """Remove an overlay, damaged or not.
+        """Remove an overlay, even a damaged one.
 
         Raises:
-            ColumnsMissing: there is none.
+            ColumnsMissing: the overlay does not exist.
             StorageLocked: another process writes to it.
         """
         reader, path = self.reader, self.path_of(key)
@@ -176,7 +176,7 @@ class Overlays:
             try:
                 file = OverlayFile(reader, path, key, writable=True)
             except StorageError:
-                pass  # it is damaged: then it goes, and no process has it open
+                pass  # damaged: remove it; no process can have it open
             else:
                 file.mark_dropped()
                 file.close()
@@ -187,7 +187,7 @@ class Overlays:
             lock.release()
 
     def flush(self) -> None:
-        """Return when the values of all that were opened to be written are on the disk."""
+        """Flush the values of all overlays that were opened for writing to the disk."""
         for file in self._files.values():
             if file.writable and file.is_open:
                 file.flush()
@@ -200,7 +200,7 @@ class Overlays:
 
 
 def require_fits(schema: Schema, kept: OverlayColumn) -> None:
-    """Raise `InvalidSchema` unless an overlay can be read beside the columns of a schema."""
+    """Raise `InvalidSchema` unless an overlay can be read together with the columns of a schema."""
     if kept.key in schema:
         raise InvalidSchema(
             f"{format_key(kept.key)} is a column of the rows, which never change. Give the overlay "
@@ -215,7 +215,7 @@ def require_fits(schema: Schema, kept: OverlayColumn) -> None:
 
 
 def _key_in(name: str, first: str) -> Key | None:
-    """Return the key that a file's name says; None for a file that is no overlay."""
+    """Return the key that a file name encodes; None if the file is not an overlay."""
     if not name.startswith(first) or not name.endswith(_SUFFIX):
         return None
     middle = name[len(first) : -len(_SUFFIX)]

@@ -1,4 +1,4 @@
-"""The overlays of a storage in use: made, opened and dropped, and read beside its rows."""
+"""Overlays of an open storage: create, open and drop them, and read them with the rows."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tallyroll.storage.stores.row_store import RowStore
 
 
 class StorageOverlays:
-    """The overlays of one storage, and the readers that have some of them as columns.
+    """The overlays of one storage, and the readers that include some of them as columns.
 
     Args:
         storage: the storage that has the rows.
-        files: the files of its overlays, if another storage opened them already.
+        files: the overlay files, if another storage object has opened them already.
     """
 
     def __init__(self, storage: RowStore, files: Overlays | None = None) -> None:
@@ -36,7 +36,7 @@ class StorageOverlays:
 
     @property
     def files(self) -> Overlays:
-        """The files of the overlays."""
+        """The overlay files."""
         if self._files is None:
             self._files = Overlays(self._rows())
         return self._files
@@ -60,7 +60,7 @@ class StorageOverlays:
         return Overlay(reader, file)
 
     def names(self) -> list[str | Key]:
-        """Return the names of all overlays: of one that has several, a tuple."""
+        """Return the names of all overlays; a nested name is a tuple."""
         reader = self._storage.reader
         if not isinstance(reader, FileReader | OverlaidReader) or not reader.initialised:
             return []
@@ -79,7 +79,7 @@ class StorageOverlays:
         self.files.drop(as_key(name))
 
     def reader_with(self, keys: tuple[str | Key, ...]) -> RowReader:
-        """Return the reader of the rows, together with those of ``keys`` that are overlays."""
+        """Return a reader of the rows that includes the overlays among ``keys``."""
         if (known := self._readers.get(keys)) is not None:
             reader, files = known
             if all(file.is_current for file in files):
@@ -101,12 +101,12 @@ class StorageOverlays:
             self._files.close()
 
     def flush(self) -> None:
-        """Return when the values that were set are on the disk."""
+        """Flush the values that were set to the disk."""
         if self._files is not None:
             self._files.flush()
 
     def _rows(self) -> FileReader:
-        """Return the reader of the rows, of files of ours."""
+        """Return the reader of the rows; raise an error unless it reads Tallyroll's own files."""
         reader = self._storage.reader
         reader = reader.rows if isinstance(reader, OverlaidReader) else reader
         reader.require_open()

@@ -1,1 +1,1 @@
-"""Packed rows: in trajectory order, compressed, observations and frames once."""
+"""Packed storages: compressed rows in trajectory order, without duplicate states and frames."""

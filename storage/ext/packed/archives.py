@@ -1,16 +1,16 @@
-"""The files of packed rows: a Zarr group, or an HDF5 file.
+"""Files of a packed storage: a Zarr group or an HDF5 file.
 
 ::
 
     DIR/zarr.json                      the root group: schema, provenance
-    DIR/action/zarr.json               a column that is an array
+    DIR/action/zarr.json               a column that is stored as an array
     DIR/action/c.0, c.1, ...           its shards
-    DIR/observation/frames/            of one that is made of states: their frames
-    DIR/observation/breaks/, starts/   the rows and states that follow no other
-    DIR/tallyroll/row/                 the numbers that rows had before
-    DIR/tallyroll/manifest.json        what it is, and how its rows are packed
+    DIR/observation/frames/            a column that is stored as states: their frames
+    DIR/observation/breaks/, starts/   the rows and states that do not continue the previous one
+    DIR/tallyroll/row/                 the row numbers in the source storage
+    DIR/tallyroll/manifest.json        the manifest, with the layout of the packed rows
     DIR/tallyroll/episodes.npy         the table of episodes
-    DIR/tallyroll/trajectories.index   where the rows of trajectories are
+    DIR/tallyroll/trajectories.index   the positions of the rows of trajectories
 """
 # ruff: noqa: D102 - what an archive does is said once, in `Archive`
 
@@ -44,35 +44,35 @@ MANIFEST, EPISODES, INDEX = "manifest.json", "episodes.npy", "trajectories.index
 
 
 class Archive(ABC):
-    """The files of packed rows."""
+    """Interface to the files of a packed storage."""
 
     path: Path
 
     @abstractmethod
     def is_there(self) -> bool:
-        """Return whether there are packed rows at the path, damaged or not."""
+        """Return True if the path contains packed rows, damaged or not."""
 
     @abstractmethod
     def read_manifest(self) -> Manifest:
-        """Return the manifest; raise as the function of that name does."""
+        """Return the manifest; raises the errors of the function `read_manifest`."""
 
     @abstractmethod
     def chunks(self, layout: ArrayLayout) -> Chunks:
         """Return the chunks of an array."""
 
     def read_episodes(self, dtype: np.dtype[Any], rows: int) -> np.ndarray | None:
-        """Return the table of episodes, None without one; raise as `read_table` does."""
+        """Return the table of episodes, or None; raises the errors of `read_table`."""
         return None
 
     def read_index(self, owner: IndexOwner, rows: int, *, whole: bool) -> SavedBlocks | None:
-        """Return the index of trajectories, which has at most ``rows`` rows; None without one.
+        """Return the index of trajectories, with at most ``rows`` rows; None if there is none.
 
-        Raise as `read_index` does.
+        Raises the errors of `read_index`.
         """
         return None
 
     def shown_wrongly(self, layout: Layout, manifest: Manifest) -> Iterator[str]:
-        """Return faults in what other libraries read."""
+        """Yield faults in the metadata that other libraries read."""
         return iter(())
 
     def close(self) -> None:  # noqa: B027 - a directory keeps no file open
@@ -80,14 +80,14 @@ class Archive(ABC):
 
 
 class ZarrArchive(Archive):
-    """A Zarr group."""
+    """Files of a Zarr group."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.inside = path, Inside(path)
 
     @property
     def ours(self) -> Path:
-        """The directory of what is ours."""
+        """The directory of Tallyroll's own files."""
         return self.path / OURS
 
     def is_there(self) -> bool:

@@ -1,12 +1,12 @@
-"""The rows of an array in chunks: decompressed, kept while there is room, ahead of a reader.
+"""Cache of the decompressed chunks of an array, with read-ahead.
 
-What is kept of an array lies in one piece of memory, in places of a chunk each, so that rows of
-many chunks are copied by one call. Its places are those that were used last.
+The cache of an array is one block of memory with a slot per chunk, so that one call copies rows of
+many chunks. The least recently used chunks are evicted.
 
-To keep a chunk takes longer than to decompress it, since that goes to memory which was not touched
-before. So a chunk of many bytes is kept when its rows are asked for again, or many of them at once:
-random rows of more chunks than there is room for are decompressed, and copied, and displace
-nothing.
+Caching a chunk takes longer than decompressing it, because it writes to memory that has not been
+touched before. A large chunk is therefore cached only if its rows are requested again, or many of
+them at once. Random rows that touch more chunks than fit into the cache are decompressed and
+copied without evicting anything.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.ext.packed.layout import ArrayLayout
 
 _FEW: Final = 4
-"""Chunks that are loaded by the caller: threads would take longer to begin."""
+"""Below this number of chunks, the caller loads them, since threads would take longer to start."""
 _MOST_THREADS: Final = 8
 _SMALL_NBYTES: Final = 2**16
-"""A chunk of so many bytes is kept at once, and so many bytes are new memory."""
+"""Chunks up to this size are cached on first use; results up to this size are not pooled."""
 _MOST_POOLED_NBYTES: Final = 2**26
 _DENSE: Final = 4
-"""Rows of a call are near each other if they are one of so many of their chunks' rows."""
+"""A call is dense if it requests at least one in this number of its chunks' rows."""
 
 
 class Chunks(Protocol):
@@ -40,30 +40,30 @@ class Chunks(Protocol):
     nbytes: int
 
     def prepared(self, chunk: int) -> Any:
-        """Return what `load` needs of a chunk; called by one thread at a time."""
+        """Prepare a chunk for `load`, and return its ``where``; called by one thread at a time."""
 
     def load(self, where: Any, chunk: int) -> np.ndarray:
-        """Decompress a chunk: [chunk_rows, *shape]; called by several threads at a time."""
+        """Decompress a chunk: [chunk_rows, *shape]; may be called by several threads at once."""
 
     def done(self, *, idle: bool = False) -> None:
-        """Release what `prepared` opened, if nothing has asked for it lately; if ``idle``, all."""
+        """Release the least recently used resources of `prepared`; if ``idle``, release all."""
 
     def another(self) -> Chunks:
-        """Return the same chunks with files of its own, for another cache."""
+        """Return the same chunks with separate file handles, for another cache."""
 
     def close(self) -> None:
         """Close all files."""
 
 
 class Workers:
-    """Threads that load chunks, started when they are needed, and again in a forked child."""
+    """Thread pool that loads chunks. It starts on demand, and starts again in a forked child."""
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = _threads() if threads is None else threads
         self._pool: ThreadPoolExecutor | None = None
 
     def run(self, jobs: Sequence[Callable[[], None]]) -> None:
-        """Run jobs, beside one another where there are some."""
+        """Run jobs, in parallel if there are enough of them."""
         if len(jobs) < _FEW or self.threads < 2:
             for job in jobs:
                 job()
@@ -79,7 +79,7 @@ class Workers:
                 raise error
 
     def begin(self, job: Callable[[], None]) -> Future[None] | None:
-        """Run a job meanwhile; None where there is one thread only."""
+        """Run a job in the background; skip it and return None if there is only one thread."""
         return self._executor().submit(job) if self.threads > 1 else None
 
     def _executor(self) -> ThreadPoolExecutor:
@@ -88,11 +88,11 @@ class Workers:
         return self._pool
 
     def forget(self) -> None:
-        """Know no threads: this is a forked child, which has none."""
+        """Discard the pool in a forked child, which has none of its threads."""
         self._pool = None
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=True)
@@ -108,18 +108,18 @@ def _threads() -> int:
 
 
 _Some = tuple[np.ndarray, np.ndarray]
-"""Places [k] in an array, and which rows [k] of a chunk go there."""
+"""Positions [k] in an array, and the rows [k] of a chunk to copy there."""
 _Wanted = tuple[int, np.ndarray | None, _Some | None]
-"""A chunk, the array that it goes to, None for none, and which of its rows; None for all."""
+"""A chunk, its target array or None to discard it, and the rows to copy or None for all."""
 
 
 class CachedArray:
-    """The rows of an array.
+    """Rows of an array, read through a cache of chunks.
 
     Args:
         chunks: the stored chunks.
-        nbytes: how many bytes of them are kept; one chunk at least.
-        workers: threads that load chunks.
+        nbytes: the size of the cache in bytes; it holds at least one chunk.
+        workers: the threads that load chunks.
     """
 
     def __init__(self, chunks: Chunks, nbytes: int, workers: Workers) -> None:
@@ -127,13 +127,13 @@ class CachedArray:
         self.layout = layout = chunks.layout
         self._slots = max(1, min(nbytes // max(1, layout.chunk_nbytes), layout.chunks))
         self.loads = 0
-        """Chunks that were decompressed so far."""
+        """The number of chunks decompressed so far."""
         self._forget()
         _LIVE.add(self)
 
     @property
     def kept_nbytes(self) -> int:
-        """The most bytes that it keeps."""
+        """The maximum size of the cache in bytes."""
         return self._slots * self.layout.chunk_nbytes
 
     def _forget(self) -> None:
@@ -151,12 +151,12 @@ class CachedArray:
         self._ahead: Future[None] | None = None
 
     def forked(self) -> None:
-        """Begin again in a forked child: another thread may have held the lock."""
+        """Reset the cache in a forked child, since another thread may have held the lock."""
         self._workers.forget()
         self._forget()
 
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Copy rows [*], in any order, as `ColumnReader.take` does."""
+        """Copy rows [*] in any order; see `ColumnReader.take`."""
         layout = self.layout
         shape = (*rows.shape, *layout.shape)
         if out is None:
@@ -175,16 +175,16 @@ class CachedArray:
             held, copied = self._chosen(np.unique(chunk), len(flat))
             if len(held):
                 self._hold(held)
-                # Rows of other chunks have any values until they are copied.
+                # Rows of chunks that are not cached are undefined until they are copied below.
                 self._gather(self._slot_of[chunk], flat, target)
             if len(copied):
                 self._copy_rows(copied, chunk, flat, target)
         return out
 
     def take_each(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Copy rows for several at once, of which many may be in the same chunks.
+        """Copy rows for several requests at once, many of which may touch the same chunks.
 
-        The memory is used again when nothing refers to it.
+        The memory of the result is reused once nothing refers to it.
         """
         every = self._memory(sum(each.size for each in rows))
         if len(rows) == 1:
@@ -198,17 +198,17 @@ class CachedArray:
         return found
 
     def _memory(self, count: int) -> np.ndarray:
-        """Return memory for rows; what is small, or very large, is new."""
+        """Return memory for rows; small and very large blocks are not pooled."""
         layout = self.layout
         if _SMALL_NBYTES < count * layout.row_nbytes <= _MOST_POOLED_NBYTES:
             return self._pool.arrays((count,))[0]
         return np.empty((count, *layout.shape), layout.numpy_dtype)
 
     def _chosen(self, needed: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which chunks are to be there, and those of which rows are copied only.
+        """Split the needed chunks into those to cache, and those whose rows are only copied.
 
-        Those that nothing has asked for lately, unless so many ``rows`` are asked for that they are
-        a quarter of the chunks', and those for which there is no place.
+        A chunk is only copied if the cache has no room for it. It is also only copied if it was not
+        requested recently, unless ``rows`` is at least a quarter of the rows of the chunks.
         """
         there = self._slot_of[needed] >= 0
         missing, present = needed[~there], needed[there]
@@ -224,13 +224,13 @@ class CachedArray:
     def _copy_rows(
         self, chunks: np.ndarray, chunk: np.ndarray, rows: np.ndarray, out: np.ndarray
     ) -> None:
-        """Decompress chunks [n] to copy those of ``rows`` [k] that they have.
+        """Decompress chunks [n] without caching them, and copy the requested rows.
 
         Args:
-            chunks: the chunks; they are not kept.
+            chunks: the chunks.
             chunk: the chunk of each row [k].
-            rows: the rows.
-            out: where they go [k, *shape].
+            rows: the rows [k].
+            out: the target [k, *shape].
         """
         order = chunk.argsort(kind="stable")
         begins, ends = (chunk[order].searchsorted(chunks, side) for side in ("left", "right"))
@@ -252,13 +252,14 @@ class CachedArray:
         self._slab.take(at, axis=0, out=out, mode="clip")
 
     def _hold(self, needed: np.ndarray, *, alone: bool = False) -> None:
-        """Have chunks [n], no more than there are slots; ``alone``: by no thread more.
+        """Load chunks [n], at most one per slot, into the cache.
 
-        Threads that wait for threads of the same pool could wait for ever.
+        With ``alone`` the calling thread loads them itself, because pool threads that wait for
+        other threads of the pool could deadlock.
         """
         layout = self.layout
         if self._slab is None:
-            # Taken when it is touched.
+            # The system allocates the memory when it is first touched.
             self._slab = np.empty((self._slots * layout.chunk_rows, *layout.shape), layout.dtype)
         self._clock += 1
         slots = self._slot_of[needed]
@@ -294,7 +295,7 @@ class CachedArray:
             chunks.done()
 
     def slice(self, start: int, stop: int) -> np.ndarray:
-        """Copy the rows ``[start, stop)``; a caller who goes on there finds them decompressed."""
+        """Copy the rows ``[start, stop)``, and decompress the next ones if the caller reads on."""
         layout, size = self.layout, self.layout.chunk_rows
         out = np.empty((max(0, stop - start), *layout.shape), layout.numpy_dtype)
         if not len(out):
@@ -303,7 +304,7 @@ class CachedArray:
         with self._lock:
             whole = range(-(-start // size), stop // size)
             loaded = [chunk for chunk in whole if self._slot_of[chunk] < 0]
-            # Whole ones go where they are wanted; of the others, more may be wanted soon.
+            # Decompress whole chunks directly into the result, and cache partial ones.
             self._load(
                 [
                     (chunk, out[chunk * size - start : (chunk + 1) * size - start], None)
@@ -328,7 +329,7 @@ class CachedArray:
         out[begin - start : end - start] = self._slab[at + begin : at + end]
 
     def _read_ahead(self, start: int, count: int) -> None:
-        """Begin to decompress the rows after those that were read, if they fit beside them."""
+        """Start to decompress the rows that follow, if they fit into the cache, too."""
         size = self.layout.chunk_rows
         chunks = np.arange(start // size, min(-(-(start + count) // size), self.layout.chunks))
         if not len(chunks) or 2 * len(chunks) > self._slots:
@@ -337,7 +338,10 @@ class CachedArray:
             self._ahead = self._workers.begin(_Prefetch(self, chunks))
 
     def hold(self, chunks: np.ndarray) -> None:
-        """Have chunks; one that cannot be loaded is loaded again, and raises, when it is wanted."""
+        """Load chunks into the cache in the calling thread; the read-ahead job calls this method.
+
+        A chunk that cannot be loaded raises its error again when its rows are requested.
+        """
         with self._lock:
             self._hold(chunks, alone=True)
 
@@ -346,29 +350,29 @@ class CachedArray:
         return range(self.layout.chunks)
 
     def check(self, chunk: int) -> None:
-        """Load a chunk, and keep nothing of it.
+        """Load a chunk without caching it.
 
         Raises:
-            CorruptStorage: it is damaged.
+            CorruptStorage: the chunk is damaged.
         """
         with self._lock:
             self._load([(chunk, None, None)])
 
     def let_go(self) -> None:
-        """Close the files until rows are asked for again."""
+        """Close the files until rows are requested again."""
         with self._lock:
             self.chunks.done(idle=True)
 
     def close(self) -> None:
-        """Close the files, and give the memory back."""
+        """Close the files and free the memory."""
         with self._lock:
             self.chunks.close()
             self._slab = None
             self._slot_of[:] = -1
 
 
-class _ChunkJob:
-    """A chunk to be loaded, and what becomes of it: see `_Wanted`."""
+class _Job:
+    """Job that loads one chunk and copies it; see `_Wanted`."""
 
     __slots__ = ("_chunk", "_chunks", "_out", "_some", "_where")
 
@@ -389,8 +393,8 @@ class _ChunkJob:
             self._out[places] = found[within]
 
 
-class _Prefetch:
-    """Chunks that are decompressed before they are wanted."""
+class _Ahead:
+    """Job that decompresses chunks ahead of the reader."""
 
     def __init__(self, array: CachedArray, chunks: np.ndarray) -> None:
         self._array, self._chunks = weakref.ref(array), chunks
@@ -412,9 +416,9 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def budgets(sizes: Sequence[int], nbytes: int) -> list[int]:
-    """Return how many bytes are kept of arrays of these sizes, of ``nbytes`` in all.
+    """Divide a cache budget of ``nbytes`` among arrays of the given sizes.
 
-    The small ones have all that they need, and large ones equal parts of the rest.
+    Small arrays get their whole size, and large arrays get equal shares of the rest.
     """
     found, left, order = [0] * len(sizes), nbytes, np.argsort(sizes, kind="stable")
     for place, which in enumerate(order.tolist()):

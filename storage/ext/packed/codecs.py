@@ -1,7 +1,7 @@
-"""How the bytes of a chunk are compressed, as Zarr v3 names it; libraries come when they are used.
+"""Codecs of chunks, with the names of Zarr v3. Libraries are imported on first use.
 
-A chunk that is stored is its compressed bytes and their CRC-32C, which is checked before anything
-is decompressed. How many bytes come out is compared with how many there have to be, before that.
+A stored chunk consists of its compressed bytes and their CRC-32C, which is checked before
+decompression. The decompressed size that a chunk declares is also checked before decompression.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from tallyroll.storage.errors import CorruptStorage
 from tallyroll.storage.formats.optional_libraries import needed
 
 LEVELS: Final = {"zstd": (1, 22), "shuffle": (1, 9), "gzip": (1, 9)}
-"""The codecs that have levels, and the least and the largest of each."""
+"""Codecs with levels, and the minimum and maximum level of each."""
 NAMES: Final = ("zstd", "shuffle", "none")
-"""The codecs of Zarr: zstd; zstd after a shuffle of the bytes of numbers, as Blosc; and none."""
+"""Codecs for Zarr: ``zstd``; ``shuffle``, which is Blosc with byte shuffle and zstd; ``none``."""
 _USUAL_LEVEL: Final = {"zstd": 3, "shuffle": 5, "gzip": 4}
 
 _SUM: Final = struct.Struct("<I")
-# Of one block, which has one stream of zstd: what is before its length, and that length.
+# Header of a Blosc chunk with one block and one zstd stream, up to and including its length.
 _BLOSC_HEAD: Final = struct.Struct("<BBBBIIIII")
 _BLOSC_FLAGS: Final = 4 << 5 | 1 << 4 | 1
-"""Compressed by zstd, in one stream, after a shuffle of bytes."""
+"""Flags for zstd compression in a single stream after a byte shuffle."""
 _BLOSC_MOST: Final = 2**31 - 1 - 16
 
 
 class BadChunk(CorruptStorage):
-    """The bytes of a chunk are not those that were written."""
+    """The bytes of a chunk are damaged."""
 
 
 @lru_cache
 def library(name: str) -> Any:
-    """Return the module zstandard, or google_crc32c.
+    """Import zstandard or google_crc32c.
 
     Raises:
-        MissingLibrary: it is not installed.
+        MissingLibrary: the library is not installed.
     """
     return needed(name, "pack", "packed rows need")
 
 
 def crc32c(content: bytes) -> int:
-    """Return the CRC-32C of bytes."""
+    """Return the CRC-32C of ``content``."""
     found: int = library("google_crc32c").value(content)
     return found
 
@@ -56,7 +56,7 @@ _OF_THREAD: Final = threading.local()
 
 
 def _decompressor() -> Any:
-    """Return the decompressor of this thread: to make one takes as long as a chunk."""
+    """Return this thread's decompressor; creating one takes as long as decompressing a chunk."""
     try:
         return _OF_THREAD.zstd
     except AttributeError:
@@ -65,7 +65,7 @@ def _decompressor() -> Any:
 
 
 def _unzstd(frame: bytes, nbytes: int) -> bytes:
-    """Return the ``nbytes`` of a frame of zstd, which it says that it has; BadChunk if not."""
+    """Decompress a zstd frame; raise BadChunk unless it declares and contains ``nbytes`` bytes."""
     zstd = library("zstandard")
     try:
         if (found := zstd.frame_content_size(frame)) != nbytes:
@@ -78,10 +78,10 @@ def _unzstd(frame: bytes, nbytes: int) -> bytes:
 
 @dataclass(frozen=True)
 class Codec:
-    """A codec and its level, spelled ``zstd:3``, ``shuffle``, ``none``; without a level its usual.
+    """Codec with a level, spelled ``zstd:3``, ``shuffle`` or ``none``; the level has a default.
 
     Raises:
-        ValueError: there is no such codec, or level.
+        ValueError: the codec or the level does not exist.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Codec:
 
     @classmethod
     def of(cls, text: str | Codec) -> Codec:
-        """Return the codec of its spelling."""
+        """Parse the spelling of a codec."""
         if isinstance(text, Codec):
             return text
         name, colon, level = str(text).partition(":")
@@ -117,7 +117,7 @@ class Codec:
         return f"{self.name}:{self.level}" if self.level else self.name
 
     def require(self, nbytes: int) -> None:
-        """Raise ValueError if chunks of so many bytes cannot be compressed so."""
+        """Raise ValueError if the codec cannot compress chunks of ``nbytes`` bytes."""
         if self.name == "shuffle" and nbytes > _BLOSC_MOST:
             raise ValueError(
                 f"codec {self.name} has chunks of less than 2 GiB, and a chunk here would have "
@@ -125,7 +125,7 @@ class Codec:
             )
 
     def as_zarr(self, itemsize: int) -> list[dict[str, Any]]:
-        """Return the codecs of a chunk in the metadata of a Zarr array."""
+        """Return the codecs of a chunk for the metadata of a Zarr array."""
         found: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
         if self.name == "zstd":
             settings: dict[str, Any] = {"level": self.level, "checksum": False}
@@ -141,11 +141,11 @@ class Codec:
         return library("zstandard").ZstdCompressor(level=self.level)
 
     def most_stored(self, nbytes: int) -> int:
-        """Return the most bytes that ``nbytes`` take when they are stored."""
+        """Return an upper bound of the stored size of ``nbytes`` bytes."""
         return nbytes + nbytes // 128 + 4096
 
     def encode(self, chunk: np.ndarray) -> bytes:
-        """Return a C-contiguous chunk as it is stored; called by one thread at a time."""
+        """Encode a C-contiguous chunk for storage; called by one thread at a time."""
         if self.name == "none":
             body = chunk.tobytes()
         elif self.name == "zstd":
@@ -154,7 +154,7 @@ class Codec:
             body = self._blosc(chunk)
         return body + _SUM.pack(crc32c(body))
 
-    # Libraries of Blosc share a semaphore with all processes that are forked.
+    # Blosc libraries share a semaphore with all forked processes, so this class does not use them.
 
     def _blosc(self, chunk: np.ndarray) -> bytes:
         size, nbytes = chunk.itemsize, chunk.nbytes
@@ -179,10 +179,10 @@ class Codec:
         return np.ascontiguousarray(shuffled.T).reshape(-1)
 
     def decode(self, stored: bytes, nbytes: int, itemsize: int) -> np.ndarray:
-        """Decompress a chunk of ``nbytes``, of numbers of ``itemsize``: uint8 [nbytes].
+        """Decompress a chunk of ``nbytes`` bytes with items of ``itemsize`` bytes: uint8 [nbytes].
 
         Raises:
-            BadChunk: these are not the bytes of such a chunk.
+            BadChunk: the bytes are not such a chunk.
         """
         body = stored[: -_SUM.size]
         if len(stored) < _SUM.size or _SUM.pack(crc32c(body)) != stored[-_SUM.size :]:
@@ -197,10 +197,13 @@ class Codec:
 
 
 def stored_nbytes(codec: Codec, content: bytes, nbytes: int) -> int:
-    """Return how many of some bytes are a chunk of ``nbytes`` as it is stored, by its own words.
+    """Return the stored size in bytes of the chunk at the start of ``content``.
+
+    The chunk declares its stored size, except with the codec ``none``. ``nbytes`` is its size
+    after decompression.
 
     Raises:
-        ValueError, IndexError, struct.error: they are none.
+        ValueError, IndexError, struct.error: there is no valid chunk.
     """
     if codec.name == "shuffle":
         found = int(_BLOSC_HEAD.unpack_from(content)[6])
@@ -211,7 +214,7 @@ def stored_nbytes(codec: Codec, content: bytes, nbytes: int) -> int:
 
 
 def _zstd_nbytes(content: bytes) -> int:
-    """Return the bytes of the frame of zstd with which some bytes begin (RFC 8878, 3.1.1)."""
+    """Return the size of the zstd frame at the start of ``content`` (RFC 8878, 3.1.1)."""
     if content[:4] != b"\x28\xb5\x2f\xfd":
         raise ValueError("it is no frame of zstd")
     about = content[4]
@@ -223,15 +226,15 @@ def _zstd_nbytes(content: bytes) -> int:
         if at + 3 > len(content):
             raise ValueError("it is cut")
         last, kind, size = head & 1, head >> 1 & 3, head >> 3
-        at += 3 + (1 if kind == 1 else size)  # of kind 1, one byte is repeated
+        at += 3 + (1 if kind == 1 else size)  # kind 1 is a run of a single byte
     return at + 4 * summed
 
 
 def inflate(stored: bytes, mask: int, shuffled: bool, nbytes: int, itemsize: int) -> np.ndarray:
-    """Decompress a chunk of an HDF5 dataset with gzip, and shuffle: uint8 [nbytes].
+    """Decompress a chunk of an HDF5 dataset with the filters gzip and shuffle: uint8 [nbytes].
 
     Raises:
-        BadChunk: these are not the bytes of such a chunk.
+        BadChunk: the bytes are not such a chunk.
     """
     if mask:
         raise BadChunk("it was written without its filters")

@@ -1,8 +1,8 @@
-"""How the columns of a storage are packed: as they are, or as states and frames.
+"""Writers of packed columns, as plain arrays or as states and frames.
 
-A few rows are looked at first. A column is packed as states where most rows of these begin with
-what came next before them, and as frames where most states are the one before with a frame more.
-Where that does not hold, rows take more space, and are as they were.
+The planner inspects samples of rows. It packs a column as states if most of these rows begin with
+the next state of the row before, and as frames if most states are the previous state with one new
+frame. Rows for which this does not hold take more space, but are stored without loss.
 """
 
 from __future__ import annotations
@@ -38,14 +38,17 @@ from tallyroll.storage.rows.schema import Column, Schema
 
 MakeWriter: TypeAlias = Callable[[ArrayLayout], ChunkWriter]
 Values: TypeAlias = Callable[[Key], np.ndarray]
-"""Returns some rows of a column [n, ...]."""
+"""Function that returns some rows of a column [n, ...]."""
 Read: TypeAlias = Callable[[Key, np.ndarray], np.ndarray]
-"""Returns the rows of these numbers [n] of a column [n, ...], until it is called again."""
+"""Function that returns the rows with numbers [n] of a column [n, ...].
+
+The result is valid until the next call.
+"""
 
 _BLOCK_NBYTES: Final = 2**21
-"""Rows of a column are read so many bytes at a time, which stay in the processor's cache."""
+"""Size in bytes of the blocks in which a column is read, so that they stay in the CPU cache."""
 _LONG, _WIDE_NBYTES = 16, 2**10
-"""So many rows of so many bytes that follow one another are read where they are, not copied."""
+"""Minimum count and row size of consecutive rows that are read in place, without a copy."""
 
 _MOST_FRAMES: Final = 16
 _LEAST_FRAME_NBYTES: Final = 16
@@ -53,12 +56,12 @@ _LEAST_FRAME_NBYTES: Final = 16
 
 @dataclass(frozen=True)
 class FrameStack:
-    """A column whose values are stacks of frames, the oldest first.
+    """Declaration that the values of a column are stacks of frames, the oldest frame first.
 
     Args:
-        key: the column, such as ``"observation"``; what comes next is stacked as it is.
-        n: frames of a stack; None: the length of the axis.
-        axis: of a row's value, along which frames are stacked; -1 is the last.
+        key: the column, such as ``"observation"``. Its column in ``next`` is stacked alike.
+        n: frames per stack; None: the length of the axis.
+        axis: the axis of a row's value along which frames are stacked; -1 is the last.
     """
 
     key: str | Key
@@ -68,7 +71,7 @@ class FrameStack:
 
 @dataclass(frozen=True)
 class ColumnPlan:
-    """How a column is packed, and what comes next after it if it is in ``next``."""
+    """Plan for packing a column, together with its column in ``next`` if that shares its states."""
 
     column: Column
     next: Column | None = None
@@ -77,10 +80,10 @@ class ColumnPlan:
 
 
 def frames_declared(schema: Schema, stacks: Sequence[FrameStack]) -> dict[Key, tuple[int, int]]:
-    """Return frames and axis of the columns of ``stacks``.
+    """Return the number of frames and the axis of the columns in ``stacks``.
 
     Raises:
-        ValueError: a column is not there, or cannot be such a stack.
+        ValueError: a column does not exist, or cannot be such a stack.
     """
     found: dict[Key, tuple[int, int]] = {}
     shapes = {each.key: each.shape for each in schema.columns}
@@ -115,13 +118,13 @@ def planned(
     once: bool,
     stacks: Mapping[Key, tuple[int, int]] | None,
 ) -> list[ColumnPlan]:
-    """Return how columns are packed.
+    """Plan how to pack columns.
 
     Args:
         schema: the columns.
-        looks: stretches of rows in the order in which they are packed.
-        once: pack states once, where that helps.
-        stacks: frames and axis of the columns that are stacks; None: look which are.
+        looks: samples of consecutive rows, in packing order.
+        once: store states once if that helps.
+        stacks: the number of frames and the axis of stacked columns; None: detect them.
     """
     columns = {each.key: each for each in schema.columns}
     taken: set[Key] = set()
@@ -143,7 +146,7 @@ def planned(
             n, axis = stacks[key]
             plan = replace(plan, n=n, axis=axis)
         found.append(plan)
-    # In the order of the schema; those that come next are with their columns.
+    # In schema order; columns in `next` that share states belong to the plan of their column.
     return [plan for plan in found if plan.column.key not in taken]
 
 
@@ -157,7 +160,7 @@ def _mostly(found: Any) -> bool:
 
 
 def _looked_at(plan: ColumnPlan, looks: Sequence[Values]) -> ColumnPlan:
-    """Return the plan with the frames of a stack, if the column looks like one."""
+    """Add the frames of a stack to a plan if the column looks like one."""
     shape = plan.column.shape
     for axis in dict.fromkeys((0, len(shape) - 1)) if len(shape) > 1 else ():
         n = shape[axis]
@@ -177,14 +180,14 @@ def _pairs(plan: ColumnPlan, look: Values, n: int, axis: int) -> tuple[np.ndarra
     return root, by_frame(look(plan.next.key), n, axis)
 
 
-class PackedWriter:
-    """Writes the columns of a storage, one block of rows after the other.
+class Packing:
+    """Writer of the columns of a packed storage, one block of rows after the other.
 
     Args:
         schema: the columns.
-        plans: how each is packed.
-        codec: returns the codec of a column.
-        make: makes the writer of an array.
+        plans: the plan of each column.
+        codec: a function that returns the codec of a column.
+        make: a factory of array writers.
         first: the number of the first row.
     """
 
@@ -221,12 +224,12 @@ class PackedWriter:
         self._states.append(_States(plan, codec, self))
 
     def array(self, layout: ArrayLayout) -> int:
-        """Return the place of a new array."""
+        """Add an array and return its index."""
         self.writers.append(self._make(layout))
         return len(self.writers) - 1
 
     def append(self, rows: np.ndarray, read: Read) -> None:
-        """Write the next rows, which had the numbers ``rows`` [n]."""
+        """Write the next rows, whose numbers in the source are ``rows`` [n]."""
         for key, writer in self._plain:
             for piece in pieces(rows, writer.layout.row_nbytes):
                 writer.append(read(key, piece))
@@ -237,7 +240,7 @@ class PackedWriter:
         self.rows += len(rows)
 
     def finish(self) -> Layout:
-        """Write what is left; return what there is."""
+        """Write the remaining data, and return the layout."""
         states = tuple(each.finish() for each in self._states)
         for writer in self.writers:
             writer.finish()
@@ -256,7 +259,7 @@ def _of_rows(read: Read, rows: np.ndarray, key: Key) -> np.ndarray:
 
 
 def pieces(rows: np.ndarray, row_nbytes: int) -> Iterator[np.ndarray]:
-    """Cut the numbers of rows in pieces, so that wide rows that follow one another are one."""
+    """Split row numbers into pieces, so that long runs of consecutive wide rows stay together."""
     most = max(1, _BLOCK_NBYTES // row_nbytes)
     ends = [0, len(rows)]
     if row_nbytes >= _WIDE_NBYTES:
@@ -269,18 +272,18 @@ def pieces(rows: np.ndarray, row_nbytes: int) -> Iterator[np.ndarray]:
 
 
 def codec_of_numbers(make: MakeWriter) -> Codec:
-    """Return the codec of row numbers, for the writers that ``make`` makes."""
+    """Return the codec of row numbers for the writers that ``make`` creates."""
     return Codec.of("gzip" if getattr(make, "hdf5", False) else "shuffle")
 
 
 class _States:
-    """Writes states of a column, and of what comes next."""
+    """Writer of the states of a column and its column in ``next``."""
 
     def __init__(self, plan: ColumnPlan, codec: Codec, packing: PackedWriter) -> None:
         self._plan, self._packing = plan, packing
         column = plan.column
         self.row_nbytes = column.row_nbytes
-        """Bytes of a row that comes."""
+        """Bytes per row of the input."""
         shape = frame_shape(column.shape, plan.n, plan.axis) if plan.n > 1 else column.shape
         path = (*column.key, "frames")
         self._frames = packing.array(ArrayLayout.of(path, column.numpy_dtype, shape, 0, codec))
@@ -327,7 +330,7 @@ class _States:
         return frames
 
     def finish(self) -> StatesLayout:
-        """Write the rows and states that follow no other; return what there is."""
+        """Write the tables of breaks and starts, and return the layout."""
         plan, packing = self._plan, self._packing
         breaks = starts = None
         if plan.next is not None:

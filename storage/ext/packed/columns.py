@@ -1,4 +1,4 @@
-"""The columns of packed rows: rows of an array, or states and their frames."""
+"""Columns of a packed storage: rows of an array, or states and their frames."""
 # ruff: noqa: D102 - what a column gives is said once, in `ColumnReader`
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tallyroll.storage.readers.row_reader import ColumnReader
 from tallyroll.storage.rows.schema import Column
 
 Tables: TypeAlias = tuple[np.ndarray | None, np.ndarray | None]
-"""The breaks and the starts of states."""
+"""The breaks and the starts of states; see `StatesLayout`."""
 
 
 def _as_they_are(found: np.ndarray) -> np.ndarray:
@@ -29,7 +29,7 @@ def _as_they_are(found: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RowRequest:
-    """Rows of an array, and what makes the values of a column of them."""
+    """Rows of an array, and a function that converts them to the values of a column."""
 
     array: CachedArray
     rows: np.ndarray
@@ -37,9 +37,9 @@ class RowRequest:
 
 
 def copied(wanted: Sequence[RowRequest]) -> list[np.ndarray]:
-    """Return the values of columns, those that are made of one array by one call of it.
+    """Return the values of columns, with one call for all columns of the same array.
 
-    What came next after a row is mostly in the chunk that has the row.
+    The next state of a row is usually in the same chunk as the row.
     """
     found: dict[CachedArray, Iterator[np.ndarray]] = {}
     for each in wanted:
@@ -50,20 +50,20 @@ def copied(wanted: Sequence[RowRequest]) -> list[np.ndarray]:
 
 
 class PackedColumn(ColumnReader):
-    """A column of packed rows, which come from an array."""
+    """A column of packed rows, which are derived from an array."""
 
     @property
     @abstractmethod
     def source(self) -> CachedArray:
-        """The array that its values are made of."""
+        """The array from which the values are derived."""
 
     @abstractmethod
     def wanted(self, rows: np.ndarray) -> RowRequest:
-        """Return which rows of its array the values of ``rows`` [*] are made of."""
+        """Return the rows of the array from which the values of ``rows`` [*] are derived."""
 
 
 class RowsColumn(PackedColumn):
-    """A column that is an array; ``first`` is the number of its first row."""
+    """A column that is stored as an array; ``first`` is the number of its first row."""
 
     def __init__(self, array: CachedArray, first: int) -> None:
         self._array, self._first = array, first
@@ -83,13 +83,13 @@ class RowsColumn(PackedColumn):
 
 
 class States:
-    """States of a packed storage, and where their frames are.
+    """States of a packed storage, and the positions of their frames.
 
     Args:
         path: the storage, for messages.
-        layout: the states.
-        array: returns an array by its place.
-        rows: how many rows there are.
+        layout: the layout of the states.
+        array: a function that returns an array by its index.
+        rows: the number of rows.
     """
 
     def __init__(
@@ -105,14 +105,14 @@ class States:
         return self._array(self.layout.frames)
 
     def frame_of(self, states: np.ndarray) -> np.ndarray:
-        """Return the frames of ``states`` [n] that have one each."""
+        """Return the frames of ``states`` [n], for states with one frame each."""
         return states
 
     def tables(self) -> Tables:
-        """Return the breaks and the starts, read once.
+        """Return the breaks and the starts, which are read once.
 
         Raises:
-            CorruptStorage: they cannot be those of these rows.
+            CorruptStorage: they are inconsistent with the rows.
             NotEnoughMemory: there is not enough memory for them.
         """
         if self._found is None:
@@ -138,17 +138,17 @@ class States:
         if not is_little(nbytes := 3 * count * array.layout.row_nbytes):
             require_memory(nbytes, f"where the {count:,} states of {self.path} begin")
         found = array.slice(0, count)
-        array.let_go()  # they are not read again
+        array.let_go()  # the array is not read again
         return found
 
 
 class StateColumn(PackedColumn):
-    """A column whose rows are states, or what came next after them.
+    """A column whose rows are states, or the next states of rows.
 
     Args:
         states: the states.
         column: the column.
-        is_next: whether it is what came next.
+        is_next: True if the column contains next states.
         first: the number of the first row.
     """
 

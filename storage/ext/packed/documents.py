@@ -1,4 +1,4 @@
-"""The metadata by which zarr-python, TensorStore and xarray read packed rows. Pure."""
+"""Metadata with which zarr-python, TensorStore and xarray read packed rows. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FRAMES = (
 
 
 def documents(layout: Layout, manifest: Manifest) -> dict[PurePosixPath, Document]:
-    """Return the ``zarr.json`` of every directory. That of a group holds all that is below it."""
+    """Return the ``zarr.json`` of each directory; a group includes all metadata below it."""
     arrays = {
         PurePosixPath(*each.path): _array(each, layout.rows, number in _by_row(layout))
         for number, each in enumerate(layout.arrays)
@@ -50,7 +50,7 @@ def documents(layout: Layout, manifest: Manifest) -> dict[PurePosixPath, Documen
 
 
 def _by_row(layout: Layout) -> set[int]:
-    """Return the arrays that have a row for every row."""
+    """Return the indices of the arrays that have one entry per row."""
     return {layout.old_rows, *(each.array for each in layout.columns if each.array is not None)}
 
 
@@ -86,8 +86,8 @@ def _attributes(
 
 
 def _array(layout: ArrayLayout, rows: int, by_row: bool) -> Document:
-    # To xarray dimensions of one name are of one size, and those that fit are aligned. The number
-    # of a row is an index there if it is called as its dimension.
+    # In xarray, dimensions of the same name must have the same size, and matching ones are
+    # aligned. The array of row numbers becomes an index because it is named like its dimension.
     first = "row" if by_row else "_".join((*layout.path, "number"))
     sharding = {
         "chunk_shape": [layout.chunk_rows, *layout.shape],

@@ -1,8 +1,8 @@
-"""A copy, at the front of a packed HDF5 file, of what is otherwise only at its end.
+"""Copy of the metadata at the front of a packed HDF5 file.
 
-HDF5 has the manifest, and the tables by which states are found, behind all rows, and the places of
-chunks all over the file: of a file that was cut, its library reads nothing. The user block before
-HDF5's own bytes has room for a copy, by which `repair` reads the chunks that are left.
+HDF5 stores the manifest and the state tables after all rows, and chunk positions throughout the
+file. Its library therefore cannot read anything of a truncated file. The user block before HDF5's
+own bytes contains a copy of this metadata, with which `repair` reads the remaining chunks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tallyroll.storage.files.manifest import MANIFEST_LIMIT, Manifest
 
 MAGIC: Final = b"tallyroll packed rows\n"
 LEAST: Final = 512
-"""Bytes of the smallest user block that HDF5 has."""
+"""The size of the smallest user block that HDF5 supports, in bytes."""
 _HEAD: Final = struct.Struct("<QI")
 _SPARE: Final = 2**12
 _LIMIT: Final = 2 * MANIFEST_LIMIT
@@ -31,19 +31,19 @@ _LIMIT: Final = 2 * MANIFEST_LIMIT
 
 @dataclass(frozen=True)
 class Front:
-    """The manifest, and the places of the chunks of each array."""
+    """The manifest, and the positions of the chunks of each array."""
 
     manifest: bytes
     places: tuple[tuple[np.ndarray, np.ndarray], ...]
-    """The first bytes of the chunks of each array, and how many bytes they have."""
+    """The offset and size in bytes of each chunk, by array."""
     tables: dict[int, list[bytes]]
-    """The chunks of arrays that were written last."""
+    """The stored chunks of the arrays that are written last, by array."""
 
 
 def room_for(manifest: Manifest, layouts: Sequence[ArrayLayout], rows: int) -> int:
-    """Return the bytes of a user block in which a copy will most likely fit.
+    """Return a user block size in bytes that is most likely sufficient for a copy.
 
-    For each eight rows there is room for one that begins a trajectory.
+    It allows for one trajectory start per eight rows.
     """
     chunks = sum(each.chunks for each in layouts)
     wanted = _SPARE + len(json.dumps(manifest)) + 8 * chunks + rows // 4
@@ -51,11 +51,11 @@ def room_for(manifest: Manifest, layouts: Sequence[ArrayLayout], rows: int) -> i
 
 
 def written(manifest: bytes, places: Sequence[tuple[list[int], list[int]]], tables: Any) -> bytes:
-    """Return the bytes of a copy; arguments are those of a `Front`, ``tables`` may be any."""
+    """Serialize a copy. Arguments are the fields of a `Front`; ``tables`` may be any mapping."""
     arrays = []
     for starts, sizes in places:
         ends = [0, *(start + size for start, size in zip(starts, sizes, strict=True))]
-        # Most chunks begin where the one before ends.
+        # Most chunks begin where the previous one ends, so the differences compress well.
         steps = [start - end for start, end in zip(starts, ends, strict=False)]
         arrays.append([steps, sizes])
     packed = {
@@ -68,10 +68,10 @@ def written(manifest: bytes, places: Sequence[tuple[list[int], list[int]]], tabl
 
 
 def front_in(file: Any) -> Front | None:
-    """Return the copy in an open file; None: it has none, or it is damaged.
+    """Read the copy from an open file; return None if it is missing or damaged.
 
     Raises:
-        OSError: the disk cannot read it.
+        OSError: the disk failed to read the file.
     """
     file.seek(0)
     head = file.read(len(MAGIC) + _HEAD.size)

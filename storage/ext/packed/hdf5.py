@@ -1,9 +1,9 @@
-"""Packed rows in an HDF5 file: datasets in chunks, with the filters shuffle and gzip of HDF5.
+"""Packed rows in an HDF5 file: chunked datasets with HDF5's shuffle and gzip filters.
 
-A user block before it names the file, and has a copy of what is at its end (`front`); the manifest
-is a dataset of bytes, ``tallyroll/manifest``.
-Chunks are read as they are stored and decompressed here, so that no more memory is taken than they
-have to have; a chunk's checksum is that of zlib, Adler-32.
+The user block at the front identifies the file and contains a copy of the metadata at its end; see
+`front`. The manifest is a dataset of bytes, ``tallyroll/manifest``. Chunks are read in stored form
+and decompressed here, which bounds the memory that a damaged chunk can take. The checksum of a
+chunk is that of zlib, Adler-32.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MANIFEST: Final = "tallyroll/manifest"
 
 
 def is_packed(path: Path) -> bool:
-    """Return whether a file begins as those that are written here."""
+    """Return True if a file begins with the signature that this module writes."""
     if not path.is_file():
         return False
     with translated(path), open(open_any(path, os.O_RDONLY | os.O_CLOEXEC), "rb") as file:
@@ -42,11 +42,11 @@ def is_packed(path: Path) -> bool:
 
 
 def opened(path: Path) -> Any:
-    """Return the file, open to read.
+    """Open the file for reading.
 
     Raises:
         MissingLibrary: h5py is not installed.
-        CorruptStorage: it cannot be opened.
+        CorruptStorage: the file cannot be opened.
     """
     h5py = h5py_module()
     with _reading(path, "the file"):
@@ -55,7 +55,7 @@ def opened(path: Path) -> Any:
 
 @contextmanager
 def _reading(path: Path, what: str) -> Iterator[None]:
-    """Raise errors of h5py for damaged metadata as `CorruptStorage`."""
+    """Convert h5py's errors for damaged metadata to `CorruptStorage`."""
     try:
         yield
     except DAMAGE as error:
@@ -70,7 +70,7 @@ def _damaged(path: Path, why: str) -> CorruptStorage:
 
 
 def _dataset(file: Any, path: Path, name: str) -> Any:
-    """Return a dataset of this file and of no other one."""
+    """Return a dataset of this file; reject links and external data."""
     h5py = h5py_module()
     with _reading(path, name):
         found = file
@@ -84,7 +84,7 @@ def _dataset(file: Any, path: Path, name: str) -> Any:
 
 
 def stored_manifest(file: Any, path: Path) -> Manifest:
-    """Return the manifest; raise as `parse_manifest` does."""
+    """Return the manifest; raises the errors of `parse_manifest`."""
     data = _dataset(file, path, _MANIFEST)
     with _reading(path, _MANIFEST):
         plain = data.dtype == np.uint8 and data.ndim == 1 and data.chunks is None
@@ -101,7 +101,7 @@ class DatasetChunks:
     """The chunks of a dataset.
 
     Raises:
-        CorruptStorage: the dataset is not the array.
+        CorruptStorage: the dataset does not match the array's layout.
     """
 
     def __init__(self, file: Any, path: Path, layout: ArrayLayout) -> None:
@@ -120,7 +120,7 @@ class DatasetChunks:
             self.nbytes: int = data.id.get_storage_size()
 
     def prepared(self, chunk: int) -> tuple[int, bytes]:
-        """Return the filters that a chunk lacks, and what is stored of it."""
+        """Return a chunk's mask of skipped filters, and its stored bytes."""
         layout = self.layout
         place = (chunk * layout.chunk_rows, *(0 for _ in layout.shape))
         try:
@@ -149,11 +149,11 @@ class DatasetChunks:
         """Do nothing: the file stays open."""
 
     def another(self) -> DatasetChunks:
-        """Return the same chunks: the library lets one thread in at a time."""
+        """Return a shallow copy: the library serializes access anyway."""
         return copy.copy(self)
 
     def close(self) -> None:
-        """Let go of the dataset; the file is closed by what opened it."""
+        """Release the dataset. The owner of the file closes it."""
         self._data = None
 
 
@@ -162,7 +162,7 @@ def _most_stored(nbytes: int) -> int:
 
 
 class DatasetWriter(ChunkWriter):
-    """Writes the rows of an array to a dataset, one block of them after the other."""
+    """Writer of an array's rows to a dataset, one block after the other."""
 
     def __init__(self, file: Any, guard: GuardedFile, layout: ArrayLayout) -> None:
         super().__init__(layout)
@@ -188,7 +188,7 @@ class DatasetWriter(ChunkWriter):
         stored = zlib.compress(body, self.layout.codec.level)
         size, start = self.layout.chunk_rows, self._chunks * self.layout.chunk_rows
         if start + size > len(self._data):
-            # By ever more: a call takes longer than a chunk.
+            # Grow geometrically, since a call takes longer than writing a chunk.
             self._data.resize(size * max(16, 2 * self._chunks), axis=0)
         self._data.id.write_direct_chunk((start, *(0 for _ in self.layout.shape)), stored)
         self._guard.check()
@@ -196,21 +196,21 @@ class DatasetWriter(ChunkWriter):
         self.nbytes += len(stored)
 
     def finish(self) -> None:
-        """Write what is left."""
+        """Write the remaining rows."""
         super().finish()
         self._data.resize(self.rows, axis=0)
 
 
 def new_file(path: Path, room: int) -> AbstractContextManager[tuple[Any, GuardedFile]]:
-    """Return a new file, with a user block of ``room`` bytes, as `new_hdf5` does."""
+    """Create a file with a user block of ``room`` bytes; see `new_hdf5`."""
     return new_hdf5(path, userblock_size=room, libver="v110")
 
 
 def finish_file(file: Any, manifest: Manifest, layout: Layout) -> bytes:
-    """Write the manifest, and return the content of the user block, for `write_front`.
+    """Write the manifest, and return the content of the user block for `write_front`.
 
     Raises:
-        ValueError: the manifest has too many bytes.
+        ValueError: the manifest is too large.
     """
     content = json.dumps(sealed(manifest)).encode()
     if len(content) > MANIFEST_LIMIT:
@@ -222,7 +222,7 @@ def finish_file(file: Any, manifest: Manifest, layout: Layout) -> bytes:
 
 
 def write_front(path: Path, content: bytes) -> None:
-    """Write the user block of a file that is closed; return when all is on the disk."""
+    """Write the user block of a closed file, and flush the file to the disk."""
     with open(path, "r+b") as target:
         target.write(content)
         target.flush()
@@ -230,13 +230,13 @@ def write_front(path: Path, content: bytes) -> None:
 
 
 def _copy(file: Any, manifest: bytes, layout: Layout) -> bytes:
-    """Return the copy of what is at the end of a file, for its front."""
+    """Return the copy of the metadata at the end of a file, for its front."""
     late = {place for each in layout.states for place in (each.breaks, each.starts)}
     places, tables = [], {}
     for number, array in enumerate(layout.arrays):
         data = file["/".join(array.path)].id
         found = [data.get_chunk_info(chunk) for chunk in range(array.chunks)]
-        # In the order of rows, which the library does not promise.
+        # Sort by row, since the library does not guarantee an order.
         found.sort(key=lambda each: each.chunk_offset[0])
         places.append(([each.byte_offset for each in found], [each.size for each in found]))
         if number in late:
@@ -245,14 +245,14 @@ def _copy(file: Any, manifest: bytes, layout: Layout) -> bytes:
 
 
 class FrontChunks:
-    """The chunks of an array, by the copy at the front of the file.
+    """The chunks of an array, located by the copy at the front of the file.
 
     Args:
-        read: returns bytes of the file, by their count and the first one.
+        read: a function that returns bytes of the file, given their count and offset.
         path: the file, for messages.
         layout: the array.
-        places: the first bytes of its chunks, and how many bytes they have.
-        kept: the chunks, of arrays that were written last.
+        places: the offsets and sizes of the chunks in bytes.
+        kept: the stored chunks, for arrays that were written last.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class FrontChunks:
         self.nbytes = int(self._sizes.sum())
 
     def prepared(self, chunk: int) -> bytes:
-        """Return what is stored of a chunk."""
+        """Return the stored bytes of a chunk."""
         start, nbytes = int(self._starts[chunk]), int(self._sizes[chunk])
         if chunk < len(self._kept):
             return self._kept[chunk]
@@ -301,4 +301,4 @@ class FrontChunks:
         return copy.copy(self)
 
     def close(self) -> None:
-        """Do nothing: the file is closed by what opened it."""
+        """Do nothing: the owner of the file closes it."""

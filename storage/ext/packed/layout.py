@@ -1,6 +1,6 @@
-"""Which arrays a packed storage has, and how its columns come from them. Pure.
+"""Layout of a packed storage: its arrays, and how columns are derived from them. Pure.
 
-The manifest has it, as ``packed``: what a reader knows, it knows from there.
+The manifest contains the layout as ``packed``. Readers use no other source.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tallyroll.storage.rows.schema import Column, Schema
 
 VERSION: Final = 1
 FORMAT: Final = "tallyroll.packed"
-"""The format of a Zarr group; of an HDF5 file with ``.hdf5`` behind it."""
+"""The format of a Zarr group. An HDF5 file has the suffix ``.hdf5`` appended."""
 FORMAT_HDF5: Final = f"{FORMAT}.hdf5"
 
 WIDE_ROWS: Final = 64
-"""Rows of a chunk of wide rows: so many are decompressed for one."""
+"""Rows per chunk for wide rows, and thus the rows that one random read decompresses."""
 _NARROW_NBYTES, _NARROW_ROWS, _WIDE_NBYTES = 2**14, 2**11, 2**23
 _SHARD_NBYTES, _SHARD_CHUNKS = 2**28, 2**10
 _MOST_ROWS: Final = 2**48
@@ -35,7 +35,7 @@ _DTYPES: Final = frozenset(dtype.name for dtype in NUMPY.values())
 
 
 def chunk_rows_of(row_nbytes: int) -> int:
-    """Return the rows of a chunk: 64; more of narrow rows, and fewer of some MiB each."""
+    """Return the rows per chunk: 64, but more for narrow rows and fewer for rows of some MiB."""
     if row_nbytes * WIDE_ROWS > _WIDE_NBYTES:
         return _power_of_two(_WIDE_NBYTES // row_nbytes)
     narrow = _NARROW_NBYTES // row_nbytes
@@ -47,9 +47,10 @@ def _power_of_two(most: int) -> int:
 
 
 def shard_rows_of(chunk_rows: int, row_nbytes: int, rows: int) -> int:
-    """Return the rows of a file: up to 1,024 chunks, and 256 MiB before they are compressed.
+    """Return the rows per file: up to 1,024 chunks, and up to 256 MiB before compression.
 
-    The index of a file has a line for each; one file has no more than there are.
+    The index of a file has an entry for each chunk, so a single file gets no more chunks than
+    exist.
     """
     chunks = min(_SHARD_CHUNKS, _SHARD_NBYTES // (chunk_rows * row_nbytes))
     if rows:
@@ -59,7 +60,7 @@ def shard_rows_of(chunk_rows: int, row_nbytes: int, rows: int) -> int:
 
 @dataclass(frozen=True)
 class ArrayLayout:
-    """One array [rows, *shape], in chunks of rows."""
+    """One array [rows, *shape] in chunks of rows."""
 
     path: tuple[str, ...]
     dtype: str
@@ -73,7 +74,7 @@ class ArrayLayout:
     def of(
         cls, path: tuple[str, ...], dtype: Any, shape: tuple[int, ...], rows: int, codec: Codec
     ) -> ArrayLayout:
-        """Return the layout of an array, with chunks as they suit it."""
+        """Return the layout of an array, with suitable chunk and shard sizes."""
         dtype = np.dtype(dtype)
         nbytes = dtype.itemsize * math.prod(shape)
         chunk = chunk_rows_of(nbytes)
@@ -82,50 +83,50 @@ class ArrayLayout:
         return cls(path, dtype.name, shape, rows, chunk, shard, codec)
 
     def with_rows(self, rows: int) -> ArrayLayout:
-        """Return the layout of the array, which has so many rows."""
+        """Return the layout of the same array with ``rows`` rows."""
         return self.of(self.path, self.dtype, self.shape, rows, self.codec)
 
     @cached_property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """The dtype of its values."""
+        """The dtype of the values."""
         return np.dtype(self.dtype)
 
     @cached_property
     def itemsize(self) -> int:
-        """Bytes of one number."""
+        """Bytes per number."""
         return self.numpy_dtype.itemsize
 
     @cached_property
     def row_nbytes(self) -> int:
-        """Bytes of one row."""
+        """Bytes per row."""
         return self.itemsize * math.prod(self.shape)
 
     @cached_property
     def chunk_nbytes(self) -> int:
-        """Bytes of a chunk."""
+        """Bytes per chunk."""
         return self.row_nbytes * self.chunk_rows
 
     def as_chunk(self, content: np.ndarray) -> np.ndarray:
-        """Return the bytes of a chunk, uint8 [chunk_nbytes], as [chunk_rows, *shape]."""
+        """Convert the bytes of a chunk, uint8 [chunk_nbytes], to [chunk_rows, *shape]."""
         return content.view(self.dtype).reshape(self.chunk_rows, *self.shape)
 
     @property
     def chunks(self) -> int:
-        """The number of its chunks, of which the last may have rows that are not there."""
+        """The number of chunks; the last one may be padded."""
         return -(-self.rows // self.chunk_rows)
 
     @property
     def shards(self) -> int:
-        """The number of its files."""
+        """The number of files."""
         return -(-self.rows // self.shard_rows)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON value that `from_json` reads back."""
+        """Return a JSON value that `from_json` accepts."""
         return {**asdict(self), "codec": str(self.codec)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ArrayLayout:
-        """Return the layout that `to_json` wrote; raise ValueError, TypeError or KeyError."""
+        """Parse the output of `to_json`; raise ValueError, TypeError or KeyError on failure."""
         path, shape = (tuple(value[name]) for name in ("path", "shape"))
         rows, chunk, shard = (value[name] for name in ("rows", "chunk_rows", "shard_rows"))
         if value["dtype"] not in _DTYPES or not path or not all(type(p) is str for p in path):
@@ -144,28 +145,28 @@ class ArrayLayout:
 
 @dataclass(frozen=True)
 class StatesLayout:
-    """States of which rows are made: row r shows one, and what came next is the one after it.
+    """States from which rows are derived: row r has one state, and its next state follows it.
 
-    ``breaks`` are rows, ascending, that do not begin with what came next before them; None where
-    every row has a state of its own, and nothing comes next. ``starts`` are lines of states that
-    are not the one before them with one frame more: see `stacks`.
+    ``breaks`` are the rows, ascending, that do not begin with the next state of the row before. It
+    is None if every row has one state of its own and there are no next states. ``starts`` describes
+    the states that are not the previous state with one new frame; see `stacks`.
     """
 
     frames: int
-    """The array of the frames, by its place."""
+    """The index of the array of frames."""
     states: int
-    """How many states there are."""
+    """The number of states."""
     breaks: int | None = None
     starts: int | None = None
     n: int = 1
-    """Frames of a state."""
+    """Frames per state."""
     axis: int = 0
-    """The axis of a row's value along which they are stacked."""
+    """The axis of a row's value along which the frames are stacked."""
 
 
 @dataclass(frozen=True)
 class ColumnLayout:
-    """A column: an array of its own, or states, where it ``is_next`` the ones that come next."""
+    """Source of a column: an array of its own, or states; ``is_next`` selects the next states."""
 
     array: int | None = None
     states: int | None = None
@@ -174,30 +175,30 @@ class ColumnLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """All of a packed storage."""
+    """Complete layout of a packed storage."""
 
     rows: int
     arrays: tuple[ArrayLayout, ...]
     states: tuple[StatesLayout, ...]
     columns: tuple[ColumnLayout, ...]
     old_rows: int
-    """The array of the numbers that rows had before."""
+    """The index of the array of the row numbers in the source storage."""
     first: int = 0
-    """The number of the first row: in a ring that was packed, that of its oldest one."""
+    """The number of the first row; for a packed ring, the number of its oldest row."""
     version: int = VERSION
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON value that `from_json` reads back."""
+        """Return a JSON value that `from_json` accepts."""
         value = asdict(self)
         value["arrays"] = [each.to_json() for each in self.arrays]
         return value
 
     @classmethod
     def from_json(cls, value: Any, schema: Schema, path: Path) -> Layout:
-        """Return the layout that `to_json` wrote, of these columns.
+        """Parse the output of `to_json`, and validate it against the schema.
 
         Raises:
-            CorruptStorage: it is damaged.
+            CorruptStorage: the value is damaged.
             FormatVersionMismatch: a later Tallyroll wrote it.
         """
         try:
@@ -296,12 +297,12 @@ def _place(value: Any) -> int:
 def require_array(
     arrays: Sequence[ArrayLayout], place: Any, rows: int, dtype: str, shape: tuple[int, ...]
 ) -> None:
-    """Raise ValueError unless the array at a place is such a one."""
+    """Raise ValueError unless the array at an index has these properties."""
     found = arrays[_place(place)]
     if (found.rows, found.dtype, found.shape) != (rows, dtype, shape):
         raise ValueError(f"array {'/'.join(found.path)} is not that of its column")
 
 
 def pair_of(key: Key) -> Key:
-    """Return the column that may hold what came next after a column."""
+    """Return the key of the column in ``next`` that corresponds to a column."""
     return ("next", *key)

@@ -1,4 +1,4 @@
-"""`pack`: write packed rows, whole or not at all."""
+"""The `pack` operation, which writes a packed storage atomically."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ _NBYTES_OF_A_ROW = 56
 
 
 def packed_order(reader: RowReader, span: range) -> np.ndarray:
-    """Return the numbers of the rows of ``span`` in the order in which they are packed.
+    """Return the row numbers of ``span`` in packing order.
 
-    Trajectories come in the order of their first rows. A run's rows stay together, so that a
-    trajectory that goes on in the next run is in two parts. Rows that say no trajectory stay in
-    their order.
+    Trajectories come in the order of their first rows. The rows of a run stay together, so a
+    trajectory that continues in the next run has two parts. Rows without trajectory ids keep their
+    order.
 
     Raises:
         NotEnoughMemory: there is not enough memory for the numbers.
-        Overrun: a ring's writer overwrites rows meanwhile.
+        Overrun: a ring's writer overwrites rows in the meantime.
     """
     rows = np.arange(span.start, span.stop)
     if not len(rows) or not says_whose(reader.schema):
@@ -87,17 +87,17 @@ def packed_order(reader: RowReader, span: range) -> np.ndarray:
     begins[1:] |= np.diff(run) != 0
     start = np.flatnonzero(begins)
     count = np.diff(start, append=len(rows))
-    # By the first row: within a run that is the order of trajectories, and runs are in theirs.
+    # By first row: this is the order of trajectories within a run, and keeps runs in order.
     order = np.argsort(at[start], kind="stable")
     found: np.ndarray = rows[at[expanded(start[order], count[order])]]
     return found
 
 
 def packed_runs(runs: Sequence[Mapping[str, Any]], *, counted: bool) -> list[Entry]:
-    """Return the entries of runs for their packed rows.
+    """Return the manifest entries of runs for their packed rows.
 
-    Unless a record that a collector wrote has ``counted`` these rows, they are none of a
-    collector's, whose rows a record counts.
+    ``counted`` is True if a collector's record covers these rows. Otherwise the entries are no
+    longer those of a collector, whose rows a record must count.
     """
     if not counted:
         runs = [{name: run[name] for name in run if name != FIRST_ROW_OF_RUN} for run in runs]
@@ -113,22 +113,22 @@ _SPARE_NBYTES: Final = 2**22
 
 @dataclass(frozen=True)
 class PackReport:
-    """A packed storage that was made."""
+    """Result of packing a storage."""
 
     path: str
     rows: int
     nbytes: int
-    """Bytes of its rows on the disk."""
+    """Disk space of the packed rows in bytes."""
     row_nbytes: int
-    """Bytes of a row before it was packed."""
+    """Bytes per row before packing."""
     columns: dict[str, int]
-    """Bytes on the disk by array."""
+    """Disk space in bytes by array."""
     once: tuple[str, ...]
-    """Columns of which what comes next is stored once with them."""
+    """Columns that share their states with their column in ``next``."""
     stacks: dict[str, int]
-    """Columns of which single frames are stored, and the frames of a stack."""
+    """Columns that are stored as single frames, with the number of frames per stack."""
     overlays_left_out: tuple[str, ...] = ()
-    """Overlays of the sources, as ``PATH: NAME``: packed rows never change, and have none."""
+    """Overlays of the sources, as ``PATH: NAME``. Packed storages have no overlays."""
 
 
 @user_callback("pack")
@@ -142,15 +142,15 @@ def pack(
     stacks: Sequence[FrameStack] | None = None,
     progress: Progress | None = None,
 ) -> PackReport:
-    """Write the rows of a reader to ``destination``, packed; see `DiskStorage.pack`.
+    """Pack the rows of a reader into a new storage at ``destination``; see `DiskStorage.pack`.
 
     Raises:
-        OpenError: ``destination`` is taken, or cannot be written; or another process packs to it.
-        StorageFull: they will not fit on the disk, or did not.
+        OpenError: ``destination`` exists or cannot be written, or another process packs to it.
+        StorageFull: the rows will not fit on the disk, or did not.
         Overrun: a ring's writer overwrites rows before they are packed.
-        StateMismatch: rows were taken back meanwhile.
+        StateMismatch: rows were rewound in the meantime.
         MissingLibrary: a library is not installed.
-        ValueError: an argument is none of its values.
+        ValueError: an argument has an invalid value.
     """
     schema, span, place = reader.schema, reader.span, user_path(destination)
     format = _format_at(place, format)
@@ -199,7 +199,7 @@ def pack(
 
 
 def _format_at(place: Path, wanted: Format | None) -> Format:
-    """Return the format to write, by the suffix of the path where none is wanted."""
+    """Return the format to write; the default depends on the suffix of the path."""
     if wanted not in (None, *get_args(Format)):
         raise ValueError(f"format: expected 'zarr' or 'hdf5', got {wanted!r:.80}.")
     suffix = SUFFIXES.get(place.suffix.lower())
@@ -214,7 +214,7 @@ def _format_at(place: Path, wanted: Format | None) -> Format:
 def _codecs(
     schema: Schema, given: Mapping[str | Key, str] | str | None, format: str
 ) -> Callable[[Column], Codec]:
-    """Return the codec of each column; raise ValueError for one that there is not."""
+    """Return a function that maps columns to codecs; raise ValueError for an unknown codec."""
     if isinstance(given, str):
         every, given = Codec.of(given), {}
     else:
@@ -243,7 +243,7 @@ def _codecs(
 
 
 def _require_outside(reader: RowReader, place: Path) -> None:
-    """Raise `PathIsTaken` if the destination would be a part of a source."""
+    """Raise `PathIsTaken` if the destination lies within a source."""
     if (source := source_around(reader, place)) is not None:
         raise PathIsTaken(
             f"{place} is inside {source}, the storage to pack, which must not change. Give a path "
@@ -252,7 +252,7 @@ def _require_outside(reader: RowReader, place: Path) -> None:
 
 
 def _looks(reader: RowReader, order: np.ndarray) -> list[Callable[[Key], np.ndarray]]:
-    """Return stretches of rows, of which columns are read when they are asked for."""
+    """Return samples of consecutive rows, whose columns are read on demand."""
     size = max(2, min(_LOOK_ROWS, _LOOK_NBYTES // reader.schema.row_nbytes))
     starts = np.unique(np.linspace(0, max(0, len(order) - size), _LOOKS).astype(np.int64))
     parts = [order[start : start + size] for start in starts.tolist()]
@@ -270,16 +270,16 @@ def _require_room(
     codec: Callable[[Column], Codec],
     rows: int,
 ) -> None:
-    """Refuse rows that will not fit, as far as those that were looked at tell.
+    """Estimate the packed size from the samples, and refuse rows that will not fit.
 
     Raises:
-        StorageFull: they will not.
+        StorageFull: the rows will not fit.
     """
     nbytes, seen = 0, 0
     for look in looks:
         for plan in plans:
             values = look(plan.column.key)
-            # Of a stack a frame, and of what comes next nothing: it is with the others.
+            # Count one frame per stack, and no next states, which are stored with the states.
             part = max(1, plan.column.row_nbytes // values.itemsize // plan.n)
             one = np.ascontiguousarray(values.reshape(len(values), -1)[:, :part])
             used = codec(plan.column)
@@ -296,7 +296,7 @@ def _require_room(
 def _copy(
     reader: RowReader, order: np.ndarray, packing: PackedWriter, progress: Progress | None
 ) -> None:
-    # Of a ring, what was read is looked at again before more of it is overwritten.
+    # Use small blocks for a ring, so that the check precedes further overwriting.
     few = max(1, min(_MOST_BLOCK_ROWS, _RING_NBYTES // reader.schema.row_nbytes))
     block = few if reader.ring else _MOST_BLOCK_ROWS
     read = partial(_read, reader, is_overwritten(reader), {})
@@ -312,9 +312,9 @@ def _copy(
 def _read(
     reader: RowReader, copied: bool, room: dict[Key, np.ndarray], key: Key, rows: np.ndarray
 ) -> np.ndarray:
-    """Return rows of a column, which may be where they are stored, unless they are ``copied``.
+    """Return rows of a column, possibly as a view of the stored rows unless ``copied`` is True.
 
-    Memory of ``room`` is used again.
+    Buffers in ``room`` are reused.
     """
     column, first = reader.column(key), int(rows[0])
     if not copied and int(rows[-1]) - first == len(rows) - 1 and (np.diff(rows) == 1).all():
@@ -332,7 +332,7 @@ def _manifest(
     source = reader.manifest
     record, kept = reader.record, None
     if record is not None and record[0] == span.stop:
-        with contextlib.suppress(UnicodeDecodeError):  # no collector's
+        with contextlib.suppress(UnicodeDecodeError):  # not written by a collector
             kept = record[1].decode()
     manifest = new_manifest(format, schema, packed_runs(source["runs"], counted=bool(kept)))
     known = {**source_of(source, [span.start, span.stop]), "format": source["format"]}
@@ -341,7 +341,7 @@ def _manifest(
 
 
 def _room_for(reader: RowReader, order: np.ndarray, codec: Callable[[Column], Codec]) -> int:
-    """Return the bytes that a copy of what is at the end of an HDF5 file will most likely take."""
+    """Estimate the size in bytes of the metadata copy at the front of an HDF5 file."""
     schema = reader.schema
     layouts = [
         ArrayLayout.of(each.key, each.numpy_dtype, each.shape, len(order), codec(each))
@@ -352,7 +352,7 @@ def _room_for(reader: RowReader, order: np.ndarray, codec: Callable[[Column], Co
 
 
 class _ZarrFiles:
-    """The directory of a Zarr group."""
+    """Output directory of a Zarr group."""
 
     format, hdf5 = FORMAT, False
 
@@ -364,7 +364,7 @@ class _ZarrFiles:
         return ShardWriter(self._inside, layout)
 
     def finish(self, layout: Layout, manifest: Manifest) -> None:
-        """Write the rest; return when all is on the disk."""
+        """Write the remaining files, and flush all files to the disk."""
         path, inside = self._path, self._inside
         for place, document in documents(layout, manifest).items():
             inside.make_directory(path / place)
@@ -373,16 +373,16 @@ class _ZarrFiles:
         write_manifest(inside, path / OURS / MANIFEST, manifest)
         with contextlib.closing(PackedReader(ZarrArchive(path))) as packed:
             self._write_tables(packed)
-        # All at once, which takes the disk far less time than one after the other.
+        # Sync all files at the end, which is far faster than syncing each one when written.
         for folder, _, names in os.walk(path):
             for name in names:
                 inside.sync(Path(folder, name))
             inside.sync_directory(Path(folder))
 
     def _write_tables(self, packed: PackedReader) -> None:
-        """Write the table of episodes and the index, where rows say whose they are.
+        """Write the table of episodes and the index, if the rows have trajectory ids.
 
-        Where they say what cannot be, `verify` reports it.
+        Inconsistent ids are ignored here; `verify` reports them.
         """
         ours, index = self._path / OURS, packed.trajectory_index
         with contextlib.suppress(CorruptStorage):
@@ -399,7 +399,7 @@ class _ZarrFiles:
 
 
 class _Hdf5Files:
-    """An HDF5 file."""
+    """Output HDF5 file."""
 
     format, hdf5 = FORMAT_HDF5, True
 
@@ -415,7 +415,7 @@ class _Hdf5Files:
         return DatasetWriter(self._file, self._guard, layout)
 
     def finish(self, layout: Layout, manifest: Manifest) -> None:
-        """Write the rest; return when all is on the disk."""
+        """Write the manifest and the front, and flush the file to the disk."""
         from tallyroll.storage.ext.packed.hdf5 import finish_file, write_front
 
         content = finish_file(self._file, manifest, layout)
@@ -423,5 +423,5 @@ class _Hdf5Files:
         write_front(self._path, content)
 
     def close(self) -> None:
-        """Close the file, whose rows may be written in part; raise OSError if a write failed."""
+        """Close the file, even if it is incomplete; raise OSError if a write failed."""
         self._exits.close()

@@ -1,4 +1,4 @@
-"""The reader of packed rows."""
+"""Reader of packed rows."""
 # ruff: noqa: D102 - what a reader does is said once, in `RowReader`
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from tallyroll.storage.trajectories.index import TrajectoryIndex
 from tallyroll.storage.trajectories.lane_file import IndexOwner
 
 CACHE_NBYTES: Final = 2**29
-"""The bytes of decompressed chunks that a reader keeps, where a tenth of the memory is as much."""
+"""Default cache size in bytes, unless a tenth of the available memory is less."""
 
 
 def usual_cache_nbytes(wanted: int) -> int:
-    """Return how many of ``wanted`` bytes are kept where a caller does not say."""
+    """Return the default cache size for ``wanted`` bytes of data."""
     most = min(wanted, CACHE_NBYTES)
     return most if is_little(most) else min(most, available_bytes() // 10)
 
 
 class PackedReader(RowReader):
-    """Packed rows, numbered in the order of their trajectories: from 0, or as a ring's from there.
+    """Reader of packed rows, numbered in packing order from 0, or from a ring's oldest row on.
 
     Args:
         archive: the files.
-        cache_nbytes: bytes of decompressed chunks that are kept, but for one chunk of every
-            array; None: 512 MiB, or a tenth of the memory that is left.
-        threads: threads that decompress; None: one for each processor, eight at most.
+        cache_nbytes: the size of the cache of decompressed chunks, which holds at least one chunk
+            of every array; None: 512 MiB, or a tenth of the available memory if that is less.
+        threads: threads that decompress; None: one per processor, at most eight.
 
     Raises:
         CorruptStorage: the files are damaged.
         FormatVersionMismatch: a later Tallyroll packed them.
-        MissingLibrary: what reads them is not installed.
+        MissingLibrary: a library that is needed to read them is not installed.
     """
 
     def __init__(
@@ -105,22 +105,22 @@ class PackedReader(RowReader):
 
     @property
     def cache_nbytes(self) -> int:
-        """The bytes of decompressed chunks that are kept at the most."""
+        """The maximum size of the cache of decompressed chunks in bytes."""
         return sum(each.kept_nbytes for each in self._arrays)
 
     @property
     def threads(self) -> int:
-        """Threads that decompress."""
+        """The number of threads that decompress."""
         return self._workers.threads
 
     @property
     def loads(self) -> int:
-        """The number of chunks that were decompressed so far."""
+        """The number of chunks decompressed so far."""
         return sum(each.loads for each in self._arrays)
 
     @property
     def nbytes(self) -> dict[tuple[str, ...], int]:
-        """Bytes on the disk by array."""
+        """Disk space in bytes by array."""
         return {each.layout.path: each.chunks.nbytes for each in self._arrays}
 
     @property
@@ -143,7 +143,7 @@ class PackedReader(RowReader):
         return (self.span.stop, found.encode()) if isinstance(found, str) else None
 
     def old_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Return the numbers that ``rows`` [*] had in the storage that was packed, int64 [*]."""
+        """Return the numbers that ``rows`` [*] had in the source storage, int64 [*]."""
         return RowsColumn(self._arrays[self.layout.old_rows], self.layout.first).take(rows)
 
     def copies(self, rows: np.ndarray, keys: Sequence[Key] | None = None) -> list[np.ndarray]:
@@ -203,7 +203,7 @@ class PackedReader(RowReader):
 
 
 def old_rows(reader: RowReader, index: Any) -> np.ndarray:
-    """Return the numbers that rows had before they were packed, as `DiskStorage.old_rows` does."""
+    """Return the numbers that rows had before packing; see `DiskStorage.old_rows`."""
     if not isinstance(reader, PackedReader):
         raise NotAStorage(f"{reader.path} is not packed, and its rows have their own numbers.")
     return reader.old_rows(numbers_of(reader, index))

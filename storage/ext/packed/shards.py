@@ -1,8 +1,8 @@
-"""The files of a Zarr array: shards, as the codec ``sharding_indexed`` of Zarr v3 has them.
+"""Shard files of a Zarr array, in the format of Zarr v3's ``sharding_indexed`` codec.
 
-A shard is the stored chunks, one after the other, and at its end an index, which says of every
-chunk where it begins and how many bytes it has, and the CRC-32C of that. Nothing is read that the
-index does not bound, and no more than a chunk can have.
+A shard contains the stored chunks, followed by an index with the offset and size of each chunk and
+the CRC-32C of the index. Reads stay within the bounds of the index, and never exceed the maximum
+size of a chunk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_OPEN: Final = 16
 
 
 def shard_path(root: Path, layout: ArrayLayout, number: int) -> Path:
-    """Return the file of a shard."""
+    """Return the path of a shard file."""
     name = ".".join(["c", str(number), *("0" for _ in layout.shape)])
     return root.joinpath(*layout.path, name)
 
@@ -39,7 +39,7 @@ def _index_nbytes(layout: ArrayLayout) -> int:
 
 
 class ChunkWriter(ABC):
-    """Cuts the rows of an array, which come one block after the other, in chunks.
+    """Base class of writers that split the rows of an array into chunks.
 
     Args:
         layout: the array, whose number of rows is not known yet.
@@ -50,7 +50,7 @@ class ChunkWriter(ABC):
         self._chunk = np.zeros((layout.chunk_rows, *layout.shape), layout.numpy_dtype)
         self._filled = 0
         self.rows = self.nbytes = 0
-        """Rows, and bytes that are stored, so far."""
+        """Rows written and bytes stored so far."""
 
     def append(self, values: np.ndarray) -> None:
         """Write rows [n, *shape]."""
@@ -70,10 +70,10 @@ class ChunkWriter(ABC):
 
     @abstractmethod
     def _store(self, chunk: np.ndarray) -> None:
-        """Write a chunk [chunk_rows, *shape], C-contiguous."""
+        """Write a C-contiguous chunk [chunk_rows, *shape]."""
 
     def finish(self) -> None:
-        """Write what is left."""
+        """Write the remaining rows."""
         if self._filled:
             self._chunk[self._filled :] = 0
             self._store(self._chunk)
@@ -84,7 +84,7 @@ class ChunkWriter(ABC):
 
 
 class ShardWriter(ChunkWriter):
-    """Writes the rows of an array to shards.
+    """Writer of an array's rows to shards.
 
     Args:
         inside: the files.
@@ -111,7 +111,7 @@ class ShardWriter(ChunkWriter):
             self._end_shard()
 
     def _end_shard(self, *, whole: bool = False) -> None:
-        """Write the index; ``whole`` where this is the last shard."""
+        """Write the index; ``whole`` marks the last shard."""
         file = self._file
         if file is None:
             return
@@ -126,7 +126,7 @@ class ShardWriter(ChunkWriter):
         self._shard += 1
 
     def finish(self) -> None:
-        """Write what is left."""
+        """Write the remaining rows and the last index."""
         super().finish()
         self._end_shard(whole=True)
 
@@ -139,54 +139,54 @@ class ShardWriter(ChunkWriter):
 
 
 class ShardFiles(Protocol):
-    """The bytes of shards, wherever they are; what `open` returned names one of them."""
+    """Byte access to shards, local or remote; `open` returns a handle for the other methods."""
 
     @property
     def root(self) -> Path:
-        """The directory that all are below."""
+        """The root directory of all shards."""
 
     def open(self, path: Path) -> Any:
-        """Open a shard; raise OSError where that fails."""
+        """Open a shard; raise OSError on failure."""
 
     def size(self, file: Any) -> int:
-        """Return the bytes that a shard has."""
+        """Return the size of a shard in bytes."""
 
     def read(self, file: Any, nbytes: int, begin: int) -> bytes:
-        """Return bytes, fewer where the shard ends; called by several threads at a time."""
+        """Read bytes, fewer at the end of the shard; may be called by several threads at once."""
 
     def will_read(self, file: Any, nbytes: int, begin: int) -> None:
-        """Note that these bytes are wanted next."""
+        """Announce that these bytes will be read next."""
 
     def distrust(self, file: Any, nbytes: int, begin: int) -> bool:
-        """Keep no copy of these bytes, which are not what was written; whether others may come."""
+        """Discard cached copies of these invalid bytes; return True if a new read may differ."""
 
     def close(self, file: Any) -> None:
         """Close a shard."""
 
 
 class LocalFiles:
-    """Shards in files of this machine."""
+    """Shards in local files."""
 
     def __init__(self, inside: Inside) -> None:
         self.root, self._inside = inside.root, inside
 
     def open(self, path: Path) -> int:
-        """Return a descriptor."""
+        """Open a file and return its descriptor."""
         return self._inside.open(path, os.O_RDONLY)
 
     def size(self, file: int) -> int:
-        """Return the bytes of a file."""
+        """Return the size of a file in bytes."""
         return os.fstat(file).st_size
 
     def read(self, file: int, nbytes: int, begin: int) -> bytes:
-        """Return bytes of a file."""
+        """Read bytes of a file."""
         return os.pread(file, nbytes, begin)
 
     def will_read(self, file: int, nbytes: int, begin: int) -> None:
         """Do nothing: the system reads ahead."""
 
     def distrust(self, file: int, nbytes: int, begin: int) -> bool:
-        """Return False: no copy is kept."""
+        """Return False: there are no cached copies."""
         return False
 
     def close(self, file: int) -> None:
@@ -195,12 +195,12 @@ class LocalFiles:
 
 
 class ShardChunks:
-    """The chunks of an array in its shards; threads may load some at a time.
+    """The chunks of an array in its shards; several threads may load chunks at once.
 
     Args:
         files: the shards.
         layout: the array.
-        nbytes: bytes of the files, where they were looked at before; None: look.
+        nbytes: the total size of the files if it is known; None: determine it.
 
     Raises:
         CorruptStorage: a shard is missing, or too short for its index.
@@ -213,7 +213,7 @@ class ShardChunks:
         if nbytes is None:
             nbytes = sum(self._nbytes_of(shard) for shard in range(layout.shards))
         self.nbytes = nbytes
-        """Bytes of its files."""
+        """The total size of the files in bytes."""
 
     def _path(self, shard: int) -> Path:
         return shard_path(self._source.root, self.layout, shard)
@@ -283,7 +283,7 @@ class ShardChunks:
         chunks = layout.shard_rows // layout.chunk_rows
         index = index[: min(chunks, layout.chunks - shard * chunks)]
         most = layout.codec.most_stored(layout.chunk_nbytes)
-        # Without sums, which could overflow.
+        # Compare the parts before their sum, which could overflow.
         if ((index[:, 0] > begin) | (index[:, 1] > begin) | (index[:, 1] > most)).any() or (
             index.sum(1) > begin
         ).any():
@@ -297,7 +297,7 @@ class ShardChunks:
         )
 
     def prepared(self, chunk: int) -> tuple[Any, int, int]:
-        """Return a file that is open until the next call of `done`, and where a chunk is in it."""
+        """Return a file handle, valid until the next `done`, and a chunk's offset and size."""
         chunks = self.layout.shard_rows // self.layout.chunk_rows
         shard, at = divmod(chunk, chunks)
         begin, nbytes = self._index(shard)[at].tolist()
@@ -306,10 +306,10 @@ class ShardChunks:
         return file, begin, nbytes
 
     def load(self, where: tuple[Any, int, int], chunk: int) -> np.ndarray:
-        """Decompress a chunk that was `prepared`: [chunk_rows, *shape]. Do not write to it.
+        """Decompress a `prepared` chunk: [chunk_rows, *shape]. Do not modify the result.
 
         Raises:
-            CorruptStorage: it is damaged.
+            CorruptStorage: the chunk is damaged.
         """
         file, begin, nbytes = where
         shard = chunk * self.layout.chunk_rows // self.layout.shard_rows
@@ -331,12 +331,12 @@ class ShardChunks:
         return layout.as_chunk(layout.codec.decode(stored, layout.chunk_nbytes, layout.itemsize))
 
     def done(self, *, idle: bool = False) -> None:
-        """Close files that nothing has asked for lately; if ``idle``, all."""
+        """Close the least recently used files above a limit; if ``idle``, close all files."""
         while len(self._files) > (0 if idle else _MOST_OPEN):
             self._source.close(self._files.popitem(last=False)[1])
 
     def another(self) -> ShardChunks:
-        """Return the same chunks with files of its own."""
+        """Return the same chunks with separate file handles."""
         return ShardChunks(self._source, self.layout, self.nbytes)
 
     def close(self) -> None:
@@ -346,7 +346,7 @@ class ShardChunks:
                 exits.callback(self._source.close, self._files.popitem()[1])
 
     def __del__(self) -> None:
-        # Of a reader that was not closed.
+        # The reader was not closed.
         self.close()
 
 
@@ -356,7 +356,7 @@ def _sum_fits(content: bytes) -> bool:
 
 
 def damaged_chunk(path: Any, layout: ArrayLayout, chunk: int, error: Exception) -> CorruptStorage:
-    """Return the error for a chunk that is damaged, which names its rows."""
+    """Return the error for a damaged chunk, which names the chunk's rows."""
     start = chunk * layout.chunk_rows
     stop = min(start + layout.chunk_rows, layout.rows)
     return CorruptStorage(

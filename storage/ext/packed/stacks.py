@@ -1,14 +1,15 @@
-"""States stored once, and frames stored once. Pure.
+"""Deduplication of states and of frames. Pure.
 
-A row begins in a state and shows what came next. Where that is, bit for bit, what the following
-row begins with, it is one state. States are numbered in this order: for every row the one that it
-begins with, unless it is the one before, and then the one that came next.
+A row begins in a state and leads to a next state. If the next state equals, bit for bit, the state
+in which the following row begins, both are stored as one state. States are numbered in the order of
+rows: first the state in which a row begins, unless it is the previous state, and then its next
+state.
 
-A stack of frames is mostly the one before it, with its oldest frame gone and one that is new.
-Frames are stored in that order, each once. A state that is not the one before it with a frame more
-is a *start*: a line of its number, of the place of the first frame that it has, of how many it has
-(its newest ones), and of what stands for the frames before those: `REPEATS`, the first one that it
-has, or `ZEROS`, as wrappers fill stacks at the beginning of an episode.
+A stack of frames is usually the previous stack without its oldest frame and with a new one. Frames
+are stored in that order, each of them once. A state that is not the previous state with one new
+frame is a *start*. Its line contains its number, the position of its first frame, the number of its
+frames (the newest ones of the stack), and the kind of padding before them: `REPEATS` repeats its
+first frame, and `ZEROS` fills with zeros, as wrappers do at the beginning of an episode.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ZEROS: Final = 1
 
 
 def as_bits(values: np.ndarray, skip: int = 0) -> np.ndarray:
-    """Return rows [n, ...] as words [n, k], the widest that divide a row and ``skip`` bytes."""
+    """View rows [n, ...] as words [n, k], the widest that divide a row and ``skip`` bytes."""
     nbytes = values.itemsize * math.prod(values.shape[1:])
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8).reshape(len(values), nbytes)
     width = next(each for each in (8, 4, 2, 1) if nbytes % each == skip % each == 0)
@@ -34,9 +35,10 @@ def as_bits(values: np.ndarray, skip: int = 0) -> np.ndarray:
 
 
 def same_bits(one: np.ndarray, other: np.ndarray, skip: int = 0) -> np.ndarray:
-    """Return which rows [n, ...] of two arrays have the same bits, bool [n].
+    """Compare the bits of the rows [n, ...] of two arrays; return bool [n].
 
-    The first ``skip`` bytes of a row of ``one``, and the last of one of ``other``, may differ.
+    The first ``skip`` bytes of a row of ``one`` and the last ``skip`` bytes of a row of ``other``
+    are ignored.
     """
     if kernel := compiled():
         found = np.empty(len(one), np.bool_)
@@ -49,7 +51,7 @@ def same_bits(one: np.ndarray, other: np.ndarray, skip: int = 0) -> np.ndarray:
 
 
 def by_frame(stacks: np.ndarray, n: int, axis: int) -> np.ndarray:
-    """Return stacks [rows, ...] as frames [rows, n, ...], oldest first; a view where it can be."""
+    """Convert stacks [rows, ...] to frames [rows, n, ...], oldest first; a view if possible."""
     if axis == 0:
         size = stacks.shape[1] // n
         return stacks.reshape(len(stacks), n, size, *stacks.shape[2:])
@@ -59,7 +61,7 @@ def by_frame(stacks: np.ndarray, n: int, axis: int) -> np.ndarray:
 
 
 def stacked(frames: np.ndarray, axis: int) -> np.ndarray:
-    """Return frames [rows, n, ...] as stacks, C-contiguous: what `by_frame` undoes."""
+    """Convert frames [rows, n, ...] to C-contiguous stacks; the inverse of `by_frame`."""
     moved = np.moveaxis(frames, 1, axis + 1)
     shape = moved.shape
     joined = (*shape[: axis + 1], shape[axis + 1] * shape[axis + 2], *shape[axis + 3 :])
@@ -67,17 +69,17 @@ def stacked(frames: np.ndarray, axis: int) -> np.ndarray:
 
 
 def frame_shape(shape: tuple[int, ...], n: int, axis: int) -> tuple[int, ...]:
-    """Return the shape of a frame of stacks of this shape."""
+    """Return the shape of one frame of a stack of this shape."""
     return (*shape[:axis], shape[axis] // n, *shape[axis + 1 :])
 
 
 def follows(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Return where stacks [rows, n, ...] are those ``before`` with one frame more, bool [rows]."""
+    """Return where ``after`` [rows, n, ...] is ``before`` with one new frame, bool [rows]."""
     return same_bits(before, after, before.itemsize * math.prod(before.shape[2:]))
 
 
 def own_frames(stack: np.ndarray) -> tuple[int, int]:
-    """Return how many frames of a stack [n, ...] have to be stored, and what stands before them."""
+    """Return how many frames of a stack [n, ...] must be stored, and the padding before them."""
     bits, n = as_bits(stack), len(stack)
     zero = 0
     while zero < n - 1 and not bits[zero].any():
@@ -89,16 +91,16 @@ def own_frames(stack: np.ndarray) -> tuple[int, int]:
 
 
 class StateWriter:
-    """Finds the states of rows that come one block after the other."""
+    """Detector of the states of rows, which arrive one block after the other."""
 
     def __init__(self) -> None:
         self._last: np.ndarray | None = None
         self.states = 0
-        """How many there are so far."""
+        """The number of states so far."""
         self._rows = 0
 
     def breaks(self, root: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """Return which of the next rows [n, ...] begin with a state of their own, bool [n]."""
+        """Return which of the next rows [n, ...] begin in a state of their own, bool [n]."""
         own = np.ones(len(root), np.bool_)
         own[1:] = ~same_bits(root[1:], after[:-1])
         if self._last is not None:
@@ -110,9 +112,9 @@ class StateWriter:
 
 
 def in_order(root: np.ndarray, after: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """Return the states of rows in their order, of which ``own`` begin with one of theirs.
+    """Return the states of rows in order, where rows in ``own`` begin in a state of their own.
 
-    They may be ``after`` itself.
+    The result may be ``after`` itself.
     """
     if not own.any():
         return after
@@ -124,20 +126,20 @@ def in_order(root: np.ndarray, after: np.ndarray, own: np.ndarray) -> np.ndarray
 
 
 class FrameWriter:
-    """Finds the frames of states that come one block after the other."""
+    """Detector of the frames of states, which arrive one block after the other."""
 
     def __init__(self) -> None:
         self._last: np.ndarray | None = None
         self._states = 0
         self.frames = 0
-        """How many there are so far."""
+        """The number of frames so far."""
 
     def add(self, stacks: np.ndarray, goes_on: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the frames that the next states add [k, ...], and the lines of starts [s, 4].
 
         Args:
             stacks: the states as frames [m, n, ...].
-            goes_on: False where one is a start for certain, [m].
+            goes_on: bool [m]; False for states that must be starts.
         """
         m = len(stacks)
         follow = goes_on.copy()
@@ -154,14 +156,14 @@ class FrameWriter:
     def of(
         self, newest: np.ndarray, follow: np.ndarray, stack: Callable[[int], np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return what `add` does, where it is known which states follow the one before.
+        """Like `add`, but the caller already knows which states follow the previous one.
 
-        The frames may be ``newest`` itself.
+        The returned frames may be ``newest`` itself.
 
         Args:
             newest: the newest frame of each state [m, ...].
-            follow: which are the one before with that frame, [m].
-            stack: returns one of these states as frames [n, ...].
+            follow: bool [m]; True for states that are the previous state with that frame.
+            stack: a function that returns one of these states as frames [n, ...].
         """
         if follow.all():
             self._states += len(follow)
@@ -188,7 +190,7 @@ class FrameWriter:
 
 
 def state_of(rows: np.ndarray, breaks: np.ndarray | None, is_next: bool) -> np.ndarray:
-    """Return the state of each of ``rows`` [n], or the one that came next."""
+    """Return the state of each of ``rows`` [n], or its next state if ``is_next``."""
     if breaks is None:
         return rows
     found: np.ndarray = rows + np.searchsorted(breaks, rows, side="right") - (not is_next)
@@ -196,7 +198,7 @@ def state_of(rows: np.ndarray, breaks: np.ndarray | None, is_next: bool) -> np.n
 
 
 def frames_of(states: np.ndarray, starts: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the places of the frames of ``states`` [m], [m, n], and which are zeros, bool."""
+    """Return the positions [m, n] of the frames of ``states`` [m], and which are zeros, bool."""
     line = np.searchsorted(starts[:, 0], states, side="right") - 1
     state, first, count, what = starts[line].T
     newest = first + count - 1 + states - state
@@ -213,7 +215,7 @@ def what_is_wrong(
     frames: int,
     n: int,
 ) -> str | None:
-    """Return why these cannot be the breaks and starts of so many rows, or None."""
+    """Validate breaks and starts; return the reason if they are inconsistent, or None."""
     if breaks is not None and not _ascend(breaks, rows):
         return "breaks are not rows in their order"
     if starts is not None:
@@ -222,7 +224,7 @@ def what_is_wrong(
             return "starts are not states in their order"
         if ((count < 1) | (count > n) | (what < REPEATS) | (what > ZEROS)).any():
             return "a start has frames that a stack has not"
-        # Each begins where the frames of the states before it end.
+        # Each start begins at the end of the frames of the previous states.
         length = np.diff(state, append=states) + count - 1
         if (first != np.cumsum(length) - length).any() or length.sum() != frames:
             return "starts are not where the frames before them end"
@@ -230,7 +232,7 @@ def what_is_wrong(
 
 
 def _ascend(numbers: np.ndarray, stop: int) -> bool:
-    """Return whether numbers begin with 0, ascend, and are below ``stop``; none if that is 0."""
+    """Return True if numbers ascend from 0 and are below ``stop``; if that is 0, there are none."""
     if not len(numbers) or not stop:
         return len(numbers) == 0 and not stop
     return bool(numbers[0] == 0 and numbers[-1] < stop and (np.diff(numbers) > 0).all())

@@ -1,1 +1,1 @@
-"""Samplers with priorities, goals in hindsight, mixtures and rate limits."""
+"""Samplers with priorities, hindsight goals, mixtures and rate limits."""

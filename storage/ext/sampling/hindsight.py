@@ -1,4 +1,4 @@
-"""Rows whose goals are what was reached later: hindsight experience replay."""
+"""Hindsight experience replay: rows whose goals are replaced by goals that were reached later."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ _REACH, _MOST_REACH, _MOST_NUMBERS = 32, 2**12, 2**20
 
 
 def ends_of(index: RowIndex, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the last row of each one's stretch, and how many steps it is after ``rows`` [n].
+    """Return the last row of each row's stretch, and its distance from ``rows`` [n] in steps.
 
-    It looks at as many rows as the stretches have left, of all ``rows`` at once.
+    The cost is proportional to the number of rows left in the stretches of all ``rows``.
     """
     last, left = rows.copy(), np.zeros(len(rows), np.int64)
     going, reach = np.arange(len(rows)), _REACH
@@ -61,7 +61,7 @@ def ends_of(index: RowIndex, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def steps_before(index: RowIndex, rows: np.ndarray, first: int) -> np.ndarray:
-    """Return how many rows from ``first`` on come before each of ``rows`` [n] in its stretch."""
+    """Return how many rows from ``first`` on precede each of ``rows`` [n] in its stretch."""
     before, _ = index.places(rows)
     most = before.astype(np.int64)
     if not first:
@@ -76,61 +76,62 @@ def steps_before(index: RowIndex, rows: np.ndarray, first: int) -> np.ndarray:
 
 
 Strategy: TypeAlias = Literal["future", "final", "episode"]
-"""Rows from which goals come."""
+"""Rows from which goals are taken."""
 Judge: TypeAlias = Callable[[np.ndarray, np.ndarray, TensorDict], Any]
-"""A function of what was achieved [n, ...], what was desired [n, ...], and the rows [n]."""
+"""Function of achieved goals [n, ...], desired goals [n, ...], and the rows [n]."""
 
 GOAL_ROW: Final[Key] = ("collector", "goal_row")
 _PATIENCE_SECONDS: Final = 1.0
 
 
 class HindsightSampler(StatelessSampler):
-    """Draws rows, and gives some of them a goal that their trajectory reached.
+    """Sampler that replaces the goals of some rows by goals that their trajectory reached.
 
-    Hindsight experience replay (Andrychowicz et al., 2017), for environments like those of
-    Gymnasium-Robotics, whose observations say what is desired and what is achieved. Alone::
+    It implements hindsight experience replay (Andrychowicz et al., 2017) for environments such as
+    those of Gymnasium-Robotics, whose observations contain a desired and an achieved goal. Use it
+    alone::
 
         sampler = HindsightSampler(storage, reward)
         batch = sampler.sample(256)
 
-    and in a replay buffer of TorchRL's::
+    or in a TorchRL replay buffer::
 
         buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=256)
 
-    Rows are drawn uniformly, with replacement. Of ``relabelled * n`` of them, at places drawn at
-    random, the goal is replaced by what was achieved in the step of another row of the same
-    trajectory, wherever that is stored: lanes may alternate, and trajectories cross batches. Of a
-    trajectory that still goes on, the steps that are stored count; where rows in between were never
-    stored, those before the gap are a trajectory of their own. Where ``relabelled * n`` is no whole
-    number, it is rounded at random, so that its mean is exact.
+    Rows are drawn uniformly, with replacement. ``relabelled * n`` of them, at random positions, get
+    the goal that was achieved in the step of another row of the same trajectory, wherever that row
+    is stored: lanes may alternate, and trajectories may cross batches. For an open trajectory, the
+    steps stored so far count. If rows of a trajectory were never stored, the rows before the gap
+    are treated as a separate trajectory. If ``relabelled * n`` is not an integer, it is rounded
+    randomly so that its mean is exact.
 
-    In a row with a new goal the desired goal and that below ``"next"`` are replaced, and
-    ``("next", "reward")`` is what ``reward`` returns; with ``terminated`` the row's terminated and
-    done too. All other rows, and all other values, are as stored. ``("collector", "row")`` has the
-    number of each row, and ``("collector", "goal_row")`` that of the row whose achieved goal it
-    got, -1 where the goal is the stored one.
+    In a relabelled row, the desired goal and the one below ``"next"`` are replaced, and ``reward``
+    computes ``("next", "reward")``. If ``terminated`` is given, it computes the terminated flag,
+    and the done flag follows. All other rows and values are as stored. ``("collector", "row")``
+    contains the number of each row, and ``("collector", "goal_row")`` the number of the row whose
+    achieved goal it got, or -1 if it has its stored goal.
 
     Args:
-        storage: a Tallyroll storage; one with ``mode="read"`` may be growing.
-        reward: called with the achieved goals [m, ...] and the desired ones [m, ...], as arrays
-            (float32 for bfloat16 columns), and with the m rows as they will be returned, without
-            their new rewards; returns m rewards.
-            ``compute_reward`` of an environment is one, if it takes many at once. It is called with
-            the relabelled rows only.
-        relabelled: the share of rows with a new goal, from 0 to 1; 0.8 are four for each other.
-        strategy: the row that a goal comes from: ``"future"``, one of those from the row itself
-            on, each with the same probability; ``"final"``, the last one; ``"episode"``, any.
-        terminated: as ``reward``, returns whether the row ended its episode, with the new goal.
-            None leaves it as stored.
-        desired, achieved: keys of the goals, as ``("agent", "desired_goal")``; those below
-            ``"next"`` follow from them.
-        generator: of random numbers, where neither a buffer nor the caller gives one; None is
-            torch's own.
+        storage: a Tallyroll storage; with ``mode="read"``, another process may append to it.
+        reward: a function that returns m rewards. Its arguments are the achieved goals [m, ...]
+            and the desired goals [m, ...] as arrays (float32 for bfloat16 columns), and the m
+            relabelled rows as they will be returned, but without their new rewards. The
+            ``compute_reward`` method of an environment is suitable if it accepts batches.
+        relabelled: the fraction of rows with a new goal, from 0 to 1; 0.8 relabels four rows for
+            each row that keeps its goal.
+        strategy: the row that a goal comes from: ``"future"``, a uniformly drawn row from the row
+            itself on; ``"final"``, the last row; ``"episode"``, any row of the trajectory.
+        terminated: a function with the arguments of ``reward`` that returns whether the row ends
+            its episode, given the new goal. None keeps the stored flags.
+        desired, achieved: keys of the goals, such as ``("agent", "desired_goal")``. The keys below
+            ``"next"`` are derived from them.
+        generator: the random number generator if neither a buffer nor the caller passes one; None
+            is torch's default.
 
     Raises:
-        TypeError: not a Tallyroll storage, or ``reward`` is no function.
-        ValueError: an argument is out of its range, or goals differ in shape or dtype.
-        ColumnsMissing: the rows have no such goals, or do not say which trajectory they belong to.
+        TypeError: ``storage`` is not a Tallyroll storage, or ``reward`` is not callable.
+        ValueError: an argument is out of range, or goals differ in shape or dtype.
+        ColumnsMissing: the rows lack the goals or the trajectory ids.
     """
 
     def __init__(
@@ -174,20 +175,21 @@ class HindsightSampler(StatelessSampler):
         *,
         generator: torch.Generator | None = None,
     ) -> Any:
-        """Return a sample: ``sample(n)`` of the storage, ``sample(storage, n)`` for a buffer.
+        """Return a sample: ``sample(n)`` for direct use, ``sample(storage, n)`` for a buffer.
 
-        ``sample(n)`` is a TensorDict [n]. ``sample(storage, n)``, which TorchRL's buffers call,
-        returns the index of n rows, and a mapping of the values that are not as stored.
+        ``sample(n)`` returns a TensorDict [n]. ``sample(storage, n)``, which TorchRL's buffers
+        call, returns the index of n rows, and a mapping of the values that differ from the stored
+        ones.
 
         Args:
-            storage: the number of rows; or the storage of a buffer.
+            storage: the number of rows, or the storage of a buffer.
             batch_size: the number of rows, for a buffer.
-            generator: of random numbers, as threads of a loader have them; None: the sampler's.
+            generator: the random number generator, which loader threads pass; None: the sampler's.
 
         Raises:
             NoSlices: there are no rows yet.
-            ValueError: another storage than the sampler's, or a function returned no m values.
-            Overrun: a ring is overwritten by another process faster than it is read.
+            ValueError: the storage is not the sampler's, or a function did not return m values.
+            Overrun: another process overwrites a ring faster than it is read.
         """
         count = storage if batch_size is None else batch_size
         if batch_size is not None:
@@ -204,7 +206,7 @@ class HindsightSampler(StatelessSampler):
         info = {key: batch.get(key) for key in keys if batch.get(key, None) is not None}
         return torch.from_numpy(index), info
 
-    # --- which rows -------------------------------------------------------------------------------
+    # --- row selection ----------------------------------------------------------------------------
 
     def _sample(self, count: int, random: torch.Generator | None) -> TensorDict:
         reader = self._reader
@@ -215,7 +217,7 @@ class HindsightSampler(StatelessSampler):
         while True:
             rows, goal_rows = self._draw(count, random)
             at = np.flatnonzero(goal_rows >= 0)
-            with contextlib.suppress(IndexOutOfRange):  # overwritten since they were drawn
+            with contextlib.suppress(IndexOutOfRange):  # rows were overwritten after the draw
                 goals = reader.take(goal_rows[at], [self._achieved]).get(self._achieved)
                 found = reader.take(rows)
                 break
@@ -228,7 +230,7 @@ class HindsightSampler(StatelessSampler):
         return found
 
     def _draw(self, count: int, random: torch.Generator | None) -> tuple[np.ndarray, np.ndarray]:
-        """Draw rows [count], and the row of each one's new goal; -1: it keeps its own."""
+        """Draw rows [count], and the row of each one's new goal, or -1 to keep the stored goal."""
         reader = self._reader
         uniform = torch.empty(2 * count + 1, dtype=torch.float64, device=_device_of(random))
         numbers = uniform.uniform_(generator=random).numpy(force=True)
@@ -240,7 +242,7 @@ class HindsightSampler(StatelessSampler):
         with index.lock:
             known = index.rows(reader)
             first = reader.span.start
-            left = max(1, known.seen - first)  # without any, they are found to be gone
+            left = max(1, known.seen - first)  # if 0, the read below finds that the rows are gone
             rows = first + _below(numbers[:count], left)
             goals = np.full(count, -1)
             if some and known.seen > first:
@@ -250,10 +252,10 @@ class HindsightSampler(StatelessSampler):
     def _goal_rows(
         self, index: Any, rows: np.ndarray, first: int, numbers: np.ndarray
     ) -> np.ndarray:
-        """Return the rows whose achieved goals ``rows`` get, -1 where there is none."""
+        """Return the rows whose achieved goals ``rows`` get, -1 if there is none."""
         last, after = ends_of(index, rows)
         steps = after
-        if keys := next_valid_keys(self._reader.keys):  # a lost observation says no goal
+        if keys := next_valid_keys(self._reader.keys):  # a lost observation contains no goal
             columns = self._reader.copies(last, keys)
             valid = [(each != 0).reshape(len(last), -1).all(1) for each in columns]
             steps = after - ~np.logical_and.reduce(valid)
@@ -270,7 +272,7 @@ class HindsightSampler(StatelessSampler):
         found[none] = -1
         return np.asarray(found)
 
-    # --- what they become -------------------------------------------------------------------------
+    # --- relabelling ------------------------------------------------------------------------------
 
     def _relabel(
         self, found: TensorDict, at: torch.Tensor, goals: torch.Tensor, columns: list[Key]
@@ -295,7 +297,7 @@ class HindsightSampler(StatelessSampler):
                 done[at] = ended[at] if truncated is None else ended[at] | truncated[at]
 
     def _goal_columns(self) -> list[Key]:
-        """Return the columns that new goals are written to."""
+        """Return the columns that receive new goals."""
         if self._goals is None:
             reader = self._reader
             ends = [] if self._terminated is None else [TERMINATED]
@@ -320,7 +322,7 @@ class HindsightSampler(StatelessSampler):
             self._goals = keys
         return self._goals
 
-    # --- what TorchRL's buffers ask ---------------------------------------------------------------
+    # --- interface for TorchRL's buffers ----------------------------------------------------------
 
     @property
     def _rng(self) -> torch.Generator | None:
@@ -328,7 +330,7 @@ class HindsightSampler(StatelessSampler):
 
     @_rng.setter
     def _rng(self, generator: torch.Generator | None) -> None:
-        if generator is not None:  # a buffer without one leaves the sampler's
+        if generator is not None:  # a buffer without a generator keeps the sampler's
             self._generator = generator
 
     def _sampleable_count(self, storage: Any, batch_size: int) -> int:
@@ -342,13 +344,13 @@ class HindsightSampler(StatelessSampler):
 
 
 def _below(numbers: np.ndarray, below: Any) -> np.ndarray:
-    """Return whole numbers from 0 to ``below - 1``, of uniform ones [n] from 0 to 1."""
+    """Convert uniform numbers [n] from [0, 1) to integers from 0 to ``below - 1``."""
     found: np.ndarray = np.minimum((numbers * below).astype(np.int64), below - 1)
     return found
 
 
 def _array(values: torch.Tensor) -> np.ndarray:
-    """Return values as an array; NumPy has no bfloat16, whose values float32 holds exactly."""
+    """Convert a tensor to an array; bfloat16, which NumPy lacks, becomes float32 exactly."""
     found: np.ndarray = (values.float() if values.dtype is torch.bfloat16 else values).numpy(
         force=True
     )
@@ -356,7 +358,7 @@ def _array(values: torch.Tensor) -> np.ndarray:
 
 
 def _values(name: str, value: Any, column: torch.Tensor) -> torch.Tensor:
-    """Return what a function of the caller's returned, in the shape and dtype of a column."""
+    """Convert the result of a user's function to the shape and dtype of a column."""
     try:
         given = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:

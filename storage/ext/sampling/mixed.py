@@ -1,4 +1,4 @@
-"""Batches of several storages or samplers at a ratio, as of offline and online rows."""
+"""Batches that mix several storages or samplers at a fixed ratio, such as offline and online."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from tallyroll.storage.trajectories.windows import check_positive
 
 SOURCE: Final[Key] = ("collector", "source")
 Empty: TypeAlias = Literal["error", "others"]
-"""Ways to go on where a part has nothing to draw."""
+"""Behaviour if a part has nothing to draw."""
 _Draw: TypeAlias = Callable[[int, torch.Generator | None], Any]
 
 _MOST_DENOMINATOR: Final = 10**6
 
 
 class MixedSampler:
-    """Draws batches of which each part has its share, as half of old data and half of new::
+    """Sampler of batches in which each part has a fixed share, such as half old and half new data::
 
         mixed = MixedSampler([(demonstrations, 1), (storage, 1)])
         batch = mixed.sample(256)  # 128 rows of each
 
-    A batch has the rows of the parts one after the other, and ``("collector", "source")`` says of
-    each row the number of its part, from 0 on. A part whose share of a batch is a whole number
-    has exactly that many rows. Where it is not, it is rounded up or down at random, so that the
-    mean of each part is its share exactly, and the batch is never larger or smaller.
+    A batch contains the rows of one part after the other, and ``("collector", "source")`` contains
+    the part number of each row, counted from 0. If a part's share of a batch is an integer, the
+    part has exactly that many rows. Otherwise the share is rounded up or down at random, so that
+    its mean is exact. The batch size is constant.
 
     Args:
-        parts: pairs of what is drawn from, and its share, in proportion to the others: 1 and 3 are
-            a quarter and three quarters. Each is a storage, whose rows are drawn uniformly, with
-            replacement; or has a method ``sample(n)``, as `PrioritizedSampler`,
-            `HindsightSampler`, a `MixedSampler` and TorchRL's replay buffers; or is a function
-            of n, as ``lambda n: storage.trajectories.sample_slices(n, 16)``. They return a
-            TensorDict whose first dimension is n. Parts may have rows in common, such as a storage
-            and a copy of its best trajectories, which are then drawn more often.
-        keys: the columns that are wanted, for parts that do not have the same; None: all, which
-            must then be the same.
-        fill: values for columns that some parts lack, by key, as ``{"priority_weight": 1.0}``.
-        empty: what becomes of a part that has nothing to draw, such as a storage without rows:
-            ``"error"`` raises; ``"others"`` gives its share to the others, in proportion.
-        generator: of random numbers, where the caller gives none; None is torch's own. Samplers
-            other than `HindsightSampler` and `MixedSampler`, and functions, have their own.
+        parts: pairs of a source and its share in proportion to the others: 1 and 3 mean a quarter
+            and three quarters. A source is one of: a storage, whose rows are drawn uniformly with
+            replacement; an object with a method ``sample(n)``, such as a `PrioritizedSampler`, a
+            `HindsightSampler`, a `MixedSampler` or a TorchRL replay buffer; or a function of n,
+            such as ``lambda n: storage.trajectories.sample_slices(n, 16)``. Methods and functions
+            return a TensorDict whose first dimension is n. Parts may share rows, such as a storage
+            and a copy of its best trajectories. Shared rows are drawn more often.
+        keys: the columns to return, for parts with different columns; None: all columns, which
+            must then be the same in all parts.
+        fill: values for columns that some parts lack, by key, such as
+            ``{"priority_weight": 1.0}``.
+        empty: behaviour if a part has nothing to draw, such as a storage without rows: ``"error"``
+            raises; ``"others"`` distributes its share among the other parts in proportion.
+        generator: the random number generator if the caller passes none; None is torch's default.
+            Functions and samplers other than `HindsightSampler` and `MixedSampler` use their own.
 
     Raises:
-        TypeError: a part cannot be drawn from.
-        ValueError: a share is less than a millionth of all shares, or ``empty`` is not one of its
-            values.
+        TypeError: a part is neither a storage, a sampler nor a function.
+        ValueError: a share is less than a millionth of the total, or ``empty`` is invalid.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class MixedSampler:
             names = ", ".join(map(repr, get_args(Empty)))
             raise ValueError(f"empty is one of {names}, got {empty!r}.")
         self.shares = tuple(_share(share) for _, share in pairs)
-        """The share of each part, all of which together are 1."""
+        """The share of each part; the shares add up to 1."""
         total = sum(self.shares)
         self.shares = tuple(share / total for share in self.shares)
         for (_, given), share in zip(pairs, self.shares, strict=True):
@@ -95,16 +95,16 @@ class MixedSampler:
         self._draws = [self._draw_of(part) for part, _ in pairs]
 
     def sample(self, batch_size: int, *, generator: torch.Generator | None = None) -> TensorDict:
-        """Return a TensorDict of ``batch_size`` rows, or slices, part after part.
+        """Return a TensorDict of ``batch_size`` rows, or slices, one part after the other.
 
         Args:
-            batch_size: how many.
-            generator: of random numbers, as threads of a loader have them; None: the sampler's.
+            batch_size: the number of rows or slices.
+            generator: the random number generator, which loader threads pass; None: the sampler's.
 
         Raises:
-            NoSlices: a part has nothing to draw; with ``empty="others"``, none has.
-            SchemaMismatch: the parts differ in columns, dtypes or shapes; every difference is
-                named.
+            NoSlices: a part has nothing to draw; with ``empty="others"``, no part has anything.
+            SchemaMismatch: the parts differ in columns, dtypes or shapes. The message names each
+                difference.
             ColumnsMissing: a part lacks one of ``keys``.
         """
         check_positive("batch_size", batch_size)
@@ -129,7 +129,7 @@ class MixedSampler:
     def _counts(
         self, batch_size: int, there: Sequence[int], random: torch.Generator | None = None
     ) -> list[int]:
-        """Return the number of rows of each part that is ``there``."""
+        """Return the number of rows for each part in ``there``."""
         wanted, stops = Fraction(0), []
         total = sum(self.shares[part] for part in there)
         for part in there:
@@ -137,7 +137,7 @@ class MixedSampler:
             stops.append(wanted)
         if all(stop.denominator == 1 for stop in stops):
             whole = [int(stop) for stop in stops]
-        else:  # one number for all: the sizes of parts are then whole, and add up
+        else:  # one random offset for all parts, so that their sizes add up to the batch size
             device = None if random is None else random.device
             number = torch.rand((), dtype=torch.float64, generator=random, device=device).item()
             whole = [math.floor(stop + Fraction(number)) for stop in stops]
@@ -169,7 +169,7 @@ class MixedSampler:
                 f"part {part}, {self._names[part]}, was asked for {count} rows: expected a "
                 f"TensorDict [{count}, ...], got {got}."
             )
-        batch = batch.clone(recurse=False)  # what is added here is not the part's
+        batch = batch.clone(recurse=False)  # do not modify the part's own TensorDict
         for key, value in self._fill.items():
             if batch.get(key, None) is None:
                 like = torch.as_tensor(value)
@@ -216,8 +216,8 @@ class MixedSampler:
         return f"{type(self).__name__}([{shares}])"
 
 
-class _MixedRows:
-    """Draws rows of a storage uniformly, with replacement."""
+class _Rows:
+    """Uniform sampler of a storage's rows, with replacement."""
 
     def __init__(self, storage: DiskStorage) -> None:
         self._storage = storage
@@ -235,7 +235,7 @@ _Columns: TypeAlias = dict[Key, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def _columns(batch: TensorDictBase) -> _Columns:
-    """Return dtype and shape of each column, without the first dimension."""
+    """Return the dtype and shape of each column, without the first dimension."""
     return {
         as_key(key): (leaf.dtype, tuple(leaf.shape[1:]))
         for key, leaf in batch.items(include_nested=True, leaves_only=True)

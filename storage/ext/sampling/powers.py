@@ -1,9 +1,9 @@
-"""Powers of one exponent, by a table: the same in C and in NumPy, bit for bit.
+"""Powers with a fixed exponent by table lookup, with bit-identical results in C and NumPy.
 
-A number is 2^e * f, with f from 1 to below 2, and f is c * (1 + r), c being the middle of one of
-128 equal parts. So its power is (2^e)^a * c^a * (1 + r)^a. The first two are in the table; the
-last one is the series 1 + a r + a (a - 1) / 2 r^2 + ..., of which six terms suffice: |r| is below
-2^-8. `engine/_sum_tree.c` does that in the same order.
+A number is 2^e * f with 1 <= f < 2, and f = c * (1 + r), where c is the midpoint of one of 128
+equal parts of this range. Its power is therefore (2^e)^a * c^a * (1 + r)^a. The table contains the
+first two factors. The last factor is the series 1 + a r + a (a - 1) / 2 r^2 + ..., of which six
+terms suffice because |r| is below 2^-8. `engine/_sum_tree.c` computes it in the same order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from tallyroll.storage.engine.kernel import in_order
 
 LARGEST: Final = 2.0
-"""The largest exponent for which six terms are enough. NumPy's powers are taken beyond."""
+"""The largest exponent for which six terms suffice. Larger exponents use `numpy.power`."""
 _TERMS: Final = 6
 _PARTS: Final = 128
 _EXPONENTS: Final = 2048
@@ -27,18 +27,18 @@ _FLOAT64: Final = np.finfo(np.float64)
 
 
 class Powers:
-    """The powers of priorities, with something added to each.
+    """Powers of priorities with a constant added to each.
 
     Args:
-        exponent: of the powers, from 0 on.
-        added: to each priority before.
+        exponent: the exponent, 0 or more.
+        added: the constant that is added to each priority first.
     """
 
     def __init__(self, exponent: float, added: float) -> None:
         self._exponent, self._added = exponent, added
         self._table: np.ndarray | None = None
         self.address: int | None = None
-        """The address of the table; None if the exponent has none."""
+        """The address of the table; None if the exponent is too large for a table."""
         if exponent <= LARGEST:
             series = np.ones(_TERMS)
             for term in range(1, _TERMS):
@@ -61,7 +61,7 @@ class Powers:
             self.address = self._table.ctypes.data
 
     def of(self, priorities: np.ndarray) -> np.ndarray:
-        """Return (priority + added)^exponent, float32 [n], of priorities, float64 [n]."""
+        """Return (priority + added)^exponent as float32 [n] for priorities in float64 [n]."""
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             numbers = priorities + self._added
             if self._table is None:
@@ -74,7 +74,7 @@ class Powers:
             return found.astype(np.float32)
 
     def _looked_up(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the powers of numbers that have all their bits."""
+        """Return the powers of normal (not subnormal) floats."""
         bits = numbers.view(np.int64)
         part = bits >> _PART_BITS & _PARTS - 1
         fraction = bits & (1 << _FRACTION_BITS) - 1 | _ONE
@@ -89,5 +89,5 @@ class Powers:
 
 @lru_cache(maxsize=8)
 def powers_of(exponent: float, added: float) -> Powers:
-    """Return the powers; those that were asked for last are kept."""
+    """Return `Powers` from a cache of the most recently used ones."""
     return Powers(exponent, added)

@@ -1,4 +1,4 @@
-"""Priorities of the rows of a storage, brought up to the rows that are committed."""
+"""Priorities of the rows of a storage, kept in step with the committed rows."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ _FLOAT32: Final = np.finfo(np.float32)
 
 
 class Priorities:
-    """A leaf above 0 for each row that may be drawn; callers take turns.
+    """Sum tree with a leaf above 0 for each row that may be drawn. Callers must serialize calls.
 
-    `follow` brings them up to the rows that are committed: rows that came get the largest leaf
-    that there is, and rows that are gone get 0.
+    `follow` synchronizes the leaves with the committed rows: new rows get the largest existing
+    leaf, and rows that have disappeared get 0.
 
     Args:
-        reader: of the rows.
-        first_leaf: the leaf of rows that come where no row has one.
-        starts: which rows may be drawn; None: all.
+        reader: the reader of the rows.
+        first_leaf: the leaf of new rows if no row has one.
+        starts: the rows that may be drawn; None: all rows.
     """
 
     def __init__(self, reader: RowReader, first_leaf: float, starts: Starts | None) -> None:
         self._reader, self._starts, self._first_leaf = reader, starts, first_leaf
         self._tree = SumTree(0)
         self._rewinds, self._floor = reader.rewinds, reader.floor
-        # Rows whose numbers were other rows' before a rewind, by slot, until they are drawn.
+        # By slot: row numbers that denoted other rows before a rewind and were not drawn since.
         self._twice: np.ndarray | None = None
         self.entering = first_leaf
-        """The largest leaf that was known last."""
+        """The most recent value of the largest leaf."""
         self.there = LeafNumbering(0, 0, 0, 0)
-        """The rows that are known."""
+        """The rows that have leaves."""
         self.most = 0
-        """One more than the largest row that there ever was."""
+        """One more than the largest row number that ever existed."""
         self.changed = False
-        """True if a leaf is another one since the last save."""
+        """True if a leaf has changed since the last save."""
         if reader.ring:
             self._make_room(reader.ring)
 
-    # --- rows that come and go --------------------------------------------------------------------
+    # --- synchronization --------------------------------------------------------------------------
 
     def follow(self) -> LeafNumbering:
-        """Bring the priorities up to the rows that are committed, and return which are."""
+        """Synchronize the priorities with the committed rows, and return these rows."""
         reader, there = self._reader, self.there
         while True:
             rewinds, span = reader.rewinds, reader.span
@@ -69,7 +69,7 @@ class Priorities:
         return self.there
 
     def _take_back(self, rewinds: int, span: range) -> None:
-        """Forget rows whose numbers mean other rows since."""
+        """Remove the leaves of row numbers that denote other rows since a rewind."""
         ring, base, first, stop = self.there
         kept = min(stop, span.stop)
         if rewinds != self._rewinds:
@@ -85,7 +85,7 @@ class Priorities:
         self._require_starts(max(first, span.start), kept)
 
     def _require_starts(self, start: int, stop: int) -> None:
-        """Take the leaves of starts of sequences that went on in rows that are gone."""
+        """Remove the leaves of sequence starts whose sequences extend into removed rows."""
         if self._starts is None:
             return
         may = self._starts.which(np.arange(start, stop))
@@ -94,7 +94,7 @@ class Priorities:
             self._tree.fill(slot, slot + count, left)
 
     def _go(self, span: range) -> None:
-        """Take the leaves of rows that are gone."""
+        """Remove the leaves of rows that have disappeared."""
         ring, base, first, stop = self.there
         if span.start <= first:
             return
@@ -108,7 +108,7 @@ class Priorities:
         self.there = LeafNumbering(ring, base, span.start, max(stop, span.start))
 
     def _come(self, span: range) -> None:
-        """Give rows that came the largest leaf."""
+        """Give new rows the largest leaf."""
         ring, base, first, stop = self.there
         if not self.most:
             ring = self._reader.ring
@@ -135,7 +135,7 @@ class Priorities:
         before = len(self._tree.leaves)
         if slots <= before:
             return
-        if not self._reader.ring:  # half as much again, so that few rows make it seldom
+        if not self._reader.ring:  # grow by half, so that growth is rare
             slots = max(slots, before * 3 // 2, _FIRST_ROOM)
         require_memory(tree_nbytes(slots), f"the priorities of {slots:,} rows")
         self._tree.grow(slots)
@@ -143,7 +143,7 @@ class Priorities:
             self._twice = np.append(self._twice, np.zeros(len(self._tree.leaves) - before, bool))
 
     def _pieces(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Return the runs of slots of rows; see `ring.pieces`."""
+        """Return the slot ranges of rows; see `ring.pieces`."""
         ring, base, *_ = self.there
         if start >= stop:
             return []
@@ -160,7 +160,7 @@ class Priorities:
         ring, base, *_ = self.there
         return rows % ring if ring else rows - base
 
-    # --- draws and changes ------------------------------------------------------------------------
+    # --- draws and updates ------------------------------------------------------------------------
 
     @property
     def total(self) -> float:
@@ -169,12 +169,12 @@ class Priorities:
 
     @property
     def least(self) -> np.float32:
-        """The least leaf above 0."""
+        """The smallest leaf above 0."""
         return self._tree.least
 
     @property
     def largest(self) -> float:
-        """The largest leaf, which rows get that come."""
+        """The largest leaf, which new rows get."""
         found = float(self._tree.largest)
         return found if found > 0 else self.entering
 
@@ -188,9 +188,9 @@ class Priorities:
     def put_at_once(
         self, drawn: np.ndarray | None, index: Plain, priority: Plain, powers: Powers
     ) -> int | None:
-        """Set priorities of rows; return how many are gone. See `SumTree.put_priorities`.
+        """Set priorities of rows, and return how many rows are gone; see `SumTree.put_priorities`.
 
-        Return None, with nothing done, if `put` must do that, or say what is wrong with them.
+        Return None without any change if the caller must use `put`, which also reports errors.
         """
         if self._twice is not None or self._starts is not None:
             return None
@@ -203,13 +203,13 @@ class Priorities:
         return gone
 
     def put(self, rows: np.ndarray, leaves: np.ndarray, *, sure: bool = False) -> int:
-        """Set the leaves, float32 [n], of ``rows``, int64 [n]; return how many are gone.
+        """Set the leaves, float32 [n], of ``rows``, int64 [n]; return how many rows are gone.
 
-        A row whose number was another row's, before a rewind, counts as gone until it is drawn,
-        unless the caller is ``sure`` that it means this one.
+        A row number that denoted another row before a rewind counts as gone until it is drawn,
+        unless the caller passes ``sure``.
 
         Raises:
-            IndexOutOfRange: a row that never was; nothing was changed.
+            IndexOutOfRange: a row never existed; nothing was changed.
         """
         gone = 0
         if self._twice is not None and not sure and len(rows):
@@ -230,16 +230,16 @@ class Priorities:
         return gone
 
     def convert(self, converted: Callable[[np.ndarray], np.ndarray], first_leaf: float) -> None:
-        """Replace all leaves by others, of another alpha and eps; nothing changes if it raises."""
+        """Convert all leaves to another alpha and eps; an error leaves them unchanged."""
         leaves = converted(self._tree.leaves)
         entering = float(converted(np.array([self.largest], np.float32))[0])
         self.entering, self._first_leaf, self.changed = entering, first_leaf, True
         self._tree.fill(0, len(leaves), leaves)
 
-    # --- all of them ------------------------------------------------------------------------------
+    # --- bulk access ------------------------------------------------------------------------------
 
     def leaves(self) -> np.ndarray:
-        """Return a copy of the leaves of the rows that are known, float32 [rows]."""
+        """Return a copy of the leaves of the known rows, float32 [rows]."""
         _, _, first, stop = self.there
         found = np.zeros(stop - first, np.float32)
         for slot, begin, count in self._pieces(first, stop):
@@ -247,15 +247,15 @@ class Priorities:
         return found
 
     def replace(self, leaves: np.ndarray, first: int, entering: float, *, same: bool) -> None:
-        """Begin again with the leaves, float32 [n], of rows from ``first`` on.
+        """Replace all leaves by ``leaves``, float32 [n], for the rows from ``first`` on.
 
-        Of rows that are gone they are left out, and rows after them come as new ones.
+        Leaves of rows that are gone are ignored, and later rows are treated as new.
 
         Args:
-            leaves: of rows whose numbers mean the same rows now.
-            first: the first of them.
-            entering: the leaf of rows that come where no row has one.
-            same: no row was taken back since these leaves were known.
+            leaves: leaves of rows whose numbers still denote the same rows.
+            first: the first of these rows.
+            entering: the leaf of new rows if no row has one.
+            same: True if there was no rewind since the leaves were saved.
         """
         reader, span = self._reader, self._reader.span
         ring = reader.ring
@@ -279,11 +279,10 @@ class Priorities:
 
 
 def leaves_of(priority: np.ndarray, alpha: float, eps: float) -> np.ndarray:
-    """Return leaves, (priority + eps)^alpha in float32, of priorities in float64 [n].
+    """Convert priorities in float64 [n] to leaves, (priority + eps)^alpha in float32.
 
     Raises:
-        ValueError: a priority that is negative, infinite or no number, or too large; or 0, with
-            an ``eps`` of 0.
+        ValueError: a priority is negative, infinite, NaN or too large, or it is 0 and ``eps`` is 0.
     """
     found = powers_of(alpha, eps).of(priority)
     if not len(found) or (
@@ -296,7 +295,7 @@ def leaves_of(priority: np.ndarray, alpha: float, eps: float) -> np.ndarray:
 
 
 def _refuse(priority: np.ndarray, leaves: np.ndarray, alpha: float, eps: float) -> None:
-    """Raise `ValueError` for the first priority that is none, if there is one."""
+    """Raise `ValueError` for the first invalid priority, if there is one."""
     known = np.isfinite(priority) & (priority >= 0)
     if not known.all():
         at = int(np.flatnonzero(~known)[0])
@@ -321,10 +320,10 @@ def _refuse(priority: np.ndarray, leaves: np.ndarray, alpha: float, eps: float) 
 
 
 def moved(leaves: np.ndarray, was: tuple[float, float], now: tuple[float, float]) -> np.ndarray:
-    """Return leaves for another alpha and eps: each pair is (alpha, eps).
+    """Convert leaves to another alpha and eps; each pair is (alpha, eps).
 
     Raises:
-        ValueError: alpha was 0, so that leaves do not say the priorities.
+        ValueError: alpha was 0, so that the leaves do not determine the priorities.
     """
     if was == now:
         return leaves
@@ -335,14 +334,14 @@ def moved(leaves: np.ndarray, was: tuple[float, float], now: tuple[float, float]
             "sampler, or begin with a small alpha, such as 1e-3."
         )
     alive = leaves > 0
-    with np.errstate(over="ignore", under="ignore"):  # `leaves_of` refuses infinite ones
+    with np.errstate(over="ignore", under="ignore"):  # `leaves_of` rejects infinite leaves
         priority = np.maximum(leaves[alive].astype(np.float64) ** (1 / alpha) - eps, 0)
     found[alive] = leaves_of(priority, *now)
     return found
 
 
 def number(name: str, value: Any) -> float:
-    """Return a finite number from 0 on, or raise `ValueError`."""
+    """Return a finite number of at least 0, or raise `ValueError`."""
     found = None if isinstance(value, (bool, str)) else value
     try:
         found = None if found is None else float(found)

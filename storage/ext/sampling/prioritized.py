@@ -1,4 +1,4 @@
-"""Prioritised draws of rows, or of sequences, for TorchRL's replay buffers and alone."""
+"""Prioritized sampling of rows or sequences, for TorchRL's replay buffers and for direct use."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from tallyroll.storage.trajectories.windows import Slices, check_positive
 
 
 def whole(name: str, given: Any) -> np.ndarray:
-    """Return whole numbers as int64 [n], a copy."""
+    """Convert integers to an int64 array [n], which is a copy."""
     if isinstance(given, torch.Tensor):
         given = given.numpy(force=True)
     found = np.asarray(given)
@@ -67,7 +67,7 @@ def whole(name: str, given: Any) -> np.ndarray:
 
 
 def plain(given: Any, *dtypes: torch.dtype) -> Plain | None:
-    """Return numbers as the extension reads them where they are; None if it cannot."""
+    """Return numbers in a form that the extension reads without a copy; None if it cannot."""
     if isinstance(given, np.ndarray):
         return given
     if type(given) is not torch.Tensor or not given.is_cpu or given.dtype not in dtypes:
@@ -79,7 +79,7 @@ def plain(given: Any, *dtypes: torch.dtype) -> Plain | None:
 
 
 def numbers(priority: Any) -> np.ndarray:
-    """Return priorities as float64 [n]; raise `ValueError` if they are no numbers."""
+    """Convert priorities to float64 [n]; raise `ValueError` if they are not numbers."""
     if isinstance(priority, torch.Tensor):
         if priority.dtype is torch.bfloat16:
             priority = priority.float()
@@ -100,9 +100,9 @@ _PATIENCE_SECONDS: Final = 1.0
 
 
 class PrioritizedSampler(Sampler):
-    """Draws rows in proportion to their priorities, to the power of ``alpha``.
+    """Sampler that draws rows in proportion to the power ``alpha`` of their priorities.
 
-    In a replay buffer of TorchRL's, in the place of theirs::
+    Use it in a TorchRL replay buffer instead of TorchRL's own sampler::
 
         sampler = PrioritizedSampler(storage, alpha=0.6, beta=0.4)
         buffer = TensorDictReplayBuffer(
@@ -112,51 +112,56 @@ class PrioritizedSampler(Sampler):
         batch["td_error"] = ...
         buffer.update_tensordict_priority(batch)
 
-    and alone::
+    or alone::
 
         batch = sampler.sample(256)
         sampler.update_priority(batch, td_error)
 
-    A row is drawn with replacement, with the probability p^alpha / sum(p^alpha), p being its
-    priority plus ``eps``. Rows that were committed since the last call, by any collector, buffer or
-    process, come in with the largest priority of those that were there. Rows that a ring has
-    overwritten, or that ``empty()`` or a rewind has removed, are not drawn. The weight of a row is
-    ``(p / least p)^(-alpha * beta)``, the least being that of all rows: the largest weight that
-    there can be is 1, as in TorchRL's.
+    A row is drawn with replacement, with the probability p^alpha / sum(p^alpha), where p is its
+    priority plus ``eps``. Rows that any collector, buffer or process has committed since the last
+    call get the largest priority of the existing rows. Rows that a ring has overwritten, or that
+    ``empty()`` or a rewind has removed, are not drawn. The weight of a row is
+    ``(p / least p)^(-alpha * beta)``, where the least p is taken over all rows, so the largest
+    possible weight is 1, as in TorchRL.
 
-    A sample has ``("collector", "row")``, the number of each row over all that were ever written.
-    An update with it, as of a batch, means that row. One with an index alone, as TorchRL's buffers
-    give, means the row that was at this index when it was drawn last; if it never was, the one
-    that is there now. So where a ring may go round between a sample and its update, as with
-    ``prefetch``, give the batch. An update of a row that is gone is ignored, and counted in `gone`.
+    A sample contains ``("collector", "row")``, the number of each row among all rows that were ever
+    written. An update by these numbers, or by a batch, changes exactly these rows. An update by an
+    index, as TorchRL's buffers make it, changes the row that was at this index when the index was
+    drawn last; if it never was, the row that is there now. If a ring may wrap around between a
+    sample and its update, as with ``prefetch``, pass the batch. Updates of rows that are gone are
+    ignored, and counted in `gone`.
 
-    With ``slice_len`` it draws sequences: ``slice_len`` consecutive steps of one trajectory,
-    wherever its rows lie, with the priority of their first row. A row may start a sequence as soon
-    as all rows of it are stored; it comes in then. Under a buffer a sample is flat, sequence after
-    sequence, and is marked as `TrajectorySliceSampler` does; alone it is [n, slice_len]. Weights
-    are alike in all rows of a sequence. An update has one priority a sequence, or one a row, of
-    which the ``reduction`` is taken.
+    With ``slice_len`` the sampler draws sequences: ``slice_len`` consecutive steps of one
+    trajectory, wherever its rows are stored, with the priority of their first row. A row can start
+    a sequence as soon as all rows of the sequence are stored. It gets its first priority at that
+    time. In a buffer, a sample is flat, one sequence after the other, and is marked as by
+    `TrajectorySliceSampler`; in direct use it is [n, slice_len]. All rows of a sequence have the
+    same weight. An update has one priority per sequence, or one per row, to which the ``reduction``
+    is applied.
 
-    Priorities are kept in a file beside the rows, which is written when the storage closes, and by
-    `save`; a new sampler over this storage goes on with them. Where the file is damaged, or not of
-    these rows, a warning says so, and all rows have the same priority.
+    Priorities are stored in a file next to the rows. The sampler writes the file when the storage
+    closes, and on `save`. A new sampler for this storage continues with these priorities. If the
+    file is damaged or belongs to other rows, the sampler issues a warning and starts with equal
+    priorities.
 
     Args:
-        storage: a Tallyroll storage; one with ``mode="read"`` may be growing. Its ring cannot be
-            one that this process only reads.
-        alpha: from 0, which draws uniformly, on.
-        beta: of the weights, from 0, where all are 1, on. Both may be set later.
-        eps: what is added to each priority, so that no row has 0.
-        slice_len: rows a sequence; None: draws rows.
-        reduction: ``"max"``, ``"mean"``, ``"median"`` or ``"min"`` of several priorities.
-        generator: of random numbers; a buffer's replaces it. None is torch's own.
+        storage: a Tallyroll storage; with ``mode="read"``, another process may append to it. It
+            cannot be a ring that this process only reads.
+        alpha: the exponent of priorities, 0 or more; 0 draws uniformly. It can be set later.
+        beta: the exponent of weights, 0 or more; with 0 all weights are 1. It can be set later.
+        eps: a constant that is added to each priority, so that none is 0.
+        slice_len: rows per sequence; None: draw rows.
+        reduction: ``"max"``, ``"mean"``, ``"median"`` or ``"min"``, applied to the priorities of a
+            sequence.
+        generator: the random number generator, which a buffer's generator replaces; None is torch's
+            default.
 
     Raises:
-        TypeError: not a Tallyroll storage.
-        ValueError: an argument is out of its range.
-        SlotsMayChange: a ring that this process only reads.
-        ColumnsMissing: sequences, and rows that do not say which trajectory they belong to.
-        NotEnoughMemory: 5 bytes a row, and in a ring 13, are not to be had.
+        TypeError: ``storage`` is not a Tallyroll storage.
+        ValueError: an argument is out of range.
+        SlotsMayChange: ``storage`` is a ring that this process only reads.
+        ColumnsMissing: with ``slice_len``, the rows have no trajectory ids.
+        NotEnoughMemory: the 5 bytes per row, or 13 bytes in a ring, are not available.
     """
 
     def __init__(
@@ -175,7 +180,7 @@ class PrioritizedSampler(Sampler):
         require_slots_stay(storage, "Draw where it is written.", "reading them")
         self._saved = False
         self._rewinds_kept: int | None = None
-        """How often rows had been taken back when the file beside the rows was written."""
+        """The number of rewinds of the storage when the priority file was written."""
         if slice_len is not None:
             check_positive("slice_len", slice_len)
         if reduction not in _REDUCTIONS:
@@ -186,18 +191,18 @@ class PrioritizedSampler(Sampler):
         self.beta = beta
         self._generator, self._lock = generator, threading.RLock()
         self.gone = 0
-        """How many priorities were given for rows that were gone, and ignored."""
+        """The number of priorities that were ignored because their rows were gone."""
         self._starts = None if slice_len is None else Starts(self._reader, slice_len)
         first = _first_leaf(self._alpha, self._eps)
         self._priorities = Priorities(self._reader, first, self._starts)
         self._drawn: np.ndarray | None = None
-        """One more than the row that was drawn last at each index of a ring; 0: none was."""
+        """One more than the row that was drawn last at each index of a ring; 0 if none was."""
         if ring := self._reader.ring:
             require_memory(8 * ring, f"the samples of a ring of {ring:,} rows")
             self._drawn = np.zeros(ring, np.int64)
         self._joining = False
         self._written: tuple[Any, np.ndarray] | None = None
-        """The index that a buffer wrote to last, and the rows there."""
+        """The index that a buffer wrote last, and the rows there."""
         self._load()
         if isinstance(writer := storage_of_rows(storage).writer, RowWriter):
             writer.closing.append(_called(weakref.WeakMethod(self._save_at_the_end)))
@@ -234,7 +239,7 @@ class PrioritizedSampler(Sampler):
         uniform = torch.empty(count, dtype=torch.float64, device=device)
         uniform.uniform_(generator=generator)
         rows, leaves = priorities.draw(uniform.numpy(force=device is not None))
-        with np.errstate(over="ignore", under="ignore"):  # quotients of priorities far apart
+        with np.errstate(over="ignore", under="ignore"):  # priorities may differ by many orders
             leaves /= priorities.least
             return rows, np.power(leaves, np.float32(-self._beta), out=leaves)
 
@@ -248,19 +253,19 @@ class PrioritizedSampler(Sampler):
         )
 
     def sample(self, storage: Any, batch_size: int | None = None) -> Any:
-        """Return a sample: ``sample(n)`` of the storage, ``sample(storage, n)`` for a buffer.
+        """Return a sample: ``sample(n)`` for direct use, ``sample(storage, n)`` for a buffer.
 
-        ``sample(n)`` is a TensorDict of n rows [n], or sequences [n, slice_len], with
+        ``sample(n)`` returns a TensorDict of n rows [n], or of sequences [n, slice_len], with
         ``"priority_weight"`` and ``("collector", "row")``.
 
-        ``sample(storage, n)``, which TorchRL's buffers call, returns the index of n rows, of
-        n / slice_len sequences, and a mapping of these two and of values that differ from the
-        stored ones.
+        ``sample(storage, n)``, which TorchRL's buffers call, returns the index of n rows, which
+        belong to n / slice_len sequences, and a mapping of these two columns and of values that
+        differ from the stored ones.
 
         Raises:
             NoSlices: there is nothing to draw.
-            ValueError: another storage than the sampler's, or n is no multiple of ``slice_len``.
-            Overrun: a ring is overwritten by another thread faster than it is read.
+            ValueError: the storage is not the sampler's, or n is not a multiple of ``slice_len``.
+            Overrun: another thread overwrites a ring faster than it is read.
         """
         if batch_size is None:
             return read_consistently(self._reader, lambda: self._sample(storage))
@@ -290,7 +295,7 @@ class PrioritizedSampler(Sampler):
         reader, deadline = self._reader, time.monotonic() + _PATIENCE_SECONDS
         while True:
             rows, weights = self.draw(count)
-            with contextlib.suppress(IndexOutOfRange):  # overwritten since they were drawn
+            with contextlib.suppress(IndexOutOfRange):  # rows were overwritten after the draw
                 found = reader.take(rows)
                 marks = {} if self._starts is None else self._marks(rows)
                 if not marks or rows.min() >= reader.span.start:
@@ -307,20 +312,20 @@ class PrioritizedSampler(Sampler):
     # --- updates ----------------------------------------------------------------------------------
 
     def update_priority(self, index: Any, priority: Any, *, storage: Any = None) -> None:
-        """Set priorities of rows that were drawn, or of any others.
+        """Set priorities of rows, whether they were drawn or not.
 
         Args:
-            index: a batch, whose ``("collector", "row")`` says which rows; or where rows are in the
-                storage, as a buffer's ``"index"``, in a tensor, an array, a list or an int. With
-                ``slice_len``, of all rows of sequences, one after the other.
-            priority: as many numbers from 0 on, or a single one; with ``slice_len``, one a
-                row, or one a sequence.
-            storage: the buffer's, which gives it.
+            index: a batch, whose ``("collector", "row")`` identifies the rows; or positions in the
+                storage, such as a buffer's ``"index"``, as a tensor, an array, a list or an int.
+                With ``slice_len``, the index of all rows, one sequence after the other.
+            priority: as many numbers of at least 0, or a single one; with ``slice_len``, one per
+                row or one per sequence.
+            storage: the buffer's storage, which TorchRL passes; it is not used.
 
         Raises:
-            ValueError: a priority is negative, infinite or no number, or they are too few or many;
-                no priority was changed.
-            IndexOutOfRange: a row that never was.
+            ValueError: a priority is negative, infinite or NaN, or their number does not match. No
+                priority was changed.
+            IndexOutOfRange: a row never existed.
         """
         if is_tensor_collection(index):
             if (rows := index.get(ROW, None)) is None:
@@ -336,14 +341,14 @@ class PrioritizedSampler(Sampler):
             joining, self._joining = self._joining, False
             at, rows = whole("index", index), self._just_written(index)
             if joining and self._is_all(at, priority):
-                return  # a buffer gives all rows the priority of new ones, when it is made
+                return  # a new buffer initializes all rows with the default priority
             if rows is None:
                 self._update(self._rows_at(at), priority)
-            elif self._starts is None:  # else no sequence starts there yet
+            elif self._starts is None:  # with sequences, none can start at these rows yet
                 self._update(rows, priority, sure=True)
 
     def update_rows(self, rows: Any, priority: Any) -> None:
-        """Set priorities of rows by their numbers over all rows ever written.
+        """Set priorities of rows by their numbers among all rows ever written.
 
         See `update_priority` for the arguments and errors.
         """
@@ -355,11 +360,11 @@ class PrioritizedSampler(Sampler):
     def _put_at_once(
         self, index: Any, priority: Any, drawn: np.ndarray | None = None, first: int = 0
     ) -> bool:
-        """Set priorities of rows in one call into the extension; return False if that cannot be.
+        """Set priorities of rows in one call of the extension; return False if that is impossible.
 
         Args:
-            index: of the rows.
-            priority: theirs.
+            index: the index of the rows.
+            priority: their priorities.
             drawn: one more than the row of each index; None: the index is the row.
             first: the row of index 0, without ``drawn``.
         """
@@ -387,17 +392,17 @@ class PrioritizedSampler(Sampler):
             return bool((given.astype(np.float32) == default).all())
 
     def _just_written(self, index: Any) -> np.ndarray | None:
-        """Return the rows that a buffer wrote to this ``index`` right before, if it did."""
+        """Return the rows that a buffer has just written to ``index``; None if it has not."""
         if self._written is None:
             return None
         written, rows = self._written
-        if type(written) is int:  # the buffer gives a copy, and gives it at once
+        if type(written) is int:  # the buffer passes a copy, immediately after the write
             self._written = None
             return rows.copy() if whole("index", index).tolist() == [written] else None
         return rows.copy() if index is written else None
 
     def _rows_at(self, index: np.ndarray) -> np.ndarray:
-        """Return the rows that were drawn last at each index [n], or else are there now."""
+        """Return the rows drawn last at each index [n], or the rows that are there now."""
         reader = self._reader
         if self._drawn is None:
             return reader.rows_in(index) if reader.span.start else index
@@ -427,7 +432,7 @@ class PrioritizedSampler(Sampler):
         self.gone += self._priorities.put(rows, leaves, sure=sure)
 
     def _of_starts(self, rows: np.ndarray, given: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first rows of sequences, and a priority of each."""
+        """Return the first rows of sequences, and one priority for each."""
         length = self.slice_len
         assert length is not None
         if len(rows) % length:
@@ -436,11 +441,11 @@ class PrioritizedSampler(Sampler):
                 "changed."
             )
         if len(given) == len(rows) and length > 1:
-            leaves_of(given, self._alpha, self._eps)  # none is wrong
+            leaves_of(given, self._alpha, self._eps)  # validates each priority
             given = getattr(np, self.reduction)(given.reshape(-1, length), axis=1)
         return rows[::length].copy(), given
 
-    # --- what TorchRL's buffers ask ---------------------------------------------------------------
+    # --- interface for TorchRL's buffers ----------------------------------------------------------
 
     @property
     def _rng(self) -> torch.Generator | None:
@@ -448,14 +453,14 @@ class PrioritizedSampler(Sampler):
 
     @_rng.setter
     def _rng(self, generator: torch.Generator | None) -> None:
-        # A buffer that takes the sampler does this first.
+        # A buffer that is created with this sampler sets the generator first.
         self._joining = self._reader.initialised
         if generator is not None or self._generator is None:
             self._generator = generator
 
     @property
     def alpha(self) -> float:
-        """The exponent of priorities. Where it is set, all priorities stay as they are."""
+        """The exponent of priorities. Setting it leaves all priorities unchanged."""
         return self._alpha
 
     @alpha.setter
@@ -491,11 +496,11 @@ class PrioritizedSampler(Sampler):
         return float(max(0.0, self._priorities.largest ** (1 / self._alpha) - self._eps))
 
     def add(self, index: int) -> None:
-        """Remember the row that a buffer just wrote, whose priority may follow."""
+        """Record the row that a buffer has just written, whose priority may follow."""
         self._remember(int(index))
 
     def extend(self, index: torch.Tensor) -> None:
-        """Remember the rows that a buffer just wrote, whose priorities may follow."""
+        """Record the rows that a buffer has just written, whose priorities may follow."""
         self._remember(index)
 
     def _remember(self, index: Any) -> None:
@@ -504,11 +509,11 @@ class PrioritizedSampler(Sampler):
             self._written = index, reader.rows_at(whole("index", index), reader.span)
 
     def mark_update(self, index: Any, *, storage: Any = None) -> None:
-        """Give the rows that are at ``index`` now the priority of new ones."""
+        """Reset the rows that are at ``index`` now to the priority of new rows."""
         with self._lock:
             at, reader = whole("index", index), self._reader
             rows = reader.rows_at(at, reader.span) if reader.ring else self._rows_at(at)
-            rows = rows[rows < self._priorities.there.stop]  # the others will come with it
+            rows = rows[rows < self._priorities.there.stop]  # later rows get it when they are added
             if len(rows):
                 priorities = self._priorities
                 priorities.follow()
@@ -521,16 +526,16 @@ class PrioritizedSampler(Sampler):
             return len(self._reader) if self._priorities.total > 0 else 0
 
     def _empty(self) -> None:
-        """Do nothing: the storage says itself which rows are gone."""
+        """Do nothing: the storage itself determines which rows are gone."""
 
-    # --- what is kept -----------------------------------------------------------------------------
+    # --- persistence ------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write the priorities beside the rows, where a new sampler finds them.
+        """Write the priorities to the file next to the rows, which a new sampler loads.
 
         Raises:
-            ReadOnlyStorage: this process only reads; `dumps` writes to another place.
-            StorageFull: no space; an older file stays.
+            ReadOnlyStorage: this process only reads the storage. Use `dumps` with another path.
+            StorageFull: there is no space. An older file is kept.
         """
         writer, reader = storage_of_rows(self.storage).writer, self._reader
         if not isinstance(writer, RowWriter) or self.storage.mode == "read":
@@ -550,9 +555,9 @@ class PrioritizedSampler(Sampler):
 
     def _save_at_the_end(self) -> None:
         with self._lock:
-            if self._priorities.most or self._saved:  # it was used, or its file is to be newer
+            if self._priorities.most or self._saved:  # it was used, or has written the file before
                 self._priorities.follow()
-                # Rows that came and were taken back in between change no priority.
+                # Rows that were added and rewound since the last save leave priorities unchanged.
                 if self._priorities.changed or self._rewinds_kept not in (
                     None,
                     self._reader.rewinds,
@@ -576,7 +581,7 @@ class PrioritizedSampler(Sampler):
         return kept, priorities.leaves()
 
     def _load(self) -> None:
-        """Take over what is kept beside the rows."""
+        """Load the priorities from the file next to the rows."""
         reader = storage_of_rows(self.storage).reader
         if not isinstance(reader, FileReader) or not reader.initialised:
             return
@@ -620,16 +625,16 @@ class PrioritizedSampler(Sampler):
         self._take(kept, leaves, what)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the priorities, for `torch.save` beside a model."""
+        """Return the priorities, to save together with a model by `torch.save`."""
         with self._lock:
             kept, leaves = self._kept()
             return {**asdict(kept), "leaves": torch.from_numpy(leaves)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over priorities, alpha, beta and eps; rows that came since have the largest.
+        """Restore priorities, alpha, beta and eps; later rows get the largest priority.
 
         Raises:
-            StateMismatch: they are of another storage, of later rows, or no such state.
+            StateMismatch: the state belongs to another storage or to later rows, or is not valid.
         """
         with self._lock:
             try:
@@ -645,7 +650,7 @@ class PrioritizedSampler(Sampler):
             self._take_all(kept, leaves, "this state")
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
-        """Write the priorities to a folder, which is made; see `loads`."""
+        """Write the priorities to a folder, which is created; see `loads`."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         with self._lock:
@@ -653,10 +658,10 @@ class PrioritizedSampler(Sampler):
             write_priorities(Inside(folder), folder / _FILE, kept, leaves)
 
     def loads(self, path: str | os.PathLike[str]) -> None:
-        """Take over the priorities, alpha, beta and eps that `dumps` wrote to a folder.
+        """Load the priorities, alpha, beta and eps that `dumps` wrote to a folder.
 
         Raises:
-            StateMismatch: they are damaged, of another storage, or of later rows.
+            StateMismatch: they are damaged, or belong to another storage or to later rows.
         """
         folder = Path(path)
         with self._lock:
@@ -683,17 +688,17 @@ class PrioritizedSampler(Sampler):
         )
 
 
-# TorchRL's buffers hand priorities on to samplers that are of this class.
+# TorchRL's buffers forward priorities only to samplers that are instances of this class.
 TorchRLSampler.register(PrioritizedSampler)
 
 
 def _first_leaf(alpha: float, eps: float) -> float:
-    """Return the leaf of a priority of 1, which rows have where none was given yet."""
+    """Return the leaf of a priority of 1, which rows have if no priority was ever set."""
     return float(leaves_of(np.ones(1), alpha, eps)[0])
 
 
 def _called(method: weakref.WeakMethod[Any]) -> Callable[[], None]:
-    """Return a function that calls a method while its object is there."""
+    """Return a function that calls a method as long as its object exists."""
 
     def call() -> None:
         if (found := method()) is not None:

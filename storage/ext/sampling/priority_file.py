@@ -1,12 +1,13 @@
-"""Priorities in a file beside the rows, so that a restart goes on with them.
+"""File that stores priorities next to the rows, so that a restart continues with them.
 
-The file can be lost without losing rows. It begins with a line that names it and its version, and
-one of JSON: the ``id`` of the storage, the rows ``first`` to ``stop`` that it knows, how often rows
-had been taken back by then (``rewinds``), ``slice_len``, ``alpha``, ``beta`` and ``eps``, and the
-leaf of new rows (``entering``). A float32 for each row follows, then a CRC-32 of all that.
+Losing the file loses no rows. It begins with a line that contains a magic string and the version,
+followed by a line of JSON: the ``id`` of the storage, the range of rows ``first`` to ``stop``, the
+number of ``rewinds`` at the time of writing, ``slice_len``, ``alpha``, ``beta`` and ``eps``, and
+the leaf of new rows (``entering``). A float32 for each row follows, then a CRC-32 of everything
+before.
 
-Rows never change, and keep their numbers, while a storage lives, but for rewinds, which are
-counted. So priorities of rows that are still there are theirs.
+Rows never change or move while a storage exists, except by rewinds, which are counted. Priorities
+of rows that still exist are therefore valid.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SUM_NBYTES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class SavedPriorities:
-    """Priorities as they are kept, without the leaves."""
+    """Saved parameters of priorities, without the leaves."""
 
     id: str | None
     first: int
@@ -48,15 +49,16 @@ class SavedPriorities:
     entering: float
 
     def require_of(self, reader: RowReader, slice_len: int | None, what: str) -> int:
-        """Return the number of rows that these may know: below it, numbers mean the same rows.
+        """Return the end of the rows whose numbers still denote the same rows as in the file.
 
         Args:
-            reader: of the rows that are there.
-            slice_len: that of the sampler.
-            what: they are, for messages.
+            reader: the reader of the current rows.
+            slice_len: the sampler's value.
+            what: the name of the saved state, for messages.
 
         Raises:
-            StateMismatch: they are of another storage, of later rows, or of another ``slice_len``.
+            StateMismatch: the state belongs to another storage, to later rows, or to another
+                ``slice_len``.
         """
         if self.id != reader.id:
             raise StateMismatch(f"{what} is of another storage than {reader.path}.")
@@ -75,7 +77,7 @@ class SavedPriorities:
 
     @classmethod
     def of(cls, says: Any) -> SavedPriorities:
-        """Return what a mapping says; raise ValueError if it says no such thing."""
+        """Parse a mapping; raise ValueError if it is invalid."""
         try:
             kept = cls(**{name: says[name] for name in cls.__slots__})
         except (TypeError, KeyError) as error:
@@ -95,7 +97,7 @@ class SavedPriorities:
 
 
 def check_leaves(leaves: np.ndarray, kept: SavedPriorities) -> None:
-    """Raise ValueError unless leaves, float32, are those of so many rows."""
+    """Raise ValueError unless float32 leaves are valid, one for each row of ``kept``."""
     if leaves.shape != (kept.stop - kept.first,):
         raise ValueError("it does not have the priorities that it says")
     if len(leaves) and not (leaves.min() >= 0 and leaves.max() < np.inf):
@@ -103,11 +105,11 @@ def check_leaves(leaves: np.ndarray, kept: SavedPriorities) -> None:
 
 
 def write_priorities(inside: Inside, path: Path, kept: SavedPriorities, leaves: np.ndarray) -> None:
-    """Replace the file, whole or not at all; return when the new one would survive a power cut.
+    """Replace the file atomically, and return when the new file would survive a power failure.
 
     Raises:
-        StorageFull: no space; an older file stays.
-        NotWritable: the file system does not let us write there.
+        StorageFull: there is no space. An older file is kept.
+        NotWritable: the file system does not permit writing there.
     """
     head = _MAGIC + json.dumps(asdict(kept)).encode() + b"\n"
     rows = leaves.astype("<f4", copy=False).data.cast("B")
@@ -122,15 +124,15 @@ def write_priorities(inside: Inside, path: Path, kept: SavedPriorities, leaves: 
 def read_priorities(
     inside: Inside, path: Path, most: int
 ) -> tuple[SavedPriorities, np.ndarray] | None:
-    """Return what is in a file, and the leaves, float32 [rows]; None without one.
+    """Read a file and return its parameters and leaves, float32 [rows]; None if it is missing.
 
     Args:
         inside: the directory of the file.
         path: the file.
-        most: the most rows that it may have.
+        most: the maximum number of rows.
 
     Raises:
-        ValueError: it cannot be used; the message says why, for the middle of a sentence.
+        ValueError: the file cannot be used. The message is a clause that states the reason.
     """
     try:
         content = inside.read(path, most * 4 + _HEAD_NBYTES)

@@ -1,4 +1,4 @@
-"""How often rows are drawn for each that is written, where two processes or threads do that."""
+"""Rate limit: the number of rows drawn per row written, across processes and threads."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _NAME: Final = b"tallyroll drawn "
 _BLOCK: Final = struct.Struct("<32s64s4QI")
 _MAGIC: Final = _NAME + b"1\n"
 MOST: Final = 2**53
-"""More rows than are ever drawn or written: sums of a few such counts have a word."""
+"""Upper bound of rows drawn or written, so that sums of a few counts fit into 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class RateCounts:
-    """Counts since the file was made."""
+    """Counts since the file was created."""
 
     first_row: int = 0
     """The row from which rows are counted."""
     drawn: int = 0
-    """Rows drawn."""
+    """The number of rows drawn."""
     most_drawn: int = 0
-    """The most that were asked for at once."""
+    """The largest number of rows in one request to draw."""
     most_written: int = 0
-    """The most that were to be written at once."""
+    """The largest number of rows in one request to write."""
 
 
 def _packed(owner: str, counts: RateCounts) -> bytes:
@@ -50,7 +50,7 @@ def _packed(owner: str, counts: RateCounts) -> bytes:
 
 
 def _unpacked(block: bytes, owner: str) -> RateCounts:
-    """Return what a block says; raise ValueError if it is none of this owner."""
+    """Parse a block; raise ValueError if it is invalid or has another owner."""
     if len(block) != _BLOCK.size:
         raise ValueError(f"it has {len(block)} bytes, and not {_BLOCK.size}")
     name, whose, *told, check = _BLOCK.unpack(block)
@@ -66,13 +66,14 @@ def _unpacked(block: bytes, owner: str) -> RateCounts:
 
 
 class RateFile:
-    """The file, opened when it is first changed, and made if it is not there.
+    """File of the counts, which the first change opens or creates.
 
     Args:
         inside: the directory of the file.
         path: the file.
         owner: the id of the storage.
-        first_row: the row from which this process counts rows. The file keeps the first of all.
+        first_row: the row from which this process counts rows. The file stores the smallest one of
+            all processes.
     """
 
     def __init__(self, inside: Inside, path: Path, owner: str, first_row: int) -> None:
@@ -91,16 +92,17 @@ class RateFile:
     def change(
         self, change: Callable[[RateCounts], RateCounts]
     ) -> tuple[RateCounts, str | None] | None:
-        """Replace the counts by what ``change`` makes of them.
+        """Replace the counts by the result of ``change``.
 
         Returns:
-            None if another thread or process is changing them just now: ask again. Otherwise the
-            new counts, and why the counts begin again, None unless the file could not be used.
+            None if another thread or process is changing the counts: try again. Otherwise the new
+            counts, and the reason why counting was restarted, which is None unless the file was
+            unusable.
 
         Raises:
-            NotWritable, StorageFull: it cannot be written.
+            NotWritable, StorageFull: the file cannot be written.
         """
-        if self._process not in (-1, os.getpid()):  # a thread of the parent may hold it
+        if self._process not in (-1, os.getpid()):  # a thread of the parent may hold `_turn`
             self._turn = threading.Lock()
         if not self._turn.acquire(blocking=False):
             return None
@@ -120,7 +122,7 @@ class RateFile:
         except BlockingIOError:
             return None
         try:
-            if not os.fstat(self._file).st_nlink:  # removed: another one is made
+            if not os.fstat(self._file).st_nlink:  # removed: the next call creates another file
                 os.close(self._file)
                 self._file = -1
                 return None
@@ -149,11 +151,11 @@ class RateFile:
 
 
 _PAUSES: Final = (0.00005, 0.005)
-"""Seconds between two looks: the first pause, and the longest one."""
+"""The first and the longest pause between two attempts, in seconds."""
 
 
 class RateLimit:
-    """Keeps learning and collecting in step: so many samples for each inserted row::
+    """Limiter that keeps learning and collecting in step, by samples per inserted row::
 
         limit = RateLimit(storage, samples_per_insert=8, min_rows=1_000)
         while collector.collect(64):
@@ -163,28 +165,27 @@ class RateLimit:
             limit.wait_to_sample(256)
             batch = storage.get(torch.randint(len(storage), (256,)))
 
-    Who is ahead waits for the other: `wait_to_sample` while too few rows have come, and
-    `wait_to_insert` while too few were drawn. Neither waits for ever: when the other side has not
-    moved for ``timeout`` seconds, a `RateStalled` says how far each is. Several processes may
-    draw: they count together, in a file beside the rows, and also after a restart. Give all of
-    them the same arguments.
+    The side that is ahead waits for the other: `wait_to_sample` blocks while too few rows have been
+    written, and `wait_to_insert` blocks while too few have been drawn. If the other side makes no
+    progress for ``timeout`` seconds, a `RateStalled` error reports the position of each side.
+    Several processes may draw. They share the counts in a file next to the rows, which also
+    survives a restart. Pass the same arguments in all of them.
 
-    Rows that were there when the first `RateLimit` was made do not count. Once ``min_rows`` have
-    come, the rows drawn are ``samples_per_insert`` for each row beyond these, give or take
-    ``slack``.
+    Rows that existed when the first `RateLimit` was created do not count. After ``min_rows`` rows,
+    the number of rows drawn is ``samples_per_insert`` for each further row, within ``slack``.
 
     Args:
-        storage: a storage on disk, opened in any mode, where this process may write a file.
-        samples_per_insert: rows drawn for each row written, above 0. 8 are batches of 256 rows
-            after each 32 new ones.
-        min_rows: rows that must have come before any is drawn; until then inserting does not wait.
-        slack: how many rows drawn one side may be ahead. None is as many as the largest wait for
-            so far asked for, which always lets one of the two go on.
-        timeout: seconds without a move of the other side after which waiting ends.
+        storage: a storage on disk, opened in any mode, in whose directory this process may write.
+        samples_per_insert: rows drawn for each row written, above 0. 8 allows one batch of 256 rows
+            for each 32 new rows.
+        min_rows: the number of new rows before the first draw. Until then inserting does not wait.
+        slack: the lead that one side may have, in rows drawn. None uses the largest request so far,
+            which always lets one of the two sides proceed.
+        timeout: seconds without progress of the other side after which waiting fails.
 
     Raises:
-        TypeError: another kind of storage.
-        ValueError: a number out of range.
+        TypeError: the storage has another type.
+        ValueError: a number is out of range.
     """
 
     def __init__(
@@ -207,14 +208,14 @@ class RateLimit:
         self._file: RateFile | None = None
         self._first_row = int(storage.head) if storage.reader.initialised else 0
 
-    # --- what the two sides call ------------------------------------------------------------------
+    # --- blocking calls ---------------------------------------------------------------------------
 
     def wait_to_sample(self, rows: int) -> None:
-        """Return when ``rows`` more may be drawn, which then count as drawn.
+        """Block until ``rows`` more rows may be drawn, and count them as drawn.
 
         Raises:
-            RateStalled: no row came for ``timeout`` seconds.
-            ValueError: ``slack`` is too small for what both sides ask for at once.
+            RateStalled: no row was written for ``timeout`` seconds.
+            ValueError: ``slack`` is too small for the requests of both sides.
         """
         _require_count(rows)
 
@@ -229,11 +230,11 @@ class RateLimit:
         self._wait(drawn, lambda was, now: now.drawn > was.drawn, rows, "draw")
 
     def wait_to_insert(self, rows: int) -> None:
-        """Return when ``rows`` more may be written. It is the storage that counts them.
+        """Block until ``rows`` more rows may be written. The storage itself counts them.
 
         Raises:
             RateStalled: no row was drawn for ``timeout`` seconds.
-            ValueError: ``slack`` is too small for what both sides ask for at once.
+            ValueError: ``slack`` is too small for the requests of both sides.
         """
         _require_count(rows)
         allowed = False
@@ -248,28 +249,28 @@ class RateLimit:
 
         self._wait(written, lambda was, now: allowed, rows, "write")
 
-    # --- what there is to know --------------------------------------------------------------------
+    # --- counts and state -------------------------------------------------------------------------
 
     @property
     def drawn(self) -> int:
-        """Rows drawn so far, by all processes."""
+        """The number of rows drawn so far by all processes."""
         return self._now().drawn
 
     @property
     def written(self) -> int:
-        """Rows written since the file was made, by all processes."""
+        """The number of rows written since the file was created, by all processes."""
         return self._written(self._now())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was drawn, for a checkpoint."""
+        """Return the counts for a checkpoint."""
         counts = self._now()
         return {"first_row": counts.first_row, "drawn": counts.drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state; rows that are in the storage since then count as written.
+        """Restore a state; rows that the storage has gained since then count as written.
 
         Raises:
-            StateMismatch: it is no state of a rate limit, or of rows that are not there.
+            StateMismatch: the state is not from a rate limit, or counts rows that do not exist.
         """
         first_row, drawn = (state.get(name, -1) for name in ("first_row", "drawn"))
         if any(type(each) is not int or not 0 <= each < MOST for each in (first_row, drawn)):
@@ -293,7 +294,7 @@ class RateLimit:
             f"min_rows={self.min_rows})"
         )
 
-    # --- how --------------------------------------------------------------------------------------
+    # --- internals --------------------------------------------------------------------------------
 
     def _written(self, counts: RateCounts) -> int:
         return max(0, int(self.storage.head) - counts.first_row)
@@ -302,11 +303,11 @@ class RateLimit:
         return self._written(counts) < self.min_rows or not len(self.storage)
 
     def _due(self, counts: RateCounts, more: int) -> float:
-        """Return how many rows are to be drawn for those that are written, and ``more``."""
+        """Return how many draws correspond to the rows written plus ``more`` rows."""
         return self.samples_per_insert * (self._written(counts) + more - self.min_rows)
 
     def _slack_of(self, counts: RateCounts) -> float:
-        """Return how far one side may be ahead; raise ValueError if neither could go on."""
+        """Return the permitted lead of one side; raise ValueError if neither side could proceed."""
         inserts = self.samples_per_insert * counts.most_written
         if self.slack is None:
             return max(inserts, counts.most_drawn)
@@ -368,7 +369,7 @@ class RateLimit:
         return self._changed(lambda counts: counts)
 
     def _changed(self, change: Callable[[RateCounts], RateCounts]) -> RateCounts:
-        """Change the counts, as soon as no other process does."""
+        """Change the counts, and retry while another process changes them."""
         deadline = time.monotonic() + self.timeout
         while (now := self._try(change)) is None:
             if time.monotonic() > deadline:
@@ -377,10 +378,10 @@ class RateLimit:
         return now
 
     def _try(self, change: Callable[[RateCounts], RateCounts]) -> RateCounts | None:
-        """Change the counts; return None if another process does so now."""
+        """Change the counts; return None if another process is changing them."""
         reader = storage_of_rows(self.storage).reader
         reader.require_open()
-        if not reader.initialised:  # there are no files yet, nor rows
+        if not reader.initialised:  # there are no files and no rows yet
             return change(RateCounts())
         if self._file is None:
             if not isinstance(reader, FileReader):

@@ -1,4 +1,4 @@
-"""The rows at which sequences may start."""
+"""Rows at which sequences can start."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _CHUNK_NUMBERS: Final = 2**20
 
 
 class Starts:
-    """Rows from which ``length`` consecutive steps of one trajectory are stored, themselves first.
+    """The rows that start a stored sequence of ``length`` consecutive steps of one trajectory.
 
     Args:
-        reader: of the rows, which say to which trajectory they belong.
-        length: rows of a sequence.
+        reader: the reader of the rows, which have trajectory ids.
+        length: rows per sequence.
     """
 
     def __init__(self, reader: RowReader, length: int) -> None:
@@ -25,7 +25,7 @@ class Starts:
         self._chunk = max(1, _CHUNK_NUMBERS // length)
 
     def sequences(self, starts: np.ndarray) -> np.ndarray:
-        """Return the rows of the sequences from ``starts`` [n] on, [n, length]."""
+        """Return the rows [n, length] of the sequences that begin at ``starts`` [n]."""
         index = self._reader.trajectory_index
         with index.lock:
             onward = index.rows(self._reader).onward(starts, self.length)
@@ -47,15 +47,15 @@ class Starts:
             with index.lock:
                 known = index.rows(self._reader)
                 starts = known.windows(ends, self.length)[:, 0]
-                if ring := self._reader.ring:  # below, slots hold later rows
+                if ring := self._reader.ring:  # slots of earlier rows hold later rows now
                     first = max(first, known.seen - ring)
                 there = np.flatnonzero(starts >= first)
                 starts, ends = starts[there], ends[there]
                 onward = known.onward(starts, self.length)
-            # No step is missing in between.
+            # Require that no step in between is missing.
             yield starts[_goes_on(onward.T) & (onward[-1] == ends)]
 
 
 def _goes_on(sequences: np.ndarray) -> np.ndarray:
-    """Return which of the sequences [n, length] have as many rows: at an end, one is repeated."""
+    """Return which sequences [n, length] are complete: a short one repeats its last row."""
     return np.asarray((np.diff(sequences, axis=1) > 0).all(axis=1))

@@ -1,14 +1,15 @@
-"""A tree of sums, from which one draws in proportion to numbers, with the extension or NumPy.
+"""Sum tree for draws in proportion to leaves, implemented in C and in NumPy.
 
-A leaf is a float32, 0 or above, of a slot. Above 16 leaves, which are one cache line, is a node
-with their sum, and with the least one above 0 and the largest; above 16 nodes is another, up to a
-single one. A change of a leaf sums up its nodes again from their children, and adds no differences,
-so that nothing drifts.
+A leaf is a float32, 0 or above, that belongs to a slot. Each 16 leaves, which fill one cache line,
+have a parent node that stores their sum, the smallest one above 0, and the largest. Each 16 nodes
+have a parent node in turn, up to a single root. After a change of a leaf, its nodes are summed
+again from their children instead of being updated by differences, so that rounding errors do not
+accumulate.
 
-The children 0, 4, 8 and 12 of a node are a group, so 1, 5, 9 and 13, and so on: a sum is that of
-the groups, one after the other, in float64, and the sum of a group that of its children. A draw
-goes down from the top node by these sums: `engine/_sum_tree.c` does that, and NumPy here, bit for
-bit alike. A leaf of 0 is never drawn, whatever is rounded.
+The children 0, 4, 8 and 12 of a node are a group, as are 1, 5, 9 and 13, and so on. A node's sum
+adds the sums of the groups in order, in float64, and the sum of a group adds its children. A draw
+descends from the root by these sums. `engine/_sum_tree.c` and the NumPy code in this module give
+bit-identical results. A leaf of 0 is never drawn, regardless of rounding.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ _LINE_NBYTES: Final = 64
 _BLOCK: Final = np.dtype(
     [("sum", "f8", (FAN_OUT,)), ("least", "f4", (FAN_OUT,)), ("most", "f4", (FAN_OUT,))]
 )
-"""Nodes with one node above them."""
+"""Sixteen sibling nodes, which share a parent."""
 
 kernel.require_names("NODES", _BLOCK.names or ())
 
 
 Plain = np.ndarray | tuple[int, int, int]
-"""Numbers [n]: an array, or the address, the count and the bytes a number of contiguous ones."""
+"""Numbers [n]: an array, or address, count and item size in bytes of contiguous numbers."""
 
 
 class LeafNumbering(NamedTuple):
     """The rows that have leaves, and their slots."""
 
     ring: int
-    """Slots of a ring, in which row r is in slot r % ring; 0 without one."""
+    """The number of slots of a ring, in which row r is in slot r % ring; 0 without a ring."""
     base: int
-    """The row in slot 0 without a ring."""
+    """The row in slot 0, without a ring."""
     first: int
-    """The oldest row that is there."""
+    """The oldest existing row."""
     stop: int
     """One more than the newest row."""
 
@@ -55,7 +56,7 @@ def _padded(count: int) -> int:
 
 
 def _levels(slots: int) -> list[int]:
-    """Return the numbers of nodes above so many slots, level by level."""
+    """Return the number of nodes of each level above ``slots`` leaves, from the bottom up."""
     nodes = [-(-_padded(slots) // FAN_OUT)]
     while nodes[-1] > 1:
         nodes.append(-(-nodes[-1] // FAN_OUT))
@@ -63,23 +64,23 @@ def _levels(slots: int) -> list[int]:
 
 
 def tree_nbytes(slots: int) -> int:
-    """Return the bytes of memory of a tree."""
+    """Return the memory that a tree takes, in bytes."""
     blocks = sum(_padded(nodes) // FAN_OUT for nodes in _levels(slots))
     return 4 * _padded(slots) + _BLOCK.itemsize * blocks
 
 
 def _aligned(count: int, dtype: np.dtype[Any]) -> np.ndarray:
-    """Return zeros that begin with a cache line."""
+    """Return an array of zeros that begins at a cache line."""
     memory = np.zeros(count * dtype.itemsize + _LINE_NBYTES, np.uint8)
     begin = -memory.ctypes.data % _LINE_NBYTES
     return memory[begin : begin + count * dtype.itemsize].view(dtype)
 
 
 class SumTree:
-    """Leaves of slots, and the sums above them. Callers take turns.
+    """Leaves of slots, and the sums above them. Callers must serialize calls.
 
     Args:
-        slots: how many leaves there is room for, all 0 at first.
+        slots: the number of leaves, which are 0 initially.
     """
 
     def __init__(self, slots: int) -> None:
@@ -88,7 +89,7 @@ class SumTree:
 
     def _make(self, slots: int) -> None:
         self.leaves = _aligned(_padded(slots), np.dtype(np.float32))
-        """float32 [slots], slots being a multiple of 16. Only methods write to it."""
+        """The leaves, float32 [slots], slots being a multiple of 16. Only methods write to it."""
         self._blocks: list[np.ndarray] = []
         nodes = _levels(slots)
         slots, levels = len(self.leaves), len(nodes)
@@ -101,7 +102,7 @@ class SumTree:
         self._table = table_of(words)
 
     def grow(self, slots: int) -> None:
-        """Make room for ``slots`` leaves; those that are there stay."""
+        """Make room for ``slots`` leaves, and keep the existing ones."""
         if slots <= len(self.leaves):
             return
         leaves, levels = self.leaves, self._blocks
@@ -109,7 +110,7 @@ class SumTree:
         self.leaves[: len(leaves)] = leaves
         for blocks, old in zip(self._blocks, levels, strict=False):
             blocks[: len(old)] = old
-        self.renew(0, 1)  # levels that were added
+        self.renew(0, 1)  # fills the added levels
 
     @property
     def total(self) -> float:
@@ -118,7 +119,7 @@ class SumTree:
 
     @property
     def least(self) -> np.float32:
-        """The least leaf above 0; infinite without one."""
+        """The smallest leaf above 0; infinite if there is none."""
         found: np.float32 = self._blocks[-1]["least"][0, 0]
         return found
 
@@ -129,7 +130,7 @@ class SumTree:
         return found
 
     def set(self, slots: np.ndarray, leaves: np.ndarray) -> None:
-        """Set leaves, float32 [n], at ``slots``, int64 [n]; at one that is repeated the last.
+        """Set leaves, float32 [n], at ``slots``, int64 [n]; the last value of a slot wins.
 
         Raises:
             IndexError: a slot is not in the tree; nothing was changed.
@@ -148,21 +149,21 @@ class SumTree:
             self._renew(level, slots)
 
     def put(self, rows: np.ndarray, leaves: np.ndarray, there: LeafNumbering, most: int) -> int:
-        """Set leaves, float32 [n], of ``rows``, int64 [n], which have leaves above 0.
+        """Set leaves, float32 [n], of ``rows``, int64 [n], whose present leaves are above 0.
 
-        Both are used up.
+        The call overwrites ``rows`` and ``leaves`` as scratch space.
 
         Args:
-            rows: numbers of rows.
-            leaves: their leaves.
-            there: which rows have leaves, and where.
-            most: one more than the largest row that there ever was.
+            rows: row numbers.
+            leaves: their new leaves.
+            there: the rows that have leaves, and their slots.
+            most: one more than the largest row that ever existed.
 
         Returns:
-            How many rows have no leaf above 0.
+            The number of rows whose leaf is not above 0.
 
         Raises:
-            IndexError: a row that never was; nothing was changed.
+            IndexError: a row never existed; nothing was changed.
         """
         ring, base, first, stop = there
         if self._kernel is not None:
@@ -184,19 +185,19 @@ class SumTree:
         there: LeafNumbering,
         most: int,
     ) -> int:
-        """Set the leaves of rows to powers of priorities, as `put` does, in one call.
+        """Convert priorities of rows to leaves and set them as `put` does, in one call.
 
         Args:
             powers: the address of the table of `Powers`.
-            drawn: one more than the row that each ``index`` means; None: it is the row itself.
-            index: of the rows, int64 [n].
-            priority: float32 or float64 [n].
-            there: which rows have leaves, and where.
-            most: one more than the largest row that there ever was.
+            drawn: one more than the row that each ``index`` denotes; None: the index is the row.
+            index: the index of the rows, int64 [n].
+            priority: the priorities, float32 or float64 [n].
+            there: the rows that have leaves, and their slots.
+            most: one more than the largest row that ever existed.
 
         Returns:
-            How many rows have no leaf above 0; -1, with nothing done, without the extension, and
-            where an argument is another one, or has a number that is wrong.
+            The number of rows whose leaf is not above 0. If the extension is not available, or an
+            argument has another type or an invalid value, nothing is changed and the result is -1.
         """
         if self._kernel is None or powers is None:
             return -1
@@ -210,7 +211,7 @@ class SumTree:
         self.renew(first, stop)
 
     def renew(self, first: int, stop: int) -> None:
-        """Sum up the leaves of the slots ``[first, stop)`` again."""
+        """Recompute the sums above the slots ``[first, stop)``."""
         if self._kernel is not None:
             self._kernel.renew_sums(self._table, first, stop)
             return
@@ -235,8 +236,8 @@ class SumTree:
         """Draw rows in proportion to their leaves: int64 [n], and their leaves, float32 [n].
 
         Args:
-            uniform: numbers from 0 to below 1, float64 [n], which are used up.
-            there: which rows have leaves, and where.
+            uniform: numbers in [0, 1), float64 [n]. The call overwrites them as scratch space.
+            there: the rows that have leaves, and their slots.
 
         Raises:
             ValueError: all leaves are 0.
@@ -260,17 +261,17 @@ class SumTree:
 
 
 def _by_group(children: np.ndarray) -> np.ndarray:
-    """Return children [n, 16] as [n, child, group]."""
+    """Reshape children [n, 16] to [n, child, group]."""
     return children.reshape(-1, FAN_OUT // _GROUPS, _GROUPS)
 
 
 def _running(numbers: np.ndarray) -> np.ndarray:
-    """Return running sums of numbers [n, 4, ...], made from the first to the last."""
+    """Return the cumulative sums of numbers [n, 4, ...] along axis 1."""
     return numbers.cumsum(axis=1, dtype=np.float64)
 
 
 def _part_of(parts: np.ndarray, mass: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return in which of its parts, [n, 4], each ``mass`` [n] lies, and where in that part."""
+    """Return which of the parts [n, 4] contains each ``mass`` [n], and the remaining mass."""
     until, each = _running(parts), np.arange(len(parts))
     number = (until <= mass[:, None]).sum(axis=1)
     before = np.where(number > 0, until[each, number - 1], 0)

@@ -1,1 +1,1 @@
-"""Rows that the workers of one run wrote, each to a storage of its own, read as one."""
+"""Sharded storages: each worker of a run writes a storage of its own, and all are read as one."""

@@ -1,7 +1,8 @@
-"""The file that says how many rows of each shard count: lines are appended, and never changed.
+"""Append-only file that records how many rows of each shard are acknowledged.
 
-A row counts if and only if a line names it. Each line has a checksum, so that one which a killed
-process left half written is seen and passed over: the rows that it would have named do not count.
+A row counts if and only if a line acknowledges it. Each line has a checksum, which detects damage.
+A killed process may leave an incomplete last line without a newline. Readers skip it, so the rows
+that it would have acknowledged do not count.
 """
 
 from __future__ import annotations
@@ -22,32 +23,32 @@ from tallyroll.storage.files.run_record import record_without
 from tallyroll.storage.files.safe_files import Inside, write_all
 
 NAME: Final = re.compile(r"[0-9]{6}-[0-9a-f]{8}")
-"""The name of a shard's folder: no path leads out of it."""
+"""Pattern of shard folder names, which cannot lead out of the storage's folder."""
 
 _LIMIT: Final = 2**26
 _WRITTEN_AGAIN: Final = 2**20
-"""Bytes after which the lines are put together into few."""
+"""Size in bytes above which the lines are compacted."""
 _MOST: Final = 2**48
 SUMS: Final = ("random", "ticks", "reset_ticks", "episodes_complete", "agent_transitions")
-"""Counts of a run's ledger that are sums over its rows: with a lost shard its part of them goes."""
+"""Counts of a run's ledger that are sums over its rows. A lost shard reduces them by its part."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRows:
-    """A shard, and which of its rows count: the first ones."""
+    """A shard and the number of its acknowledged rows, which are its first rows."""
 
     name: str
     host: str
-    """The node that it was written on."""
+    """The node on which the shard was written."""
     id: str
-    """The id of its manifest: no other storage at its place is taken for it."""
+    """The id in the shard's manifest, which detects another storage in its place."""
     rows: int
     sums: tuple[int, ...] = (0,) * len(SUMS)
-    """Its part of the counts in :data:`SUMS`."""
+    """The shard's part of the counts in :data:`SUMS`."""
 
     @classmethod
     def of(cls, said: Any) -> ShardRows:
-        """Return the shard of a list in a line; raise ValueError if it cannot be right."""
+        """Parse a shard's entry in a line; raise ValueError or TypeError if it is invalid."""
         name, host, id, rows, *sums = said
         if not (isinstance(name, str) and NAME.fullmatch(name)):
             raise ValueError(f"a shard called {name!r:.100}")
@@ -62,24 +63,24 @@ class ShardRows:
 
     @property
     def numbers(self) -> list[int]:
-        """Return its rows and counts, as a line has them."""
+        """The rows and the counts, in the order of a line's entry."""
         return [self.rows, *self.sums]
 
 
 @dataclass
 class AcknowledgedRows:
-    """The rows that count, in the order of their shards, and the newest record of the run."""
+    """The acknowledged rows by shard, and the latest record of the run."""
 
     shards: list[ShardRows] = field(default_factory=list)
     record: tuple[int, bytes] | None = None
-    """The rows that counted when it was written, and its payload."""
+    """The number of acknowledged rows when the record was written, and its payload."""
     rows: int = 0
-    """All rows that count."""
+    """The total number of acknowledged rows."""
     numbers: dict[str, int] = field(default_factory=dict)
-    """The number of each shard, by its name."""
+    """The index of each shard by name."""
 
     def take(self, line: Any) -> None:
-        """Take over what a line says; raise ValueError if it cannot be right."""
+        """Apply a line; raise ValueError or TypeError if it is invalid."""
         if not isinstance(line, dict):
             raise TypeError("a line is no mapping")
         for each in line.get("shards", ()):
@@ -99,7 +100,7 @@ class AcknowledgedRows:
             self.record = self.rows, str(record).encode()
 
     def line(self) -> dict[str, Any]:
-        """Return a line that says all of it."""
+        """Return one line that contains the complete state."""
         shards = [[each.name, each.host, each.id, *each.numbers] for each in self.shards]
         said: dict[str, Any] = {"shards": shards}
         return said if self.record is None else {**said, "record": self.record[1].decode()}
@@ -111,10 +112,10 @@ def _spelt(line: Mapping[str, Any]) -> bytes:
 
 
 def read_acknowledged(inside: Inside, path: Path) -> tuple[AcknowledgedRows, int]:
-    """Return what the file says, and the bytes of its whole lines.
+    """Parse the file; return its state and the size in bytes of its complete lines.
 
     Raises:
-        CorruptStorage: a line before the last one is damaged, or the file is too large.
+        CorruptStorage: a complete line is damaged, or the file is too large.
     """
     try:
         content = inside.read(path, _LIMIT)
@@ -144,11 +145,11 @@ def _damaged(path: Path, why: str) -> CorruptStorage:
 
 
 class AcknowledgedFile:
-    """Appends to the file; one process at a time.
+    """Writer that appends lines to the file; only one process may use it at a time.
 
     Args:
         inside: the folder.
-        path: of the file in it.
+        path: the path of the file in the folder.
     """
 
     def __init__(self, inside: Inside, path: Path) -> None:
@@ -161,13 +162,13 @@ class AcknowledgedFile:
     def _open(self) -> None:
         self.close()
         self._file = self._inside.open(self._path, os.O_RDWR | os.O_CREAT)
-        os.ftruncate(self._file, self._good)  # what a killed process left half written
+        os.ftruncate(self._file, self._good)  # remove the incomplete line of a killed process
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Append a line; all of it counts afterwards, or nothing.
+        """Append a line atomically.
 
         Raises:
-            StorageFull, DiskFailed: it could not be written.
+            StorageFull, DiskFailed: the line could not be written.
         """
         content = _spelt(line)
         try:
@@ -183,9 +184,9 @@ class AcknowledgedFile:
             self._write_again()
 
     def lose(self, numbers: Sequence[int]) -> None:
-        """Let no row of these shards count any more, and take their part from the record's sums.
+        """Revoke all rows of some shards, and subtract their part from the sums of the record.
 
-        How many rows were stored the record still says: those that are missing now are lost.
+        The record keeps the number of rows stored, so the difference counts as lost.
         """
         shards = [self.said.shards[number] for number in numbers]
         line: dict[str, Any] = {"rows": {str(number): [0] * (1 + len(SUMS)) for number in numbers}}

@@ -1,13 +1,14 @@
-"""The folder of a sharded storage: a manifest, the rows that count, and a folder a shard.
+"""Files of a sharded storage: a manifest, the acknowledged rows, and one folder per shard.
 
 ::
 
-    DIR/manifest.json         what it is: columns, and the runs that wrote the rows
-    DIR/acknowledged.lines    how many of each shard's rows count; see `acknowledged`
-    DIR/tallyroll.lock        held by the process that decides that
-    DIR/shards/000000-…       a memory-mapped storage a start of a worker, on the worker's node
+    DIR/manifest.json         columns, and the runs that wrote the rows
+    DIR/acknowledged.lines    the acknowledged rows of each shard; see `acknowledged_rows`
+    DIR/tallyroll.lock        held by the process that acknowledges rows
+    DIR/shards/000000-…       one memory-mapped storage per worker start, on the worker's node
 
-A node without this disk writes to the same path on its own; its shards are brought here to be read.
+A node that does not share this disk writes to the same path on its own disk. Its shards must be
+copied here before they can be read.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tallyroll.storage.formats.memmap import MemmapFormat
 from tallyroll.storage.readers.file_reader import FileReader
 
 _BEFORE: Final = "shards_before"
-"""The field of a run's entry: how many shards there were when it began."""
+"""The field of a run's entry with the number of shards that existed when the run began."""
 
 
 class ShardedFiles:
@@ -47,9 +48,9 @@ class ShardedFiles:
         """Return the manifest.
 
         Raises:
-            StorageMissing: nothing is there.
-            NotAStorage: it is of another format.
-            CorruptStorage: it is damaged.
+            StorageMissing: the folder does not exist.
+            NotAStorage: the storage has another format.
+            CorruptStorage: the manifest is damaged.
         """
         if not self.root.exists():
             raise StorageMissing(f"there is no storage at {self.root}. Give the path of one.")
@@ -59,7 +60,7 @@ class ShardedFiles:
         return found
 
     def acknowledged(self) -> AcknowledgedRows:
-        """Return which rows count."""
+        """Return the acknowledged rows."""
         return read_acknowledged(self.inside, self.lines_path)[0]
 
     def place_of(self, name: str) -> Path:
@@ -67,15 +68,15 @@ class ShardedFiles:
         return self.shards_path / name
 
     def open_shard(self, shard: ShardRows, *, accept_copy: bool = False) -> FileReader:
-        """Open a shard, and check that it is that one, and has the rows that count.
+        """Open a shard, and check its identity and that it has its acknowledged rows.
 
         Raises:
-            CorruptStorage: it is not there, lacks rows, or another storage is in its place.
-            StorageError: it cannot be opened.
+            CorruptStorage: the shard is missing or lacks rows, or another storage is in its place.
+            StorageError: the shard cannot be opened.
         """
         place = self.place_of(shard.name)
         try:
-            close_all([self.inside.open_directory(place)])  # through no link
+            close_all([self.inside.open_directory(place)])  # does not follow links
         except FileNotFoundError as error:
             raise CorruptStorage(
                 f"{place} is missing, with {shard.rows:,} rows that count: a worker on node "
@@ -108,7 +109,7 @@ class ShardedFiles:
         return reader
 
     def open_all(self, said: AcknowledgedRows, *, accept_copy: bool = False) -> list[FileReader]:
-        """Open each shard that has rows which count."""
+        """Open each shard that has acknowledged rows."""
         with ExitStack() as undo:
             found = [
                 undo.enter_context(self.open_shard(each, accept_copy=accept_copy))
@@ -120,12 +121,12 @@ class ShardedFiles:
 
 
 def entry_before(run: Mapping[str, Any], shards: int) -> dict[str, Any]:
-    """Return the entry of a run that begins, or goes on, after so many shards."""
+    """Return the entry of a run that begins, or resumes, when ``shards`` shards exist."""
     return {**run, _BEFORE: shards}
 
 
 def entries_in(manifest: Manifest, said: AcknowledgedRows) -> Iterator[dict[str, Any]]:
-    """Yield the entries of runs, each with its first row among those that count now."""
+    """Yield the entries of runs, with first rows counted among the acknowledged rows."""
     for run in manifest["runs"]:
         before = run.get(_BEFORE)
         if type(before) is not int or not before >= 0:

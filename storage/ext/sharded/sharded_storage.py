@@ -1,4 +1,4 @@
-"""The storage of a run whose workers write the rows."""
+"""Storage of a run whose workers write the rows."""
 # ruff: noqa: D102 - what a reader does is said once, in `RowReader`
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tallyroll.storage.replay.tensor_storage import AsTensorStorage
 
 
 class ShardedReader(UnionReader):
-    """The rows that counted when it was opened: those of one shard after the other.
+    """Reader of the rows that were acknowledged when it was opened, one shard after the other.
 
-    Their trajectories have different ids, for workers number them so.
+    Workers assign unique trajectory ids, so the reader does not move ids.
 
     Args:
-        files: the folder.
-        path: for messages.
+        files: the files of the storage.
+        path: the path to show in messages.
         accept_copy: open shards that were copied while a writer had them open.
     """
 
@@ -73,19 +73,19 @@ class ShardedReader(UnionReader):
 
 
 class ShardedStorage(DiskStorage):
-    """A storage of which workers write the rows, each to a shard of its own: see `open_storage`.
+    """Storage whose rows are written by workers, each to its own shard; see `open_storage`.
 
-    A collector with ``sharded=True`` makes it of a path. It takes a run, and no rows; they are
-    read by `open_storage`.
+    A collector with ``sharded=True`` creates one from a path. This object accepts a run, but no
+    rows. Read the rows with `open_storage`.
 
     Args:
         path: a directory.
         mode: ``"create"`` or ``"append"``.
 
     Raises:
-        StorageExists, DirectoryNotEmpty, StorageMissing, NotAStorage: something else is there, or
-            nothing.
-        StorageLocked: another process writes its run.
+        StorageExists, DirectoryNotEmpty: with ``"create"``, the directory is in use.
+        StorageMissing, NotAStorage: with ``"append"``, there is no sharded storage.
+        StorageLocked: another process writes a run to it.
     """
 
     sharded = True
@@ -101,22 +101,22 @@ class ShardedStorage(DiskStorage):
         self._reopening = {"path": str(self.path.absolute())}
 
     def reserve(self, rows: int) -> None:
-        """Do nothing: workers reserve space where they are."""
+        """Do nothing: workers reserve space for their own shards."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows that count."""
+        """Size of the acknowledged rows in bytes."""
         return self.head * self.schema.row_nbytes if self.head else 0
 
 
 def open_at(path: Path, mode: Mode, *, accept_copy: bool = False) -> UnionStorage:
-    """Open the shards of a sharded storage as one storage, to read."""
+    """Open the shards of a sharded storage as one read-only storage."""
     reader = ShardedReader(ShardedFiles(path.absolute()), path, accept_copy=accept_copy)
     try:
         found = UnionStorage(reader, mode)
     except BaseException:
         reader.close()
         raise
-    # As these shards with these rows: when it is opened again, more may count.
+    # Pickles reopen these shards with these rows, since more rows may be acknowledged by then.
     found.reopen_by([each.path for each in reader.members], accept_copy=accept_copy)
     return found

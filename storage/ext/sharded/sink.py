@@ -1,4 +1,4 @@
-"""A sharded storage while its run is written: it takes counts, and no rows."""
+"""Writer side of a sharded storage: it acknowledges rows that workers write elsewhere."""
 # ruff: noqa: D102 - what a reader and a writer do is said in `RowReader` and `RunWriter`
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tallyroll.storage.stores.run_claim import RunClaim
 
 
 class _NoRows(ColumnReader):
-    """A column of rows that are elsewhere."""
+    """Placeholder for a column whose rows are in shards."""
 
     def __init__(self, column: Column) -> None:
         self._column = column
@@ -56,7 +56,7 @@ class _NoRows(ColumnReader):
 
 
 class CountedRows(RowReader):
-    """The counts of a sharded storage; its rows are read by those who open it to read."""
+    """Counts of a sharded storage that is being written; this reader returns no rows."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,7 +65,7 @@ class CountedRows(RowReader):
         self._schema: Schema | None = None
 
     def use(self, manifest: Manifest, said: AcknowledgedRows) -> None:
-        """Take over what the files say."""
+        """Use the contents of the files."""
         self.made, self.said = manifest, said
         self._schema = Schema.from_json(manifest.get("schema"))
 
@@ -102,15 +102,15 @@ class CountedRows(RowReader):
 
 
 class ShardedWriter(NoWriter):
-    """Says which rows of shards count, and keeps the entries of the run. One run a storage.
+    """Writer that acknowledges rows of shards and stores the run's entries; one run per storage.
 
     Args:
-        path: of the folder.
+        path: the path of the folder.
         mode: ``"create"`` or ``"append"``.
 
     Raises:
-        StorageExists, DirectoryNotEmpty: something is there, with ``"create"``.
-        StorageLocked: another process writes to it.
+        StorageExists, DirectoryNotEmpty: with ``"create"``, the folder is in use.
+        StorageLocked: another process writes to the storage.
     """
 
     grows, in_one_call = True, False
@@ -122,9 +122,9 @@ class ShardedWriter(NoWriter):
         super().__init__(self.reader)
         self.files, self.claim, self.runs = ShardedFiles(path), RunClaim(self), self
         self.provenance: Mapping[str, Any] = {}
-        """Entries that are added to a run's entry: the command that writes it."""
+        """Extra entries for a run's entry: the command that writes it."""
         self._newest = -1
-        """The newest version of a policy in rows that count, or counted."""
+        """The newest policy version in rows that are, or were, acknowledged."""
         self._named = 0
         self._lock: WriterLock | None = None
         self._lines: AcknowledgedFile | None = None
@@ -160,11 +160,13 @@ class ShardedWriter(NoWriter):
     # --- shards -----------------------------------------------------------------------------------
 
     def lose_missing(self, seen: Iterable[tuple[str, str, int]]) -> list[str]:
-        """Let rows of shards that are gone, or damaged, count no more; return what is lost.
+        """Revoke the rows of shards that are missing or damaged, and return the reasons.
 
-        What else keeps a shard from being opened is raised: a limit of files loses no row.
+        Any other error that prevents opening a shard is raised, so that, for example, a limit of
+        open files does not lose rows.
 
-        ``seen`` are shards that others saw on their nodes: name, id and rows of each.
+        Args:
+            seen: the shards that other nodes have found on their disks: name, id and rows of each.
         """
         lost, most = [], dict[tuple[str, str], int]()
         for name, id, rows in seen:
@@ -181,17 +183,20 @@ class ShardedWriter(NoWriter):
         return [why for _, why in lost]
 
     def new_shard(self) -> str:
-        """Return the name of a shard that there was not yet, on any node."""
+        """Return a new shard name that is unique across nodes."""
         self._named += 1
         return f"{self._named:06d}-{secrets.token_hex(4)}"
 
     def acknowledge(self, kept: Iterable[ShardRows], record: bytes, newest: int) -> None:
-        """Let the first rows of shards count from now on, as many as ``kept`` says of each.
+        """Acknowledge the first rows of shards.
 
-        ``newest`` is the newest version of a policy in them.
+        Args:
+            kept: the shards, with the number of rows to acknowledge in each.
+            record: the record of the run.
+            newest: the newest policy version in these rows.
 
         Raises:
-            StorageFull, DiskFailed: they do not.
+            StorageFull, DiskFailed: the acknowledgement could not be written.
         """
         assert self._lines is not None
         numbers = self.reader.said.numbers
@@ -208,7 +213,7 @@ class ShardedWriter(NoWriter):
     def _with_newest(self, payload: bytes) -> bytes:
         return record_after(payload, next_id=-1, incarnation=-1, policy_version=self._newest)
 
-    # --- the run, as a collector writes it --------------------------------------------------------
+    # --- the collector's run ----------------------------------------------------------------------
 
     def append(self, rows: CopiedInSteps, record: bytes | None = None) -> range:
         self._refuse("rows are written by workers, to shards")
@@ -262,10 +267,10 @@ class ShardedWriter(NoWriter):
         raise ReadOnlyStorage(f"{self.path} is a sharded storage: {why}.")
 
     def flush(self) -> None:
-        """Nothing is to be shown."""
+        """Do nothing: there are no rows to flush."""
 
     def close(self) -> None:
-        """Close the files, and let another process write."""
+        """Close the files and release the writer lock."""
         self.reader.close()
         if self._lines is not None:
             self._lines.close()

@@ -1,1 +1,1 @@
-"""Statistics of columns, counted in one pass and kept beside the rows."""
+"""Statistics of columns, computed in one pass and stored next to the rows."""

@@ -1,4 +1,4 @@
-"""Statistics that are kept, compared with those that the rows have."""
+"""Comparison of stored statistics with statistics that are recomputed from the rows."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.schema import Column
 
 _ROUNDED = 1e-12
-"""The part of the largest number by which means may differ: rows may come in other parts."""
+"""Tolerance of means relative to the largest number.
+
+The order in which batches of rows are merged changes the rounding.
+"""
 
 
 def differences(
     reader: RowReader, column: Column, kept: ColumnAccumulator, tell: Callable[[int], object]
 ) -> Iterator[str]:
-    """Yield what the rows of a column contradict, one phrase each.
+    """Recompute the statistics of a column, and yield each stored one that differs, as a phrase.
 
     Args:
-        reader: of the rows.
-        column: which column.
-        kept: what was counted of it.
-        tell: called with the bytes that were read since its last call.
+        reader: the reader of the rows.
+        column: the column.
+        kept: the stored statistics of the column.
+        tell: a callback that receives the number of bytes read since its last call.
     """
     found, rows = none_counted(column), range(kept.stop)
     count_on(reader, column, found, rows, tell)
@@ -49,13 +52,13 @@ def differences(
 
 
 def _of_runs(counted: ColumnAccumulator, runs: int) -> np.ndarray:
-    """Return moments [runs, numbers], also of runs that have none of the rows."""
+    """Return moments [runs, numbers], padded with empty moments for runs without rows."""
     more = nothing(runs - len(counted.of_runs), counted.of_runs.shape[1])
     return np.concatenate([counted.of_runs, more])
 
 
 def _are_near(mine: np.ndarray, theirs: np.ndarray) -> bool:
-    """Return whether means and squared differences [numbers] are the same but for rounding."""
+    """Return True if means and squared differences [numbers] agree except for rounding."""
     with np.errstate(all="ignore"):
         size = np.maximum(np.abs(theirs["least"]), np.abs(theirs["most"]))
         size = np.where(theirs["count"] > 0, size, 0)

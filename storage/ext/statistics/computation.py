@@ -1,4 +1,4 @@
-"""Count the statistics of columns: one pass over the rows, a few at a time."""
+"""Computation of column statistics in one pass over the rows, a chunk at a time."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.trajectories.columns import floats_of
 
 MOST_EACH: Final = 256
-"""Numbers of a row's value of which each has statistics of its own; those of more have one."""
+"""Maximum size of a row's value for separate statistics per number; larger ones are pooled."""
 SAMPLE_ROWS: Final = 2**14
-"""Rows from which quantiles are taken, where there are more."""
+"""Maximum number of rows from which quantiles are computed."""
 _SAMPLE_NUMBERS: Final = 2**22
 _AT_ONCE: Final = 2**20
-"""Numbers that are read at a time."""
+"""Numbers per chunk."""
 
 
 @dataclass
 class ColumnAccumulator:
-    """The numbers that are counted of one column."""
+    """Accumulated statistics of one column."""
 
     of_runs: np.ndarray
     """Moments [runs, numbers] of the rows of each run."""
     of_bytes: np.ndarray | None
-    """How often each byte comes, int64 [numbers, 256], where numbers are bytes."""
+    """Histogram of byte values, int64 [numbers, 256]; None unless the dtype has one byte."""
     quantiles: np.ndarray | None = None
-    """[quantiles, numbers]; None: they are still to be counted."""
+    """Quantiles [quantiles, numbers]; None if they have not been computed yet."""
     stop: int = 0
-    """One more than the number of the last row that is counted."""
+    """The end (exclusive) of the rows that have been counted."""
 
     def total(self) -> np.ndarray:
         """Return the moments of all rows [numbers]."""
@@ -58,23 +58,23 @@ class ColumnAccumulator:
 
 
 def numbers_each(column: Column) -> int:
-    """Return how many numbers of a column have statistics of their own."""
+    """Return how many numbers of a row's value have separate statistics."""
     size = math.prod(column.shape)
     return size if size <= MOST_EACH else 1
 
 
 def can_be_counted(column: Column) -> bool:
-    """Return whether a column has numbers that are in an order."""
+    """Return True if the numbers of a column are ordered, so that it can have statistics."""
     return column.numpy_dtype.kind in "biuf"
 
 
 def is_of_bytes(column: Column) -> bool:
-    """Return whether each number of a column is one byte."""
+    """Return True if each number of a column is one byte."""
     return column.numpy_dtype.itemsize == 1
 
 
 def none_counted(column: Column) -> ColumnAccumulator:
-    """Return what is counted of a column before its first row."""
+    """Return an empty accumulator for a column."""
     each = numbers_each(column)
     counts = np.zeros((each, BYTES), np.int64) if is_of_bytes(column) else None
     return ColumnAccumulator(nothing(0, each), counts)
@@ -87,14 +87,14 @@ def count_on(
     rows: range,
     progress: Callable[[int], object],
 ) -> None:
-    """Count the rows ``rows`` of a column, after those that are counted.
+    """Add the rows ``rows`` of a column to an accumulator.
 
     Args:
-        reader: of the rows.
-        column: which column.
-        counted: what is counted so far, which is changed.
-        rows: their numbers.
-        progress: called with the bytes that were read since its last call.
+        reader: the reader of the rows.
+        column: the column.
+        counted: the accumulator, which is modified in place.
+        rows: the row numbers, which follow those counted so far.
+        progress: a callback that receives the number of bytes read since its last call.
     """
     size = math.prod(column.shape)
     for number, part in _by_run(reader, rows):
@@ -120,7 +120,7 @@ def count_on(
 def add_quantiles(
     reader: RowReader, column: Column, counted: ColumnAccumulator, rows: range
 ) -> None:
-    """Take quantiles: of all bytes, or of a sample of rows; see `sampled`."""
+    """Compute quantiles, exactly for one-byte columns or else from a sample; see `sampled`."""
     if counted.of_bytes is not None:
         counted.quantiles = quantiles_of_counts(counted.of_bytes, _values_of_bytes(column))
         return
@@ -135,13 +135,15 @@ def add_quantiles(
 
 
 def most_sampled(column: Column) -> int:
-    """Return how many rows of a column quantiles are taken from, at most."""
+    """Return the maximum number of rows of a column from which quantiles are computed."""
     return max(1, min(SAMPLE_ROWS, _SAMPLE_NUMBERS // math.prod(column.shape)))
 
 
 def sampled(rows: range, most: int) -> np.ndarray:
-    """Return numbers of ``most`` of the rows, ascending: all if there are no more, else one of each
-    of as many stretches, drawn by a hash, so that the same rows give the same ones.
+    """Return at most ``most`` of the row numbers, in ascending order.
+
+    If there are more rows, they are divided into ``most`` stretches of nearly equal size, and a
+    hash selects one row of each. The same rows therefore always give the same sample.
     """
     count = len(rows)
     if count <= most:
@@ -153,7 +155,7 @@ def sampled(rows: range, most: int) -> np.ndarray:
 
 
 def _by_run(reader: RowReader, rows: range) -> Iterator[tuple[int, range]]:
-    """Yield the number of a run, and those of the rows that it wrote, in their order."""
+    """Yield run numbers and the consecutive rows that each run wrote, in row order."""
     if not len(rows):
         return
     runs = reader.runs
@@ -165,7 +167,7 @@ def _by_run(reader: RowReader, rows: range) -> Iterator[tuple[int, range]]:
 
 
 def _values(reader: RowReader, column: Column, start: int, stop: int) -> np.ndarray:
-    """Return the numbers [n, numbers] of some rows, without those that a ring overwrote."""
+    """Return the values [n, numbers] of some rows, without rows that a ring has overwritten."""
     found = reader.column(column.key).slice(start, stop)
     if reader.ring:
         found = found.copy()
@@ -180,7 +182,7 @@ def _as_numbers(column: Column, values: np.ndarray) -> np.ndarray:
 
 
 def _bytes_counted(values: np.ndarray) -> np.ndarray:
-    """Return how often each byte comes in each column of bytes [n, numbers], [numbers, 256]."""
+    """Return the histogram [numbers, 256] of the bytes in values [n, numbers]."""
     each = values.shape[1]
     places = values.view(np.uint8).astype(np.intp)
     if each > 1:
@@ -190,7 +192,7 @@ def _bytes_counted(values: np.ndarray) -> np.ndarray:
 
 
 def _values_of_bytes(column: Column) -> np.ndarray:
-    """Return the number that each byte is, float64 [256]."""
+    """Return the number that each byte value represents, float64 [256]."""
     every = np.arange(BYTES).astype(np.uint8)
     kind = np.uint8 if column.numpy_dtype == np.bool_ else column.numpy_dtype
     return in_float64(every.view(kind))

@@ -1,7 +1,7 @@
-"""Counts, means, deviations and extremes of numbers, counted in parts that are put together. Pure.
+"""Count, mean, variance and extremes of numbers, computed in mergeable parts. Pure.
 
-Parts are put together as Chan, Golub and LeVeque (1979) do, in float64: a deviation stays right
-where it is much smaller than the mean. NaNs are counted, and are in no other number.
+Parts are merged in float64 by the method of Chan, Golub and LeVeque (1979), which stays accurate
+if the standard deviation is much smaller than the mean. NaNs are counted, and ignored otherwise.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ MOMENTS: Final = np.dtype(
         ("most", "<f8"),
     ]
 )
-"""Moments of some numbers: how many there are, without NaNs; how many NaNs; the mean; the sum of
-squared differences from it; the smallest and the largest, infinite and -infinite without any."""
+"""Moments of some numbers.
+
+``count`` excludes NaNs, which ``nans`` counts. ``squares`` is the sum of squared differences from
+the mean. ``least`` and ``most`` are the extremes, inf and -inf if there are no numbers.
+"""
 
 BYTES: Final = 256
 QUANTILES: Final = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 
 def nothing(*shape: int) -> np.ndarray:
-    """Return moments [*shape] of no numbers."""
+    """Return the moments [*shape] of empty sets of numbers."""
     found = np.zeros(shape, MOMENTS)
     found["least"], found["most"] = np.inf, -np.inf
     return found
@@ -61,11 +64,11 @@ def moments_of(values: np.ndarray) -> np.ndarray:
 
 
 def moments_of_counts(counts: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the moments [columns] of numbers that are counted.
+    """Return the moments [columns] of numbers that are given as a histogram.
 
     Args:
-        counts: how often each value comes, int64 [columns, values].
-        values: the values, ascending or not, float64 [values].
+        counts: the number of occurrences of each value, int64 [columns, values].
+        values: the values in any order, float64 [values].
     """
     found = nothing(len(counts))
     found["count"] = counts.sum(axis=1)
@@ -78,7 +81,7 @@ def moments_of_counts(counts: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def merged(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the moments of the numbers of both."""
+    """Merge the moments of two sets of numbers."""
     found = one.copy()
     with np.errstate(all="ignore"):
         count = one["count"] + other["count"]
@@ -86,10 +89,10 @@ def merged(one: np.ndarray, other: np.ndarray) -> np.ndarray:
         share = other["count"] / np.maximum(count, 1)
         found["mean"] += apart * share
         found["squares"] += other["squares"] + apart * apart * one["count"] * share
-        endless = ~np.isfinite(apart)  # a mean is infinite: nothing differs from it by a number
+        endless = ~np.isfinite(apart)  # a mean is infinite, so differences from it are undefined
         found["mean"][endless] = (one["mean"] * (1 - share) + other["mean"] * share)[endless]
         found["squares"][endless] = np.nan
-        # A part without numbers has no mean.
+        # An empty part has no mean: use the moments of the other part.
         for empty, full in ((one, other), (other, one)):
             alone = empty["count"] == 0
             for name in ("mean", "squares"):
@@ -102,9 +105,9 @@ def merged(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def quantiles_of(values: np.ndarray) -> np.ndarray:
-    """Return `QUANTILES` [quantiles, columns] of numbers [n, columns], NaN where there are none.
+    """Return `QUANTILES` [quantiles, columns] of numbers [n, columns]; NaN if there are none.
 
-    Each is the smallest of the numbers that has such a share of them at or below it.
+    A quantile is the smallest number such that at least its share of all numbers is at or below it.
     """
     found = np.full((len(QUANTILES), values.shape[1]), np.nan)
     for place, column in enumerate(in_float64(values.T)):
@@ -115,7 +118,7 @@ def quantiles_of(values: np.ndarray) -> np.ndarray:
 
 
 def quantiles_of_counts(counts: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return `QUANTILES` as `quantiles_of` does, of numbers that are counted."""
+    """Return `QUANTILES` like `quantiles_of`, for numbers that are given as a histogram."""
     order = np.argsort(values)
     found = np.full((len(QUANTILES), len(counts)), np.nan)
     for place, each in enumerate(counts[:, order]):
@@ -126,7 +129,7 @@ def quantiles_of_counts(counts: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def _ranks(count: int) -> np.ndarray:
-    """Return the place of each of `QUANTILES` among so many numbers in order, from 0 on."""
+    """Return the 0-based rank of each of `QUANTILES` among ``count`` sorted numbers."""
     shares = np.array(QUANTILES) * count
     found: np.ndarray = np.maximum(np.ceil(shares - 1e-9).astype(np.int64) - 1, 0)
     return found

@@ -1,4 +1,4 @@
-"""A transform that gives a column the mean 0 and the deviation 1, by statistics of a storage."""
+"""Transform that scales a column to mean 0 and standard deviation 1, by a storage's statistics."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from tallyroll.storage.rows.keys import Key, as_key, format_key
 
 
 class Normaliser(ObservationNorm):
-    """Subtracts a mean and divides by a deviation; what is far out is clipped.
+    """Subtract a mean, divide by a standard deviation, and clip outliers.
 
-    A module: called with a tensor, it returns one. A transform of TorchRL: in a replay buffer and
-    in an environment it changes the column ``key``, and in batches ``("next", *key)``, too. Its
-    state is all in ``state_dict``.
+    A `Normaliser` is a module that maps a tensor to a tensor. It is also a TorchRL transform: in a
+    replay buffer or an environment it changes the column ``key``, and in batches also
+    ``("next", *key)``. ``state_dict`` contains its entire state.
 
     Args:
-        key: of the column.
-        mean: of each number, or one for all.
-        std: the deviation of each, or one for all.
-        eps: what is divided by where a deviation is smaller, as that of a constant is.
-        clip: the largest size of a result; None: no limit.
+        key: the column.
+        mean: the mean of each number, or one for all.
+        std: the standard deviation of each number, or one for all.
+        eps: the lower bound of the divisor, for columns that are constant or nearly so.
+        clip: the maximum absolute value of a result; None: no limit.
 
     Raises:
-        ValueError: ``eps`` or ``clip`` is no number above 0.
+        ValueError: ``eps`` or ``clip`` is not a number above 0.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class Normaliser(ObservationNorm):
         self.register_buffer("limit", limit)
 
     def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
-        # TorchRL's own asks a tensor which of two ways it goes, which torch.vmap cannot: losses of
-        # TorchRL call all copies of a network at once by it.
-        values = obs.to(self.loc.dtype) if obs.dtype is torch.bool else obs  # which has no minus
+        # TorchRL's implementation branches on a tensor, which fails under torch.vmap. TorchRL's
+        # losses use torch.vmap to call all copies of a network at once.
+        values = obs.to(self.loc.dtype) if obs.dtype is torch.bool else obs  # bool has no minus
         found: torch.Tensor = (values - self.loc) / self.scale
         return found.clamp(-self.limit, self.limit)
 
     def forward(self, tensordict: Any) -> Any:
-        """Return a tensor that is given so changed, or a TensorDict with its columns changed."""
+        """Transform a tensor, or the columns of a TensorDict."""
         if not isinstance(tensordict, TensorDictBase):
             return self._apply_transform(tensordict)
         found = super().forward(tensordict)
@@ -73,7 +73,7 @@ class Normaliser(ObservationNorm):
 def normaliser_of(
     storage: DiskStorage, key: str | Key, *, eps: float, clip: float | None, keep: bool
 ) -> Normaliser:
-    """Return the transform of one column, as `DiskStorage.normaliser` does."""
+    """Return the transform of one column; see `DiskStorage.normaliser`."""
     found = storage.statistics([as_key(key)], keep=keep)[as_key(key)]
     mean, std = (torch.as_tensor(each).float() for each in (found.mean, found.std))
     if not (mean.isfinite().all() and std.isfinite().all()):

@@ -1,4 +1,4 @@
-"""The statistics of the columns of a storage, as users have them."""
+"""Public statistics of the columns of a storage."""
 
 from __future__ import annotations
 
@@ -30,34 +30,38 @@ from tallyroll.storage.user_code import user_callback
 
 @dataclass(frozen=True, slots=True)
 class ColumnStatistics:
-    """Statistics of the numbers of a column, without NaNs but for their share.
+    """Statistics of the numbers of a column; NaNs count in `nan` only.
 
-    Arrays have the shape of a row's value, or [] where that has more than 256 numbers: then they
-    are of all of them together.
+    Arrays have the shape of a row's value. If that has more than 256 numbers, the shape is [] and
+    the statistics cover all numbers together.
     """
 
     count: np.ndarray
-    """How many numbers there are, NaNs left out, int64."""
+    """The number of numbers without NaNs, int64."""
     mean: np.ndarray
-    """float64; NaN where there are no numbers."""
+    """The mean, float64; NaN if there are no numbers."""
     std: np.ndarray
-    """The deviation of these numbers, float64: the root of the mean squared difference."""
+    """The population standard deviation, float64; NaN if there are no numbers."""
     min: np.ndarray
-    """The smallest, float64; NaN where there are no numbers."""
+    """The minimum, float64; NaN if there are no numbers."""
     max: np.ndarray
-    """The largest, float64; NaN where there are no numbers."""
+    """The maximum, float64; NaN if there are no numbers."""
     nan: np.ndarray
-    """The share of NaNs, from 0 to 1, float64."""
+    """The fraction of NaNs, from 0 to 1, float64."""
     quantiles: Mapping[float, np.ndarray]
-    """By their share: for 0.25, the smallest number with a quarter of all at or below it. Of
-    columns of one byte exact. Of others exact up to 16,384 rows; of more rows, from so many of
-    them, one of each of as many stretches: the share at or below is right to 0.015 in 999 of 1,000
-    cases. Of columns of more than 256 numbers from fewer rows, 4 million numbers. Empty for a
-    run."""
+    """Quantiles by their share.
+
+    The quantile of 0.25 is the smallest number with a quarter of all numbers at or below it.
+    Quantiles of one-byte columns are exact. Those of other columns are exact up to 16,384 rows.
+    With more rows, they come from a sample of 16,384 rows, one from each stretch of equal length:
+    in 999 of 1,000 cases the true share at or below the quantile deviates by at most 0.015. For
+    columns with more than 256 numbers per row, the sample is limited to 4 million numbers.
+    Statistics of single runs have no quantiles.
+    """
 
 
 class Statistics(Mapping[str, ColumnStatistics]):
-    """Statistics of columns by their names, ``"next/reward"`` or ``("next", "reward")``."""
+    """Statistics of columns by name, ``"next/reward"`` or ``("next", "reward")``."""
 
     def __init__(
         self,
@@ -67,9 +71,9 @@ class Statistics(Mapping[str, ColumnStatistics]):
     ) -> None:
         self._columns = columns
         self.rows = rows
-        """How many rows they are of."""
+        """The number of rows that the statistics cover."""
         self.runs = tuple(runs)
-        """The statistics of the rows of each run, by its number, without quantiles."""
+        """The statistics of each run's rows, by run number, without quantiles."""
 
     def __getitem__(self, key: str | Key) -> ColumnStatistics:
         return self._columns[format_key(key)]
@@ -101,7 +105,7 @@ def _chosen(reader: RowReader, keys: Keys | None) -> list[Column]:
     found = []
     for key in wanted:
         name = format_key(key)
-        # A name as it is shown, next/reward, too.
+        # Accept a name as displayed, such as next/reward.
         key = key if key in columns else tuple(name.split("/"))
         if key not in columns:
             known = [*map(format_key, columns)]
@@ -157,7 +161,7 @@ def _statistics(
 def as_shown(
     column: Column, moments: np.ndarray, quantiles: np.ndarray | None = None
 ) -> ColumnStatistics:
-    """Return moments [numbers] in the shape of a row's value."""
+    """Convert moments [numbers] to statistics in the shape of a row's value."""
     shape = column.shape if math.prod(column.shape) == len(moments) else ()
     count, none = moments["count"], moments["count"] == 0
 
@@ -182,5 +186,5 @@ def as_shown(
 
 
 def is_sampled(column: Column, rows: int) -> bool:
-    """Return whether quantiles of so many rows are taken from some of them."""
+    """Return True if quantiles of ``rows`` rows come from a sample."""
     return column.numpy_dtype.itemsize > 1 and rows > most_sampled(column)

@@ -1,13 +1,14 @@
-"""Statistics that were counted, in a file beside the rows.
+"""File that stores computed statistics next to the rows.
 
-It can be lost without losing rows. It begins with a line that names it and its version, and one of
-JSON: the ``id`` of the storage, how often rows had been taken back (``rewinds``), and ``columns``,
-each with its name, dtype and shape, the number of rows that are counted, and that of runs. For each
-column follow moments [runs, numbers] of `MOMENTS`, the counts of bytes where it has some, and
-the quantiles; at the end stands the SHA-256 of all that.
+The file is a cache: losing it loses no rows. It begins with a line that contains a magic string
+and the version, followed by a line of JSON. The JSON contains the ``id`` of the storage, the number
+of its ``rewinds``, and ``columns``. Each column has its name, dtype and shape, the number of rows
+counted, and the number of runs. The binary part contains for each column the moments [runs,
+numbers] of `MOMENTS`, the histogram of bytes if the dtype has one byte, and the quantiles. The
+SHA-256 of everything before it ends the file.
 
-Rows never change, and keep their numbers, while a storage lives. So what is counted of the first
-rows stays right when others come.
+Rows never change or move while a storage exists. Statistics of the first rows therefore stay valid
+when rows are added.
 """
 
 from __future__ import annotations
@@ -48,26 +49,27 @@ _NAME: Final = "columns.statistics"
 
 
 class Unusable(Exception):
-    """The file is damaged, or of other rows."""
+    """The file is damaged, or describes other rows."""
 
 
 class ForeignStatistics(Unusable):
-    """The file is of another storage, or of rows that were taken back."""
+    """The file describes another storage, or rows that were rewound."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatisticsFile:
-    """The file of the statistics of a storage's columns."""
+    """Location of the statistics file of a storage."""
 
     path: Path
     inside: Inside
-    """Opens files of the storage."""
+    """Access to the files of the storage."""
 
 
 def place_of(reader: RowReader) -> StatisticsFile | None:
-    """Return the file of the statistics of a reader's rows; None where they are not kept.
+    """Return the location of the statistics file of a reader; None if there is no such file.
 
-    Those of a ring are of rows that go, and a view or several storages have no place of their own.
+    Statistics of rings are not stored, because their rows disappear. Views and unions have no
+    location for a file.
     """
     if reader.ring or reader.span.start:
         return None
@@ -82,9 +84,9 @@ def place_of(reader: RowReader) -> StatisticsFile | None:
 
 
 def read_kept(reader: RowReader, place: StatisticsFile) -> dict[Key, ColumnAccumulator]:
-    """Return what is counted of columns; nothing without a file.
+    """Return the stored statistics of columns; empty if there is no file.
 
-    A file that is damaged, or of other rows, is as none: the rows say the same.
+    A file that is damaged or describes other rows is ignored, since the rows can be counted again.
     """
     with contextlib.suppress(Unusable, OSError):
         return read_whole(reader, place)
@@ -94,7 +96,7 @@ def read_kept(reader: RowReader, place: StatisticsFile) -> dict[Key, ColumnAccum
 def write_kept(
     reader: RowReader, place: StatisticsFile, found: Mapping[Key, ColumnAccumulator]
 ) -> None:
-    """Replace the file, whole or not at all; do without it where it cannot be written."""
+    """Replace the file atomically. A file that cannot be written is skipped."""
     columns = {column.key: column for column in reader.schema.columns}
     said = {
         **_owner(reader),
@@ -126,11 +128,11 @@ def _about(column: Column) -> list[Any]:
 
 
 def read_whole(reader: RowReader, place: StatisticsFile) -> dict[Key, ColumnAccumulator]:
-    """Return what is counted of columns.
+    """Return the stored statistics of columns.
 
     Raises:
         OSError: there is no file.
-        Unusable: it cannot be used.
+        Unusable: the file cannot be used.
     """
     content = place.inside.read(place.path, _MOST_NBYTES + _SUM_NBYTES)
     body, told = content[:-_SUM_NBYTES], content[-_SUM_NBYTES:]
@@ -166,18 +168,18 @@ def _is_count(value: Any, most: int) -> bool:
 
 
 class _Parts:
-    """Bytes of arrays, one after the other."""
+    """Parser of the arrays in the binary part."""
 
     def __init__(self, content: bytes) -> None:
         self._content, self._at = content, 0
 
     @property
     def left(self) -> int:
-        """How many bytes are left."""
+        """The number of bytes that are left."""
         return len(self._content) - self._at
 
     def counted(self, column: Column, rows: int, runs: int) -> ColumnAccumulator:
-        """Return what is counted of a column; raise ValueError if it is not there."""
+        """Parse the statistics of a column; raise ValueError if bytes are missing."""
         each = numbers_each(column)
         moments = self._next(MOMENTS, runs, each)
         counts = self._next(np.dtype("<i8"), each, BYTES) if is_of_bytes(column) else None
@@ -194,7 +196,7 @@ class _Parts:
 
 
 def _fits(reader: RowReader, column: Column, counted: ColumnAccumulator) -> bool:
-    """Return whether the rows can have these moments: by their count, and by some of them."""
+    """Return True if the statistics are plausible, given their counts and a sample of rows."""
     size, rows = math.prod(column.shape), counted.stop
     moments = counted.of_runs
     there = moments["count"].sum(axis=0) + moments["nans"].sum(axis=0)

@@ -1,7 +1,7 @@
-"""Contracts of storages, readers and exchange formats, and a state machine: to subclass.
+"""Base classes for tests of storages, readers and exchange formats, and a state machine.
 
-Before it is imported, ``pytest.register_assert_rewrite("tallyroll.storage.testing")`` in a
-``conftest.py`` makes pytest say what differs.
+Call ``pytest.register_assert_rewrite("tallyroll.storage.testing")`` in a ``conftest.py`` before
+the first import, so that pytest explains failed assertions.
 """
 
 try:

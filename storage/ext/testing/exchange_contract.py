@@ -1,4 +1,4 @@
-"""Tests that every format of other libraries must pass: subclass `ExchangeContract`."""
+"""Tests that every exchange format must pass: subclass `ExchangeContract`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from tallyroll.storage.rows.keys import format_key
 from tallyroll.storage.storages import DiskStorage
 
 _MORE = int(os.environ.get("TALLYROLL_EXCHANGES", "1"))
-"""Times as many random schemas and damages."""
+"""Factor for the number of random schemas and damages."""
 _SETTINGS = settings(
     max_examples=6 * _MORE,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
@@ -61,7 +61,7 @@ _NAMES = st.text("abXY_0 é-", min_size=1, max_size=4).filter(lambda name: name.
 
 @st.composite
 def _schemas(draw: st.DrawFn) -> dict[tuple[str, ...], tuple[torch.dtype, tuple[int, ...]]]:
-    """Draw columns beside those of every transition, and their dtypes and shapes."""
+    """Draw columns to add to those of every transition, with their dtypes and shapes."""
     names = draw(st.lists(_NAMES, max_size=4, unique=True))
     found = {}
     for number, name in enumerate(names):
@@ -80,7 +80,7 @@ def _random(generator: np.random.Generator, dtype: torch.dtype, shape: tuple[int
 
 
 def same(one: RowReader, other: RowReader) -> None:
-    """Compare all rows, in their order, bit for bit."""
+    """Assert that all rows are equal in order, bit for bit."""
     assert one.schema.differences(other.schema) == []
     rows = [np.arange(each.span.start, each.span.stop) for each in (one, other)]
     assert len(rows[0]) == len(rows[1])
@@ -94,19 +94,19 @@ def _refuse(constant: str) -> None:
 
 
 class ExchangeContract:
-    """Inherit, and name the format."""
+    """Contract of an exchange format; subclasses name the format."""
 
     kind: ClassVar[str]
     suffix: ClassVar[str] = ""
-    """The end of the path of an export."""
+    """The suffix of the path of an export."""
     libraries: ClassVar[tuple[str, ...]] = ()
-    """Modules without which rows cannot be written."""
+    """Modules that are required to write rows."""
     lossless: ClassVar[bool] = True
-    """Nothing of `collected` is lost: the report counts nothing."""
+    """True if an export of `collected` loses nothing, so that all counts of the report are 0."""
 
     @pytest.fixture
     def source(self, tmp_path: Path) -> Iterator[DiskStorage]:
-        """Rows of several lanes, with nested keys, images, bfloat16, and trajectories cut."""
+        """A storage with several lanes, nested keys, images, bfloat16, and cut trajectories."""
         with MemmapStorage(tmp_path / "source") as storage:
             storage.extend(collected())
         with open_storage(tmp_path / "source") as storage:
@@ -114,7 +114,7 @@ class ExchangeContract:
 
     @pytest.fixture
     def place(self, tmp_path: Path) -> Path:
-        """A place that is free."""
+        """A free path."""
         return tmp_path / f"out{self.suffix}"
 
     def test_out_and_back(self, source: DiskStorage, place: Path, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ class ExchangeContract:
     def test_paths_as_users_write_them(
         self, source: DiskStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Relative paths belong to the folder in which the call is made."""
+        """Relative paths refer to the working directory of the call."""
         for name in ("home", "one/real/above", "two"):
             (tmp_path / name).mkdir(parents=True)
         (tmp_path / "one" / "link").symlink_to(tmp_path / "one" / "real" / "above")
@@ -201,7 +201,7 @@ class ExchangeContract:
     def test_a_missing_file_is_named(
         self, source: DiskStorage, place: Path, tmp_path: Path
     ) -> None:
-        """Without one of its files a dataset is whole, or refused; it never has fewer rows."""
+        """A dataset that lacks one of its files is complete or refused; it never has fewer rows."""
         source.export(place, self.kind)
         for file in [each for each in place.rglob("*") if each.is_file()]:
             file.rename(tmp_path / "elsewhere")
@@ -215,13 +215,13 @@ class ExchangeContract:
             (tmp_path / "elsewhere").rename(file)
 
     def test_values_that_are_not_finite(self, place: Path, tmp_path: Path) -> None:
-        """The export of a sound storage is sound, and its texts are strict JSON."""
+        """The export of a sound storage is sound, and its text files are strict JSON."""
         rows = collected()
         ends = (rows["next", "terminated"] | rows["next", "truncated"]).reshape(-1).nonzero()[:, 0]
         valid = torch.ones(len(rows), dtype=torch.bool)
         valid[ends[:3]] = False
         rows["collector", "next_valid"] = valid
-        rows["next", "observation"][ends[:2]] = float("nan")  # as an environment that lost them
+        rows["next", "observation"][ends[:2]] = float("nan")  # like lost observations
         rows["next", "observation"][ends[2], 0] = -float("inf")
         rows["logits"] = torch.full((len(rows), 2), -float("inf"))
         with MemmapStorage(tmp_path / "rows") as storage:
@@ -263,7 +263,7 @@ class ExchangeContract:
             assert sorted(back.trajectories.ids) == sorted(chosen.trajectories.ids)
 
     def test_versions_of_it(self, source: DiskStorage, tmp_path: Path) -> None:
-        """Each has the rows that were there; the newest is found by the link."""
+        """Each version has the rows of its export, and the link points to the newest version."""
         again, more = tmp_path / "again", collected()
         source.copy_to(again)
         more["collector", "traj_ids"] += 1000
@@ -329,7 +329,7 @@ class ExchangeContract:
         assert {each.name for each in tmp_path.iterdir()} == {"source", place.name}
 
     def test_a_damaged_source(self, source: DiskStorage, place: Path, tmp_path: Path) -> None:
-        """Ours is the only error, and nothing is left, whatever is wrong with the files."""
+        """Damaged files raise no errors but Tallyroll's, and leave no files behind."""
         source.export(place, self.kind)
         generator = np.random.default_rng(0)
         files = [place] if place.is_file() else [f for f in place.rglob("*") if f.is_file()]
@@ -373,7 +373,7 @@ class ExchangeContract:
         assert refused
 
     def test_another_thing(self, place: Path, tmp_path: Path) -> None:
-        """A folder, a text, an empty file, a pipe and nothing are refused."""
+        """A folder, a text file, an empty file, a pipe and a missing path are refused."""
         place.mkdir()
         with pytest.raises(StorageError):
             import_dataset(place, tmp_path / "back", self.kind)
@@ -412,7 +412,7 @@ def storage_schema(batch: TensorDict) -> Any:
 
 @contextmanager
 def _files_of(most: int) -> Iterator[None]:
-    """Let no file become larger than so many bytes, as a disk that is full does."""
+    """Limit the size of files to ``most`` bytes, to simulate a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
     try:

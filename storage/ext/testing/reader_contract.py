@@ -39,9 +39,9 @@ class _Paths(NamedTuple):
 
 class _Both(NamedTuple):
     file: DiskStorage
-    """Rows in files of ours."""
+    """The rows in Tallyroll's own files."""
     other: DiskStorage
-    """The same rows, as the reader has them."""
+    """The same rows through the reader under test."""
 
     @property
     def readers(self) -> tuple[RowReader, RowReader]:
@@ -49,10 +49,10 @@ class _Both(NamedTuple):
 
 
 class ReaderContract:
-    """Inherit, and say how rows come to where the reader finds them.
+    """Contract of a reader; subclasses define how to write the rows that the reader finds.
 
-    The reader is registered, so that `open_storage` finds it. Everything that it gives is compared
-    with what files of ours give, bit for bit.
+    Register the reader, so that `open_storage` finds it. The tests compare all its results with
+    those of Tallyroll's own files, bit for bit.
     """
 
     def write_rows(self, source: DiskStorage, path: Path) -> None:
@@ -60,12 +60,12 @@ class ReaderContract:
         raise NotImplementedError
 
     def rows(self) -> TensorDict:
-        """Return the rows that are compared, in the order in which the reader has them."""
+        """Return the rows to compare, in the order of the reader."""
         return collected()
 
     @pytest.fixture
     def paths(self, tmp_path: Path) -> _Paths:
-        """A file of ours with the rows of `collected`, and a place where the reader has them."""
+        """The path of a storage with the rows of `collected`, and of the reader's copy of them."""
         with MemmapStorage(tmp_path / "file") as storage:
             for rows in self.rows().split([20, 1, 64, _LANES * _SLOTS - 85]):
                 storage.extend(rows)
@@ -75,7 +75,7 @@ class ReaderContract:
 
     @pytest.fixture
     def both(self, paths: _Paths) -> Iterator[_Both]:
-        """Both, opened."""
+        """Both storages, opened."""
         with open_storage(paths.file) as file, open_storage(paths.other) as other:
             yield _Both(file, other)
 
@@ -243,7 +243,7 @@ class ReaderContract:
                 TensorDictReplayBuffer(storage=storage, batch_size=4).loads(tmp_path / "dump")
                 assert_same_rows(storage.get(slice(None)), file.get(slice(None)))
                 assert storage.reader.runs == file.reader.runs
-            buffer.loads(tmp_path / "dump")  # it has them
+            buffer.loads(tmp_path / "dump")  # the storage already has the rows
 
     def test_nothing_is_written_to_it(self, paths: _Paths) -> None:
         storage = open_storage(paths.other)
@@ -281,7 +281,7 @@ class ReaderContract:
         found, wanted = verify(tmp_path / "other"), verify(tmp_path / "file")
         assert not wanted.sound
         skipped = {name for name in wanted.checked if name not in found.checked}
-        assert skipped <= {"episodes", "checksums", "content"}  # what may be kept beside the rows
+        assert skipped <= {"episodes", "checksums", "content"}  # these need optional side files
         assert found.findings == tuple(f for f in wanted.findings if f.check not in skipped)
 
 
@@ -306,7 +306,7 @@ def collected() -> TensorDict:
         ("agents", "observation"): (torch.bfloat16, (2, 3)),
     }
     for key, (dtype, shape) in shapes.items():
-        # One more state a lane than it has rows; a final state is the next of no row.
+        # Each lane has one more state than rows; a final state is not the start of any row.
         states = torch.rand(_SLOTS + 1, _LANES, *shape, generator=generator)
         finals = torch.rand(_SLOTS, _LANES, *shape, generator=generator)
         states, finals = ((255 * each + 1).to(dtype) for each in (states, finals))
@@ -333,7 +333,7 @@ def collected() -> TensorDict:
 
 
 def assert_same_rows(found: TensorDictBase, wanted: TensorDictBase) -> None:
-    """Both have the same keys, shapes and bits."""
+    """Assert that both have the same keys, shapes and bits."""
     assert found.batch_size == wanted.batch_size
     leaves, others = (
         dict(each.items(include_nested=True, leaves_only=True)) for each in (found, wanted)

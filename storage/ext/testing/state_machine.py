@@ -1,4 +1,4 @@
-"""Random operations on a storage, one after the other, compared with a model in plain NumPy."""
+"""State machine that runs random operations on a storage, and compares it with a NumPy model."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from tallyroll.storage.rows.keys import CUT, Key
 from tallyroll.storage.stores.rewinds import take_back
 
 _MOST_ROWS = 12
-"""The most rows of a write, to a storage without a ring."""
+"""Maximum number of rows of a write to a storage without a ring."""
 
 
 class RowsModel:
-    """Arrays of all rows that were ever committed, and the numbers of those that are left.
+    """Model of a storage: arrays of all rows ever committed, and the numbers of the rows left.
 
     Args:
-        ring: slots; 0: every row is kept.
-        steps: rows of each trajectory.
+        ring: the number of slots; 0: every row is kept.
+        steps: rows per trajectory.
     """
 
     def __init__(self, ring: int, steps: int) -> None:
@@ -57,17 +57,17 @@ class RowsModel:
         self.columns: dict[Key, np.ndarray] = {}
         self.records: list[tuple[int, bytes]] = []
         self.head = self.floor = 0
-        """Rows ever committed, and how many of them `empty` took."""
+        """The number of rows ever committed, and the number of them that `empty` has removed."""
         self.rewinds = self.finalized = self._used = 0
-        """How often rows were taken back, rows when it was finalized, and rows that took slots."""
+        """The number of rewinds, the rows at finalization, and the rows that took slots."""
 
     @property
     def record(self) -> tuple[int, bytes] | None:
-        """The newest record, with the rows that it was written with."""
+        """The newest record, with the number of rows that it was written with."""
         return self.records[-1] if self.records else None
 
     def next_rows(self, count: int) -> TensorDict:
-        """Return the rows that come next; after a rewind they are others than before."""
+        """Return the next rows, which differ from earlier ones after a rewind."""
         rows = trajectory_rows(self.head, count, steps=self.steps)
         rows["next", "reward"] += 1000 * self.rewinds
         return rows
@@ -83,12 +83,12 @@ class RowsModel:
             self.records.append((self.head, record))
 
     def empty(self) -> None:
-        """Take away every row; the numbers of later rows go on."""
+        """Remove all rows; the numbers of later rows continue."""
         self.floor = self.head
-        self._used = max(self._used, self.head + self.ring)  # no slot has a row any more
+        self._used = max(self._used, self.head + self.ring)  # no slot contains a row any more
 
     def take_back(self, rows: int) -> None:
-        """Take back all rows from ``rows`` on."""
+        """Rewind to ``rows`` rows."""
         if rows < self.head:
             self.columns = {key: array[:rows] for key, array in self.columns.items()}
             self.records = [each for each in self.records if each[0] <= rows]
@@ -106,17 +106,17 @@ class RowsModel:
 
     @property
     def by_index(self) -> np.ndarray:
-        """The number of the row at each index: those of a ring are in the order of their slots."""
+        """The row number at each index; the rows of a ring are in slot order."""
         numbers = np.arange(self.span.start, self.span.stop)
         return numbers[np.argsort((numbers - self.floor) % self.ring)] if self.ring else numbers
 
     def index_of(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the index of each row by its number."""
+        """Return the index of each row, given the row numbers."""
         place = {number: index for index, number in enumerate(self.by_index.tolist())}
         return np.array([place[number] for number in numbers.tolist()], np.int64)
 
     def assert_same(self, found: TensorDictBase, numbers: np.ndarray) -> None:
-        """Assert that ``found`` holds the rows of these numbers [*], bit for bit."""
+        """Assert that ``found`` contains the rows with these numbers [*], bit for bit."""
         assert found.batch_size == numbers.shape
         arrays = arrays_of(found)
         assert arrays.keys() <= self.columns.keys() and arrays
@@ -125,7 +125,7 @@ class RowsModel:
 
 
 class StorageMachine(RuleBasedStateMachine):
-    """Hypothesis's state machine of a storage on disk: inherit, and give the class.
+    """Hypothesis state machine of a storage on disk; subclasses set the class.
 
     ::
 
@@ -134,21 +134,21 @@ class StorageMachine(RuleBasedStateMachine):
 
         TestMyStorage = MyMachine.TestCase
 
-    Storages are created, written, read, reserved, emptied, finalized, closed and opened again in
-    each mode, while a second reader may be open. After each operation rows, their numbers and the
-    record are those of `RowsModel`; at the end `verify` finds nothing.
+    The machine creates, writes, reads, reserves, empties, finalizes, closes and reopens storages in
+    each mode, while a second reader may be open. After each operation, rows, row numbers and the
+    record must equal those of `RowsModel`. At the end, `verify` must find nothing.
     """
 
     storage_class: type[DiskStorage]
     max_size: int | None = None
-    """Slots of a ring; None: every row is kept."""
+    """The number of slots of a ring; None: every row is kept."""
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="tallyroll-machine-"))
         self.path = self.folder / "rows"
         self.reader: DiskStorage | None = None
-        """A second one, which only reads."""
+        """A second, read-only object for the storage."""
 
     @initialize(steps=st.integers(1, 7), capacity=st.integers(1, 40))
     def create(self, steps: int, capacity: int) -> None:
@@ -184,7 +184,7 @@ class StorageMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.storage.mode != "read")
     @rule(count=st.integers(1, _MOST_ROWS))
     def extend_a_buffer(self, count: int) -> None:
-        """Append rows by a replay buffer, which may be more than a ring has slots."""
+        """Append rows through a replay buffer, possibly more rows than a ring has slots."""
         rows, model = self.model.next_rows(count), self.model
         buffer = ReplayBuffer(storage=self.storage, batch_size=1)
         index = self._written(lambda: buffer.extend(rows), count)
@@ -193,19 +193,19 @@ class StorageMachine(RuleBasedStateMachine):
         np.testing.assert_array_equal(index.numpy()[count - len(left) :], model.index_of(left))
 
     def _written(self, write: Callable[[], Any], count: int) -> Any:
-        """Return what a write returns; a format that cannot grow is first given more space."""
+        """Run a write and return its result; reserve more space first if the format cannot grow."""
         try:
             return write()
         except StorageFull:
             assert not self.storage.grows
-            self._close_reader()  # it would see the file that is replaced
+            self._close_reader()  # otherwise it would read the file that is replaced
             self.storage.reserve(self.model.head + count)
             return write()
 
     @precondition(lambda self: self.has_columns and self.storage.mode != "read")
     @rule(missing=st.sampled_from(["observation", "next", "collector"]))
     def extend_by_other_columns(self, missing: str) -> None:
-        """Refuse rows that lack a column."""
+        """Check that rows without one of the columns are refused."""
         with pytest.raises(RowsMismatch):
             self.storage.extend(self.model.next_rows(2).exclude(missing))
 
@@ -220,7 +220,7 @@ class StorageMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.has_columns and self.storage.mode != "read")
     @rule()
     def empty(self) -> None:
-        """Empty the storage by a replay buffer, which a ring allows."""
+        """Empty the storage through a replay buffer, which only a ring permits."""
         buffer = ReplayBuffer(storage=self.storage, batch_size=1)
         if self.model.span and not self.model.ring:
             with pytest.raises(NotAnAppend):
@@ -232,7 +232,7 @@ class StorageMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.has_columns and self.storage.mode != "read")
     @rule(share=st.floats(0, 1))
     def take_back(self, share: float) -> None:
-        """Take rows back, which a finalized storage refuses."""
+        """Rewind the storage, which a finalized storage refuses."""
         model, rows = self.model, round(share * self.model.head)
         record = next((each for each in reversed(model.records) if each[0] <= rows), None)
         if rows < model.finalized:
@@ -246,7 +246,7 @@ class StorageMachine(RuleBasedStateMachine):
 
     @rule(mode=st.sampled_from(["append", "append", "read"]), finalize=st.booleans())
     def reopen(self, mode: Any, finalize: bool) -> None:
-        """Close or finalize the storage, and open it again; create it where no file is yet."""
+        """Close or finalize the storage, and open it again; create it if there is no file yet."""
         storage, has_columns = self.storage, self.has_columns
         if finalize and has_columns and storage.mode != "read":
             if not storage.grows:
@@ -259,19 +259,19 @@ class StorageMachine(RuleBasedStateMachine):
             storage.get(0)
         self.storage = self._make(mode=mode) if has_columns else self._make(capacity=9)
         if self.model.ring and mode == "append":
-            self.model.finalized = 0  # a ring that goes on forgets that it was
+            self.model.finalized = 0  # a ring is no longer finalized after it is reopened to append
 
     @precondition(lambda self: self.has_columns)
     @rule()
     def open_a_second_reader(self) -> None:
-        """Open the storage once more, to read; the reader stays open during later operations."""
+        """Open a second reader, which stays open during later operations."""
         self._close_reader()
         self.reader = open_storage(self.path)
 
     @precondition(lambda self: self.has_columns and self.storage.mode != "read")
     @rule()
     def open_a_second_writer(self) -> None:
-        """Refuse a second writer."""
+        """Check that a second writer is refused."""
         with pytest.raises(StorageLocked):
             self.storage_class(self.path, mode="append")
 
@@ -301,7 +301,7 @@ class StorageMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.has_columns)
     @rule()
     def read_columns(self) -> None:
-        """Read each column as one array, in which rows lie slot by slot."""
+        """Read each column as one array in slot order."""
         numbers = np.array(self.model.span, np.int64)
         for storage in self._opened():
             slots = storage.slots_of(numbers)
@@ -312,7 +312,7 @@ class StorageMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.has_columns)
     @rule()
     def read_trajectories(self) -> None:
-        """Read the rows that are left of each trajectory."""
+        """Read the remaining rows of each trajectory."""
         numbers = np.array(self.model.span, np.int64)
         ids = numbers // self.model.steps
         for storage in self._opened():
@@ -347,7 +347,7 @@ class StorageMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds_the_rows_of_the_model(self) -> None:
-        """Compare all rows, their numbers and the record."""
+        """Compare all rows, row numbers and the record with the model."""
         model = self.model
         for storage in self._opened():
             assert (len(storage), storage.head) == (len(model.span), model.head)
@@ -361,11 +361,11 @@ class StorageMachine(RuleBasedStateMachine):
 
     @property
     def has_columns(self) -> bool:
-        """True after the first write, by which the files are made."""
+        """True after the first write, which creates the files."""
         return bool(self.model.columns)
 
     def teardown(self) -> None:
-        """Close all, verify what is there, and remove it."""
+        """Close all storages, verify the files, and remove them."""
         try:
             self._close_reader()
             if hasattr(self, "storage"):

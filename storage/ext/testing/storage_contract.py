@@ -1,6 +1,6 @@
 """Tests that every storage on disk must pass, in any format: subclass `StorageContract`.
 
-A fork server, which has imported torch once, starts other processes.
+A fork server, which has imported torch once, starts the other processes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.storages import DiskStorage
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload([__name__, "h5py"])  # or each process would import them itself
+SERVER.set_forkserver_preload([__name__, "h5py"])  # otherwise each process would import them
 WAIT_SECONDS = 60.0
 
 DTYPES = (
@@ -95,14 +95,14 @@ DTYPES = (
 
 
 def _held_by_this_process() -> tuple[int, int]:
-    """Its descriptors, and its maps."""
+    """Return the number of file descriptors and of memory maps of this process."""
     gc.collect()
     with open("/proc/self/maps", "rb") as maps:
         return len(os.listdir("/proc/self/fd")), sum(1 for _ in maps)
 
 
 def rows(start: int, count: int) -> TensorDict:
-    """Return rows whose every value follows from the row's number."""
+    """Return rows whose values are all derived from the row number."""
     number = torch.arange(start, start + count)
     return TensorDict(
         {
@@ -124,7 +124,7 @@ class Rows:
 
 
 def arrays(start: int, count: int) -> dict[tuple[str, ...], np.ndarray]:
-    """`rows` as arrays by key."""
+    """Return `rows` as arrays by key."""
     found = rows(start, count)
     return {
         key: found[key].numpy() for key in (("id",), ("wide",), ("next", "id"), ("next", "done"))
@@ -132,14 +132,14 @@ def arrays(start: int, count: int) -> dict[tuple[str, ...], np.ndarray]:
 
 
 def assert_rows(storage: DiskStorage, count: int, *, start: int = 0) -> None:
-    """Assert that the storage has `count` rows, from `start` on those of `rows`."""
+    """Assert that the storage has `count` rows, and that those from `start` on equal `rows`."""
     assert len(storage) == count
     for key, expected in arrays(start, count - start).items():
         np.testing.assert_array_equal(storage.column(key)[start:], expected)
 
 
 def files_of(path: Path) -> dict[str, str]:
-    """Return the digest of every file of a storage, but the lock, which names the last writer."""
+    """Return the digest of each file of a storage except the lock, which names the last writer."""
     files = path.rglob("*") if path.is_dir() else path.parent.glob(path.name + "*")
     return {
         str(file.relative_to(path.parent)): hashlib.sha256(file.read_bytes()).hexdigest()
@@ -149,13 +149,13 @@ def files_of(path: Path) -> dict[str, str]:
 
 
 def is_there(kind: type[DiskStorage], path: Path) -> bool:
-    """Return whether the storage's creation was finished."""
+    """Return True if the storage has been created completely."""
     return kind._format_class(path).stands()
 
 
 @contextlib.contextmanager
 def process(target: Callable[..., None], *args: Any) -> Iterator[tuple[BaseProcess, Connection]]:
-    """Yield a process that runs `target(connection, *args)`; killed at the end."""
+    """Start a process that runs `target(connection, *args)`, and kill it at the end."""
     here, there = SERVER.Pipe()
     child = SERVER.Process(target=target, args=(there, *args), daemon=True)
     child.start()
@@ -170,7 +170,7 @@ def process(target: Callable[..., None], *args: Any) -> Iterator[tuple[BaseProce
 
 
 def receive(connection: Connection) -> Any:
-    """Return the next message, waited for with a limit."""
+    """Return the next message; fail after a timeout."""
     assert connection.poll(WAIT_SECONDS), "the other process said nothing"
     return connection.recv()
 
@@ -178,9 +178,9 @@ def receive(connection: Connection) -> Any:
 def write_for_ever(
     connection: Connection, kind: type[DiskStorage], path: Path, size: int, capacity: int | None
 ) -> None:
-    """Append batches of `size` rows with a record until killed; what cannot grow is made larger.
+    """Append batches of `size` rows with a record until killed; a full fixed-size file is enlarged.
 
-    Send the rows that are there at the beginning, and those after the first commit.
+    Send the number of rows at the beginning, and again after the first commit.
     """
     there = is_there(kind, path)
     storage = kind(path, mode="append" if there else "create", capacity=capacity)
@@ -199,15 +199,15 @@ def write_for_ever(
 
 
 def engine_of(storage: DiskStorage) -> Engine:
-    """Return the engine of a storage that is open."""
+    """Return the engine of an open storage."""
     assert isinstance(storage.reader, FileReader)
     return storage.reader.running()
 
 
 def hold_and_fork(connection: Connection, kind: type[DiskStorage], path: Path) -> None:
-    """Open for writing, fork, and wait: the fork tries to write and says what it got."""
+    """Open for writing, fork, and wait; the child tries to write and reports the result."""
     storage = kind(path, mode="append")
-    engine_of(storage).right.look_at = float("inf")  # the next look at the lock file is not due yet
+    engine_of(storage).right.look_at = float("inf")  # the lock file is not checked again yet
     child = os.fork()
     if child == 0:
         try:
@@ -221,10 +221,10 @@ def hold_and_fork(connection: Connection, kind: type[DiskStorage], path: Path) -
 
 
 class StorageContract:
-    """Inherit, and give the class.
+    """Contract of a storage class; subclasses set the class.
 
-    Set `default_capacity` where a new storage must know how many rows it is for, and
-    `holds_bfloat16` to False where the format does not.
+    Set `default_capacity` if a new storage needs to know its number of rows, and `holds_bfloat16`
+    to False if the format does not support it.
     """
 
     storage_class: type[DiskStorage]
@@ -379,7 +379,7 @@ class StorageContract:
     def test_what_is_written_to_a_slice_is_seen_in_that_slice_alone(
         self, path: Path, count: int
     ) -> None:
-        """And hides nothing: rows that come later are seen in every other slice."""
+        """Nor does a write hide anything: every other slice shows rows that are added later."""
         with self.make(path, capacity=4 * count) as storage:
             storage.extend(arrays(0, count))
             with self.make(path, mode="read") as reader:
@@ -387,7 +387,7 @@ class StorageContract:
                     before, whole = opened.get(slice(None)), opened.get(slice(None))
                     part, column = opened.get(slice(1, count, 2)), opened.get("wide")
                     numbers = opened.column("id")
-                    numbers.flags.writeable = True  # torch does not ask
+                    numbers.flags.writeable = True  # torch ignores the flag
                     for leaf in (*whole.values(True, True), *part.values(True, True)):
                         leaf.zero_()
                     column.clamp_(-1, 0)
@@ -468,7 +468,7 @@ class StorageContract:
     @settings(
         max_examples=25,
         deadline=None,
-        # Each format runs it in a class of its own.
+        # Each format runs this test in a class of its own.
         suppress_health_check=[
             HealthCheck.function_scoped_fixture,
             HealthCheck.differing_executors,
@@ -618,7 +618,7 @@ class StorageContract:
                 assert_rows(other, 5)
         assert other.closed
         with self.make(five, mode="append") as writer:
-            writer.extend(rows(5, 1))  # later rows are no other storage
+            writer.extend(rows(5, 1))  # the storage keeps its identity when it grows
             with pickle.loads(sent) as other:
                 assert_rows(other, 6)
 
@@ -862,7 +862,7 @@ class StorageContract:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            if step == "head":  # the record is written, and its rows are not committed
+            if step == "head":  # the record is written, but its rows are not committed
                 patch.setattr(Header, "head", property(vars(Header)["head"].fget, interrupt))
             elif step == "commit":
                 patch.setattr(engine, "_commit", interrupt)
@@ -877,7 +877,7 @@ class StorageContract:
         if reopened:
             storage.close()
             storage = self.make(five, mode="append")
-        # Other rows take the place of the lost ones; the lost record must stay lost.
+        # Other rows replace the lost ones; the lost record must not reappear.
         storage.extend(rows(6, 4))
         assert storage.record == (6, b"good")
         assert_rows(storage, 10)
@@ -930,7 +930,7 @@ class StorageContract:
                 writer.kill()
                 writer.join(WAIT_SECONDS)
                 with self.make(five, mode="append") as storage:
-                    os.kill(child, 0)  # it lives
+                    os.kill(child, 0)  # the child is alive
                     storage.extend(rows(5, 2))
                     assert_rows(storage, 7)
             finally:
@@ -964,14 +964,14 @@ class StorageContract:
         pick, heads = random.Random(7), [0]
         for number in range(12):
             size = pick.choice([1, 3, 64, 1000])
-            # Each writer has room: one that fills the file spends its time on a larger copy.
+            # Reserve enough room, so that writers do not spend their time on enlarging the file.
             capacity = heads[-1] + 20_000 if self.default_capacity else None
             target = (write_for_ever, self.storage_class, path, size, capacity)
             with process(*target) as (writer, connection):
                 assert receive(connection) == heads[-1]
                 while number % 3 and not is_there(self.storage_class, path):
                     time.sleep(0.001)
-                if number % 3 == 2:  # on a slow machine all others may come before the first commit
+                if number % 3 == 2:  # on a slow machine, the others may precede the first commit
                     assert receive(connection) == heads[-1] + size
                 time.sleep(pick.uniform(0.0, 0.06))
                 writer.kill()
@@ -981,7 +981,7 @@ class StorageContract:
                 continue
             try:
                 reader = self.make(path, mode="read")
-            except NotAStorage:  # killed in the middle of the creation
+            except NotAStorage:  # killed during the creation
                 continue
             with reader:
                 head = len(reader)
@@ -1043,7 +1043,7 @@ class StorageContract:
             assert_rows(storage, 6)
 
     def test_an_index_that_no_buffer_added_is_a_column_too_many(self, five: Path) -> None:
-        """TorchRL's writer adds one at the root, which is left out, and nowhere else."""
+        """TorchRL's writer adds an index at the root, where it is ignored, and nowhere else."""
         with self.make(five, mode="append") as storage:
             replay = TensorDictReplayBuffer(storage=storage, batch_size=2)
             more = rows(5, 1)
@@ -1235,7 +1235,7 @@ class StorageContract:
 
 
 class GrowingStorageContract(StorageContract):
-    """Further tests of a storage that grows while it is open."""
+    """Additional tests of a storage that grows while it is open."""
 
     def test_threads_read_slices_while_rows_come(self, path: Path) -> None:
         done = threading.Event()
@@ -1272,7 +1272,7 @@ class GrowingStorageContract(StorageContract):
             assert_rows(storage, head)
         assert column.tolist() == [1, 2]
 
-    # -- a full disk
+    # -- disk full
 
     def test_a_full_disk_is_said_and_committed_rows_are_intact(
         self, five: Path, monkeypatch: pytest.MonkeyPatch

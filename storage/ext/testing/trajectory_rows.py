@@ -1,4 +1,4 @@
-"""Rows of one lane, whose every value follows from the row's number."""
+"""Rows of one lane whose values are all derived from the row number."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from tensordict import TensorDict
 
 
 def trajectory_rows(start: int, count: int, *, steps: int) -> TensorDict:
-    """Return rows ``[start, start + count)`` of trajectories that have ``steps`` rows each."""
+    """Return rows ``[start, start + count)`` of trajectories with ``steps`` rows each."""
     number = torch.arange(start, start + count)
     done = (number % steps == steps - 1)[:, None]
     after = {
-        "observation": number[:, None] + torch.where(done, 0.5, 1.0),  # a final one is its own
+        "observation": number[:, None] + torch.where(done, 0.5, 1.0),  # a final one is unique
         "reward": number[:, None].float(),
         "done": done,
         "terminated": done,

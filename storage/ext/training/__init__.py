@@ -1,1 +1,1 @@
-"""Rows as a dataset of PyTorch, in an order that can be gone on with, and as tables."""
+"""Training from stored rows: PyTorch datasets with resumable order, and tables."""

@@ -1,4 +1,4 @@
-"""Batches of an epoch, for a `DataLoader`: each item once, resumable at any batch."""
+"""Batch sampler for a `DataLoader` that visits each item once per epoch and can be resumed."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tallyroll.storage.errors import StateMismatch
 
 @dataclass
 class Order:
-    """Numbers of items, shuffled in blocks, for one epoch.
+    """Block-wise random permutation of items for one epoch.
 
-    Blocks of ``block`` items that follow one another are put in a random order, and every
-    ``window`` of them are shuffled together. So a reader needs ``window`` places at a time, and an
-    item is as likely at any place of the epoch as at any other. With a block of one item, the
-    order is any permutation, whatever the window.
+    Blocks of ``block`` consecutive items are put in a random order, and the items of every
+    ``window`` successive blocks are shuffled together. A reader therefore accesses ``window``
+    places at a time, and each item is equally likely at any position of the epoch. If a block has
+    one item, the order is an unrestricted permutation, whatever the window.
 
     Args:
-        count: of the items.
-        seed: of the order.
-        epoch: its number; each has an order of its own.
-        block: items of a block.
+        count: the number of items.
+        seed: the seed of the order.
+        epoch: the number of the epoch; each epoch has a different order.
+        block: items per block.
         window: blocks that are shuffled together.
     """
 
@@ -39,16 +39,16 @@ class Order:
         blocks = -(-self.count // self.block)
         order = np.random.default_rng([self.seed, self.epoch]).permutation(blocks)
         starts = np.arange(0, blocks, self.window)
-        short = blocks * self.block - self.count  # what the last block lacks
+        short = blocks * self.block - self.count  # items that the last block lacks
         begins = starts * self.block
         if short:
             begins = begins - short * (starts > int(np.flatnonzero(order == blocks - 1)[0]))
         self._order, self._begins = order, begins
         self._last = -1, order
-        """The number of the window that was asked for last, and its items."""
+        """The number of the window that was accessed last, and its items."""
 
     def __getitem__(self, places: slice) -> np.ndarray:
-        """Return the items at some places of the order, int64."""
+        """Return the items at some positions of the order, int64."""
         start, stop, step = places.indices(self.count)
         if self.block == 1 or start >= stop:
             return self._order[start:stop:step]
@@ -58,13 +58,13 @@ class Order:
         return np.concatenate(every)[start - offset : stop - offset : step]
 
     def _window(self, number: int) -> np.ndarray:
-        """Return the items of one window, in their order."""
+        """Return the items of one window in their order."""
         last, items = self._last
         if number != last:
             blocks = self._order[number * self.window : (number + 1) * self.window]
             items = (blocks[:, None] * self.block + np.arange(self.block)).reshape(-1)
             items = items[items < self.count]
-            # From 1: numbers that end with 0 seed as those without it do.
+            # Count from 1, since NumPy ignores trailing zeros of a seed sequence.
             rng = np.random.default_rng([self.seed, self.epoch, number + 1])
             items = rng.permutation(items)
             self._last = number, items
@@ -75,7 +75,7 @@ _MOST: int = 2**53
 
 
 class EpochBatches(Sampler[list[int]]):
-    """The batches of a dataset, epoch after epoch, in an order that follows from the seed::
+    """Batches of a dataset, epoch after epoch, in an order that the seed determines::
 
         data = storage.dataset()
         batches = EpochBatches(len(data), 256, seed=0)
@@ -83,30 +83,31 @@ class EpochBatches(Sampler[list[int]]):
         for batch in loader:  # one epoch; the next iteration is the next one
             ...
 
-    Each iteration is a whole epoch with each item once, and takes the next epoch's number at its
-    first batch, also if the iteration before it was left early or still runs. Only the first
-    iteration after `load_state_dict` starts in mid-epoch. The order is the same for any number of
-    workers.
+    Each iteration is a whole epoch with each item once. It takes the next epoch number at its first
+    batch, even if the previous iteration was abandoned or is still running. Only the first
+    iteration after `load_state_dict` starts in mid-epoch. The order does not depend on the number
+    of workers.
 
-    `state_dict` returns the position in the epoch from which a batch was requested last. A loader
-    with workers has requested more batches than it has returned, so pass the number that were
-    taken, or let torchdata's ``StatefulDataLoader`` count them.
+    `state_dict` returns the epoch and position of the most recent request. A loader with workers
+    has requested more batches than it has returned, so pass the number of batches that you have
+    received, or use torchdata's ``StatefulDataLoader``, which counts them.
 
     Args:
-        count: of the items, ``len(dataset)``.
-        batch_size: items of a batch; the last one of an epoch may have fewer.
-        seed: of all orders.
-        shuffle: False goes through the items in their order.
-        block: items that follow one another and stay near each other, for rows that are read from
-            compressed chunks; 1 shuffles all.
+        count: the number of items, ``len(dataset)``.
+        batch_size: items per batch; the last batch of an epoch may have fewer.
+        seed: the seed of all orders.
+        shuffle: False returns the items in their original order.
+        block: the number of consecutive items that stay close to each other, for rows that are
+            read from compressed chunks; 1 shuffles all items independently.
         window: blocks that are shuffled together.
-        drop_last: leave out the last batch of an epoch, if it has fewer items.
-        rank, world: of ``world`` processes, each with a ``rank`` of its own, this one gets each
-            ``world``-th item of the order, so that together they have each item once. Without
-            ``drop_last`` some may have one item more.
+        drop_last: skip the last batch of an epoch if it has fewer items.
+        rank: the number of this process, below ``world``.
+        world: the number of processes. Each one gets every ``world``-th item of the order, so that
+            together they visit each item once. Without ``drop_last``, some processes may get one
+            item more.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -142,21 +143,21 @@ class EpochBatches(Sampler[list[int]]):
         self.block, self.window, self.drop_last = block, window, drop_last
         self.rank, self.world = rank, world
         self.epoch = 0
-        """The number of the epoch that the next iteration has, or continues after a load."""
+        """The epoch number of the next iteration, which may resume in mid-epoch after a load."""
         self._first = 0
-        """The batch with which the next iteration starts: 0, unless a state was loaded."""
+        """The first batch of the next iteration: 0, unless a state was loaded."""
         self._position = 0, 0
-        """Epoch, and batches requested of it: what `state_dict` returns."""
+        """The epoch and the number of batches requested from it, for `state_dict`."""
 
     @property
     def _items(self) -> int:
-        """Items of an epoch for this process."""
+        """The number of items per epoch for this process."""
         if self.drop_last:
             return self.count // self.world
         return len(range(self.rank, self.count, self.world))
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Return the number of batches of a whole epoch."""
         items = self._items
         return items // self.batch_size if self.drop_last else -(-items // self.batch_size)
 
@@ -176,25 +177,25 @@ class EpochBatches(Sampler[list[int]]):
             yield found.tolist()
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be a whole epoch of this number.
+        """Set the number of the next epoch, which is a whole one.
 
-        Several ranks need it if one of them may leave an iteration early: their epochs must have
-        the same number.
+        With several ranks, call this method if one of them may abandon an iteration, because their
+        epochs must have the same number.
         """
         if type(epoch) is not int or not 0 <= epoch < _MOST:
             raise ValueError(f"epoch is a whole number of at least 0, got {epoch!r}.")
         self.epoch, self._first, self._position = epoch, 0, (epoch, 0)
 
     def state_dict(self, taken: int | None = None) -> dict[str, Any]:
-        """Return the position in the epoch from which a batch was requested last.
+        """Return the epoch and position of the most recent batch request.
 
         Args:
-            taken: batches of this epoch that were taken from a loader with workers, which requests
-                some ahead, with those before a state that was loaded. Default: all that were
-                requested.
+            taken: the number of batches of this epoch that were received from a loader with
+                workers, which requests batches ahead. Include the batches before a loaded state.
+                Default: all batches that were requested.
 
         Raises:
-            ValueError: an epoch has fewer batches.
+            ValueError: ``taken`` exceeds the batches of an epoch.
         """
         epoch, requested = self._position
         batch = requested if taken is None else taken
@@ -203,13 +204,13 @@ class EpochBatches(Sampler[list[int]]):
         return {**self._order(), "epoch": epoch, "batch": batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state: the next iteration has the rest of its epoch.
+        """Restore a state, so that the next iteration returns the rest of its epoch.
 
-        The iterations after that are whole epochs. A state at the end of an epoch continues with
-        the next one.
+        Later iterations are whole epochs. A state at the end of an epoch continues with the next
+        one.
 
         Raises:
-            StateMismatch: it is of another order: other items, sizes or seed.
+            StateMismatch: the state belongs to another order: other items, sizes or seed.
         """
         for name, value in self._order().items():
             if state.get(name) != value:

@@ -1,4 +1,4 @@
-"""Rows, or pieces of trajectories, as a map-style dataset of PyTorch."""
+"""Map-style PyTorch dataset of rows or of pieces of trajectories."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from tallyroll.storage.trajectories.windows import Slices, check_positive
 from tallyroll.storage.user_code import user_callback
 
 Last = Literal["pad", "skip"]
-"""Ways to treat the piece at the end of a trajectory, if it is shorter than the others."""
+"""Treatment of a trajectory's last piece if it is shorter than the others."""
 
 
 class RowDataset(Dataset[Any]):
-    """The rows of a storage, each an item; or pieces of its trajectories.
+    """Dataset whose items are the rows of a storage, or pieces of its trajectories.
 
-    A `torch.utils.data.DataLoader` reads a whole batch at once: give it `collate`, which leaves
-    the batch as it is::
+    ``storage.dataset(...)`` creates one. A `torch.utils.data.DataLoader` reads a whole batch at
+    once; pass it `collate`, which returns the batch unchanged::
 
         data = storage.dataset(["observation", "action"])
         loader = DataLoader(data, batch_size=256, shuffle=True, collate_fn=data.collate)
 
-    The items are those of the rows that were there when the dataset was made: rows that come
-    later are no items, and those that a ring overwrites raise `IndexOutOfRange`. It is pickled as
-    its storage is, for workers of any start method. Made by ``storage.dataset(...)``.
+    The items are fixed when the dataset is created: later rows are not included, and rows that a
+    ring overwrites raise `IndexOutOfRange`. The dataset can be pickled whenever its storage can,
+    for workers of any start method.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class RowDataset(Dataset[Any]):
         self._first, self._count = span.start, len(span) if pieces is None else len(pieces)
 
     def __len__(self) -> int:
-        """Items."""
+        """Return the number of items."""
         return self._count
 
     def __getitem__(self, item: int) -> Any:
-        """Return one item, after the transform."""
+        """Return one item after the transform."""
         return self.__getitems__([item])[0]
 
     def __getitems__(self, items: Sequence[int] | torch.Tensor) -> Any:
-        """Return a batch of items, after the transform: a TensorDict [n], or [n, slice_len].
+        """Return a batch of items after the transform: a TensorDict [n], or [n, slice_len].
 
         Raises:
-            IndexOutOfRange: there is no such item, or its rows were overwritten.
-            StateMismatch: its rows were taken back.
+            IndexOutOfRange: an item does not exist, or its rows were overwritten.
+            StateMismatch: its rows were rewound.
         """
         at = np.asarray(items, np.int64).reshape(-1)
         at = np.where(at < 0, at + self._count, at)
@@ -88,7 +88,7 @@ class RowDataset(Dataset[Any]):
 
     @staticmethod
     def collate(batch: Any) -> Any:
-        """Return the batch as it is: it was read at once."""
+        """Return the batch unchanged, since `__getitems__` has read it as a whole."""
         return batch
 
     def __repr__(self) -> str:
@@ -97,17 +97,17 @@ class RowDataset(Dataset[Any]):
 
 
 class Pieces:
-    """All trajectories, each cut into pieces of ``length`` rows from its first one on.
+    """All trajectories, each cut into consecutive pieces of ``length`` rows.
 
-    The last piece of a trajectory may be shorter. Each row is in one piece.
+    Each row is in one piece. The last piece of a trajectory may be shorter.
 
     Args:
-        reader: of the rows.
-        length: rows of a piece.
-        short: False leaves out pieces that are shorter.
+        reader: the reader of the rows.
+        length: rows per piece.
+        short: False skips shorter pieces.
 
     Raises:
-        ColumnsMissing: the rows do not say which trajectory they belong to.
+        ColumnsMissing: the rows have no trajectory ids.
     """
 
     def __init__(self, reader: RowReader, length: int, *, short: bool) -> None:
@@ -123,7 +123,8 @@ class Pieces:
     def read(self, reader: RowReader, at: np.ndarray, keys: Sequence[Key] | None) -> TensorDict:
         """Return pieces [n] as a TensorDict [n, length].
 
-        A piece ends as a trajectory does: see `Trajectories.sample_slices`, whose mask it has.
+        Pieces are marked and masked at their ends like the slices of
+        `Trajectories.sample_slices`.
         """
         slices = self._slices(reader, self._ends[at], self._counts[at])
         nest, columns = reader.nest, reader.schema.columns
@@ -162,7 +163,7 @@ class Pieces:
 
 
 def _pieces(reader: RowReader, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the last row of each piece, and how many rows it has, in the order of last rows."""
+    """Return the last row and the row count of each piece, ordered by last row."""
     index = reader.trajectory_index
     with index.lock:
         ends, counts = index.rows(reader).pieces(length, reader.span.start)
@@ -179,7 +180,7 @@ def dataset_of(
     where: str | None,
     transform: Callable[[TensorDict], Any] | None,
 ) -> RowDataset:
-    """Return the rows of a storage, or of a part, as `DiskStorage.dataset` does."""
+    """Create a dataset of a storage or a selection of it; see `DiskStorage.dataset`."""
     if short not in get_args(Last):
         raise ValueError(f"short is one of 'pad' and 'skip', got {short!r}.")
     if slice_len is not None:

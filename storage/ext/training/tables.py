@@ -1,4 +1,4 @@
-"""Rows as tables of pandas and Arrow."""
+"""Conversion of rows to pandas and Arrow tables."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _MOST_NUMBERS: Final = 64
-"""Numbers a row that become columns of a table of pandas."""
+"""Maximum size of a row's value that becomes columns of a pandas table."""
 
 
 def data_frame(reader: RowReader, keys: Keys | None) -> pd.DataFrame:
-    """Return rows as a table; see `DiskStorage.to_pandas`."""
+    """Convert rows to a pandas table; see `DiskStorage.to_pandas`."""
     pandas = needed("pandas", "pandas", "a table needs")
     columns = _columns(reader, keys)
     large = [each for each in columns if math.prod(each.shape) > _MOST_NUMBERS]
@@ -47,7 +47,7 @@ def data_frame(reader: RowReader, keys: Keys | None) -> pd.DataFrame:
 
 
 def arrow_table(reader: RowReader, keys: Keys | None) -> pa.Table:
-    """Return rows as a table; see `DiskStorage.to_arrow`."""
+    """Convert rows to an Arrow table; see `DiskStorage.to_arrow`."""
     arrow = needed("pyarrow", "arrow", "a table needs")
     columns = _columns(reader, keys)
     for column in columns:
@@ -82,7 +82,7 @@ def _columns(reader: RowReader, keys: Keys | None) -> list[Column]:
 
 
 def _read(reader: RowReader, columns: list[Column]) -> Iterator[tuple[Column, np.ndarray]]:
-    """Yield columns with all their values [rows, ...], of the same rows, in their order."""
+    """Yield columns with all their values [rows, ...], read consistently from the same rows."""
     keys = [each.key for each in columns]
     nbytes = len(reader.span) * sum(each.row_nbytes for each in columns)
     require_memory(nbytes, f"{len(reader.span):,} rows in a table", "Ask for fewer columns.")

@@ -1,4 +1,4 @@
-"""`verify`: is everything in a storage as it was when it was written?"""
+"""Verification of storages (`verify`), comparison (`diff`) and content hashes."""
 
 from tallyroll.storage.package.moved_paths import moved_names
 

@@ -1,4 +1,4 @@
-"""`content_hash`: one hash of all rows of a storage."""
+"""The `content_hash` function, which hashes all rows of a storage."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ def content_hash(
 ) -> str:
     """Return one SHA-256 of all committed rows, as 64 hexadecimal digits.
 
-    It is the same for the same rows in every format, in a ring, in any order of commits. Rows are
-    hashed by trajectory and step, each with its columns by name and their bytes (the bits of NaNs
-    too), a few trajectories or a part of one at a time; these hashes, and the columns' names,
-    dtypes and shapes, make the one of the storage. What made the rows, and the column
-    ``collector/cut``, which says how they were committed, stay out.
+    Equal rows have the same hash in every format, in a ring, and whatever the order of commits.
+    Rows are hashed by trajectory and step, a few trajectories or a part of one at a time. Each row
+    contributes its columns by name with their bytes, including the bits of NaNs. The hash of the
+    storage combines these hashes with the names, dtypes and shapes of the columns. It excludes the
+    provenance and the column ``collector/cut``, which records how the rows were committed.
 
     Args:
-        storage: a storage, or the path of one; of several, as `open_storage` takes them.
+        storage: a storage or its path; for several storages, any argument of `open_storage`.
         ids: ``"relative"`` numbers trajectories 0, 1, 2 ... in the order of their ids, so that
-            copies with ids of their own have the hash of their original.
-        incremental: keep the hashes of parts in a file beside the rows, and take those that an
-            earlier such call kept, so that only rows that came since are read. Bytes that changed
-            on the disk since are not noticed then: `verify` compares all rows with kept hashes.
-            Where the file cannot be written, nothing is kept.
-        progress: called now and then with the bytes that were read, and with those of all rows.
-        accept_copy: as `open_storage`, of a path.
+            copies with different ids have the hash of their original.
+        incremental: store the hashes of parts in a file next to the rows, and reuse those that an
+            earlier call has stored, so that only new rows are read. Later changes of bytes on the
+            disk then go unnoticed; `verify` compares all rows with the stored hashes. If the file
+            cannot be written, nothing is stored.
+        progress: a callback that is called periodically with the number of bytes read and the total
+            number of bytes.
+        accept_copy: as in `open_storage`, for a path.
 
     Raises:
-        ColumnsMissing: the rows do not say which trajectory and step they are.
+        ColumnsMissing: the rows have no trajectory ids or no steps.
         Overrun: a ring's writer overwrites rows while they are read.
-        OpenError, CorruptStorage: the storage cannot be opened, or read.
-        ValueError: ``ids`` is neither, or is "relative" with ``incremental``.
+        OpenError, CorruptStorage: the storage cannot be opened or read.
+        ValueError: ``ids`` is invalid, or is "relative" together with ``incremental``.
     """
     if incremental and ids == "relative":
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`diff`: what differs between two storages, by trajectory and step."""
+"""The `diff` function, which compares two storages by trajectory and step."""
 
 from __future__ import annotations
 
@@ -28,28 +28,32 @@ from tallyroll.storage.trajectories.content import (
 from tallyroll.storage.user_code import user_callback
 
 _MOST_NBYTES: Final = 16 << 20
-"""Rows of each storage that are compared at a time, but for one row that is larger."""
+"""Maximum size of a comparison block in bytes per storage, except for a single larger row."""
 _NOT_COMPARED: Final = frozenset(
     {"at", "first_id", "first_row", "first_row_of_run", "incarnation", "respawned"}
 )
-"""Entries of a run that say when it began, where its rows lie, and how often it was resumed."""
+"""Entries of a run that are not compared: its start time, row positions and resume count."""
 _LONGEST: Final = 60
 
 
 @dataclass(frozen=True, slots=True)
 class DifferentRow:
-    """A row that is not the same in both, or not in both."""
+    """A row that differs between the storages, or that only one of them has."""
 
     trajectory: int
     step: int
     column: str | None
-    """The column's name in messages; None if the row is in one of them alone."""
+    """The column's name in messages; None if only one storage has the row."""
     first: Any
-    """The value in the first storage, nested lists; with ``column`` None, whether it has the
-    row. Of images and other large values, the first number that differs."""
+    """The value in the first storage, as nested lists.
+
+    For images and other large values, it is the first number that differs.
+
+    If ``column`` is None, it is True if the first storage has the row.
+    """
     second: Any
     at: tuple[int, ...] = ()
-    """The place of that number in a large value."""
+    """The index of that number in a large value."""
 
     def __str__(self) -> str:
         where = f"trajectory {self.trajectory}, step {self.step}"
@@ -61,28 +65,28 @@ class DifferentRow:
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """The differences between two storages, as `diff` found them."""
+    """The differences between two storages, as found by `diff`."""
 
     rows: tuple[int, int]
-    """Rows of the first and of the second."""
+    """The number of rows in the first and the second storage."""
     equal: int
-    """Rows of both, with the same bits in all columns of both."""
+    """The number of rows in both storages with identical bits in all common columns."""
     changed: int
-    """Rows of both, with other bits."""
+    """The number of rows in both storages with different bits."""
     only: tuple[int, int]
-    """Rows of the first alone, and of the second alone."""
+    """The number of rows in the first storage only, and in the second storage only."""
     columns: Mapping[str, int]
-    """The number of changed rows by column, without columns that are the same."""
+    """The number of changed rows by column, without unchanged columns."""
     places: tuple[DifferentRow, ...]
-    """The first few rows of each kind."""
+    """The first few differences of each kind."""
     schema: tuple[str, ...]
-    """Columns that are in one alone, or of another dtype or shape: they are not compared."""
+    """Columns that are not compared, because one storage lacks them, or dtype or shape differ."""
     provenance: tuple[str, ...]
-    """Other formats, and what the runs that made them say otherwise; rows may be the same."""
+    """Differences of formats and of run entries, which do not imply different rows."""
 
     @property
     def same(self) -> bool:
-        """True if both have the same columns and the same rows."""
+        """True if both storages have the same columns and the same rows."""
         return not (self.changed or any(self.only) or self.schema)
 
 
@@ -97,21 +101,23 @@ def diff(
 ) -> Differences:
     """Compare the committed rows of two storages bit for bit, in any formats.
 
-    Rows belong together that have the same trajectory and step. The column ``collector/cut``,
-    which says how rows were committed, is not compared.
+    Rows correspond if they have the same trajectory and step. The column ``collector/cut``, which
+    records how rows were committed, is not compared.
 
     Args:
-        first: the path of a storage; of several, as `open_storage` takes them.
-        second: that of another.
-        ids: ``"relative"`` numbers trajectories 0, 1, 2 ... in the order of their ids, in each.
-        progress: called now and then with the bytes that were read, and with those of all rows.
-        accept_copy: as `open_storage`.
+        first: the path of a storage, or any path argument of `open_storage` for several storages.
+        second: the same for the other storage.
+        ids: ``"relative"`` numbers trajectories 0, 1, 2 ... in the order of their ids, in each
+            storage.
+        progress: a callback that is called periodically with the number of bytes read and the total
+            number of bytes.
+        accept_copy: as in `open_storage`.
 
     Raises:
-        ColumnsMissing: rows do not say which trajectory and step they are.
+        ColumnsMissing: the rows have no trajectory ids or no steps.
         Overrun: a ring's writer overwrites rows while they are read.
-        OpenError, CorruptStorage: a storage cannot be opened, or read.
-        ValueError: ``ids`` is neither.
+        OpenError, CorruptStorage: a storage cannot be opened or read.
+        ValueError: ``ids`` is invalid.
     """
     with (
         open_storage(first, accept_copy=accept_copy) as one,
@@ -128,7 +134,7 @@ def _compared(
 
 
 class _Comparison:
-    """One look at two readers."""
+    """One comparison of two readers."""
 
     def __init__(self, one: RowReader, other: RowReader, ids: Numbering) -> None:
         self._readers = one, other
@@ -167,7 +173,7 @@ class _Comparison:
         )
 
     def _compare(self, at: np.ndarray, others: np.ndarray) -> int:
-        """Compare rows at places of both orders; return the number that differ."""
+        """Compare rows at positions in both orders; return the number of different rows."""
         differs = np.zeros(len(at), np.bool_)
         for column in self._columns:
             one = self._contents[0].bytes_at(column, at)
@@ -197,7 +203,7 @@ class _Comparison:
 
 
 def _value(column: Column, found: np.ndarray) -> np.ndarray:
-    """Return the value of bytes, [*shape]; of bfloat16 the number."""
+    """Convert bytes to a value [*shape]; bfloat16 becomes a float."""
     value = found.view(column.numpy_dtype).reshape(column.shape)
     return floats_of(value) if column.dtype is torch.bfloat16 else value
 
@@ -205,9 +211,9 @@ def _value(column: Column, found: np.ndarray) -> np.ndarray:
 def _matched(
     one: Content, other: Content
 ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Return the places of rows that both have, and of those that one has alone.
+    """Return the positions of rows that both storages have, and of rows that only one has.
 
-    Of rows that claim to be the same step of a trajectory, one each belongs together.
+    If several rows claim to be the same step of a trajectory, they are paired one by one.
     """
     sizes = len(one.rows), len(other.rows)
     if sizes[0] == sizes[1] and all(
@@ -217,7 +223,7 @@ def _matched(
         every, none = np.arange(sizes[0]), np.empty(0, np.int64)
         return (every, every), (none, none)
     ids, steps = (np.concatenate(each) for each in ((one.ids, other.ids), (one.steps, other.steps)))
-    # Rows of equal ids and steps by how many of their storage came before them.
+    # Number the rows with equal id and step within each storage, in storage order.
     order = np.lexsort((np.arange(len(ids)), steps, ids))
     nth = np.empty(len(ids), np.int64)
     nth[order] = _repeats(ids[order], steps[order], order < sizes[0])
@@ -235,7 +241,7 @@ def _matched(
 
 
 def _repeats(ids: np.ndarray, steps: np.ndarray, is_first: np.ndarray) -> np.ndarray:
-    """Return for each row, ordered by id and step, how many of its own storage are the same."""
+    """Count for each row, ordered by id and step, the earlier equal rows of its own storage."""
     new = np.ones(len(ids), np.bool_)
     new[1:] = (ids[1:] != ids[:-1]) | (steps[1:] != steps[:-1])
     begins = np.maximum.accumulate(np.where(new, np.arange(len(ids)), 0))
@@ -261,7 +267,7 @@ def _told(column: Column) -> str:
 
 
 def _provenance_lines(one: RowReader, other: RowReader) -> Iterator[str]:
-    """Yield what the manifests say differently."""
+    """Yield the differences between the manifests."""
     mine, theirs = one.manifest, other.manifest
     if mine["format"] != theirs["format"]:
         yield f"format: {mine['format']}, {theirs['format']}"
@@ -274,7 +280,7 @@ def _provenance_lines(one: RowReader, other: RowReader) -> Iterator[str]:
 
 
 def _different(one: Any, other: Any, name: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yield the entries of two JSON values that differ, by their place."""
+    """Yield the differences of two JSON values with their path."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         for key in sorted({*one, *other} - _NOT_COMPARED, key=str):
             yield from _different(one.get(key), other.get(key), f"{name}, {key}")

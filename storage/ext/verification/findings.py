@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 PLACES = 5
-"""The number of places that a finding names, the first ones."""
+"""Maximum number of places that a finding names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place where something is wrong. Fields that do not apply are None."""
+    """Location of a fault. Fields that do not apply are None."""
 
     row: int | None = None
     """The row's number."""
@@ -23,11 +23,11 @@ class Place:
     column: str | None = None
     """The column's name in messages, such as ``next/observation``."""
     what: str = ""
-    """The value that is there, and the expected one."""
+    """The actual value and the expected value."""
     file: str | None = None
     """The file, in a dataset of another library."""
     episode: int | None = None
-    """The episode, in a dataset of another library; ``row`` counts within it, then."""
+    """The episode, in a dataset of another library. In this case ``row`` counts within it."""
 
     def __str__(self) -> str:
         parts = [] if self.file is None else [self.file]
@@ -42,16 +42,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong, at one or many places."""
+    """A fault that occurs at one or many places."""
 
     check: str
     """The check that found it, one of `CHECKS`."""
     message: str
     """The fault, in one sentence."""
     count: int
-    """The number of places."""
+    """The total number of places."""
     places: tuple[Place, ...]
-    """The first few of them."""
+    """The first few places."""
 
     def __str__(self) -> str:
         times = "" if self.count == 1 else f" ({self.count:,} times)"
@@ -60,7 +60,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The checks that `verify` made, and their findings."""
+    """The checks that `verify` ran, and their findings."""
 
     path: str
     format: str | None
@@ -68,18 +68,20 @@ class Report:
     rows: int
     findings: tuple[Finding, ...]
     checked: tuple[str, ...]
-    """The checks that were made."""
+    """The checks that ran."""
     skipped: Mapping[str, str]
-    """The checks that were not made, and why."""
+    """The checks that did not run, with the reasons."""
     notes: tuple[Finding, ...] = ()
-    """Faults that hurt no row, and that ``healing`` repairs: a power cut or a kill left the
-    storage open, and cut a write short."""
+    """Faults that affect no row, and that ``healing`` repairs.
+
+    A power failure or a kill left the storage open and interrupted a write.
+    """
     healing: str | None = None
-    """The way to repair the notes; None without notes."""
+    """Instructions for repairing the notes; None without notes."""
 
     @property
     def sound(self) -> bool:
-        """True if the checks found no fault; there may be notes."""
+        """True if there are no findings; there may be notes."""
         return not self.findings
 
     def __repr__(self) -> str:
@@ -91,7 +93,7 @@ class Report:
 
 
 class Findings:
-    """A collection of findings, with the count of their places and the first `PLACES` of each."""
+    """Collection of findings, each with the count of its places and the first `PLACES` of them."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str], Finding] = {}
@@ -100,7 +102,7 @@ class Findings:
         return iter(self._found.values())
 
     def add(self, check: str, message: str, *places: Place, count: int = 1) -> None:
-        """Add ``count`` to a finding, and keep those of ``places`` that are among the first."""
+        """Add ``count`` to a finding, and keep ``places`` up to a total of `PLACES`."""
         if (known := self._found.get((check, message))) is not None:
             places, count = known.places + places, known.count + count
         self._found[check, message] = Finding(check, message, count, places[:PLACES])
@@ -117,17 +119,17 @@ class Findings:
             self.add(check, message, *map(place_of, lowest), count=len(rows))
 
     def merge(self, other: Findings) -> None:
-        """Add the findings of ``other`` after those that are here."""
+        """Append the findings of ``other``."""
         for each in other:
             self.add(each.check, each.message, *each.places, count=each.count)
 
 
 @dataclass(frozen=True, slots=True)
 class NumberedRows:
-    """Rows that follow one another in a storage, known by their numbers alone."""
+    """Consecutive rows of a storage, of which only the numbers are known."""
 
     start: int
-    """The first row's number."""
+    """The number of the first row."""
 
     def place(self, at: int, what: str, column: str | None = None) -> Place:
         """Return the place of entry ``at``."""

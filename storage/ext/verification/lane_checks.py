@@ -1,4 +1,4 @@
-"""Check lanes, ids and steps: in every lane one trajectory follows the other. Pure."""
+"""Checks of lanes, ids and steps: in each lane, trajectories follow one another. Pure."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tallyroll.storage.trajectories.lane_stretches import (
 )
 
 _NONE = -1
-"""The number for: no row came before in this lane."""
+"""Row number that means: there is no earlier row in this lane."""
 _VAGUE = -2
-"""The number for: a row came before, but its trajectory is unknown."""
+"""Row number that means: there is an earlier row, but its trajectory is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRows(NumberedRows):
-    """Rows that follow one another: the collector's columns, each [n]."""
+    """Consecutive rows with the collector's columns, each [n]."""
 
     ids: np.ndarray
     steps: np.ndarray
@@ -52,10 +52,10 @@ class RowPairs:
     after: np.ndarray
 
 
-class _LaneRows(NamedTuple):
-    """Five values of each row that the checks follow along the lanes.
+class _Rows(NamedTuple):
+    """The five values of each row that the checks track along lanes.
 
-    The rows are those of a chunk, the rows before them, or each lane's last one.
+    The rows are those of a chunk, their predecessors, or the last row of each lane.
     """
 
     row: np.ndarray
@@ -71,40 +71,40 @@ _NO_ROW = (_NONE, -1, -1, False, -1)
 
 @dataclass(frozen=True, slots=True)
 class _Series:
-    """The rows of a chunk in the order of their lanes. All arrays are [n]."""
+    """The rows of a chunk in lane order. All arrays are [n]."""
 
     chunk: CheckedRows
     order: LaneOrder
     vague: np.ndarray
     """True for a row that names two lanes: it is in both, and later rows are not judged by it."""
-    rows: _LaneRows
-    before: _LaneRows
-    """The row before each in its lane."""
+    rows: _Rows
+    before: _Rows
+    """The predecessor of each row in its lane."""
 
 
 class LaneChecks:
     """Checks that follow the lanes of one run through its rows, chunk by chunk.
 
-    They keep five numbers a lane. A row whose id belongs to another lane is reported, and left
-    out of the other checks.
+    They store five numbers per lane. A row whose id belongs to another lane is reported, and
+    excluded from the other checks.
 
     Args:
-        lanes: the number of lanes of the run, None if it is unknown.
-        floor: the largest id of earlier runs, -1 without one.
-        late: the rows before the first ones are gone, so that trajectories may begin late.
+        lanes: the number of lanes of the run; None if it is unknown.
+        floor: the largest id of earlier runs; -1 if there is none.
+        late: True if rows before the first ones are gone, so that trajectories may begin late.
     """
 
     def __init__(self, lanes: int | None, *, floor: int = -1, late: bool = False) -> None:
         self._declared, self._floor, self._late = lanes, floor, late
         self.largest = floor
-        """The largest id so far among those that a lane of the run can have."""
+        """The largest id so far among the ids that a lane of the run can have."""
         self._rest: int | None = None
         self._begun: list[np.ndarray] = []
         self._lanes = lanes or 0
         self._tails = _LaneRows(*(np.empty(0, np.array(fill).dtype) for fill in _NO_ROW))
 
     def advance(self, chunk: CheckedRows, findings: Findings) -> RowPairs:
-        """Check the rows of ``chunk`` against one another and against those before them."""
+        """Check the rows of ``chunk`` against one another and against earlier rows."""
         self._know_lanes(chunk)
         usable = self._check_owners(chunk, findings)
         self._check_floor(chunk, findings)
@@ -113,7 +113,7 @@ class LaneChecks:
         return self._follow(self._series(chunk, usable), findings)
 
     def finish(self, findings: Findings) -> None:
-        """If no run says whose ids are which, check that each id has one lane."""
+        """If no run defines the lane of each id, check that each id has a single lane."""
         if not self._begun:
             return
         ids, counts = np.unique(np.concatenate(self._begun), return_counts=True)
@@ -129,10 +129,10 @@ class LaneChecks:
             self._lanes = max(self._lanes, int(inside.max(initial=-1)) + 1)
         self._tails = _LaneRows(*map(extended, self._tails, repeat(self._lanes), _NO_ROW))
 
-    # --- row by row -------------------------------------------------------------------------------
+    # --- single rows ------------------------------------------------------------------------------
 
     def _check_owners(self, chunk: CheckedRows, findings: Findings) -> np.ndarray:
-        """Return which rows [n] have a lane of the run and an id of this lane; report others."""
+        """Report rows without a valid lane and id; return a mask [n] of the valid rows."""
         lane, ids, lanes = chunk.lane, chunk.ids, self._lanes
         inside: np.ndarray = (lane >= 0) & (lane < lanes)
         chunk.report(
@@ -154,9 +154,9 @@ class LaneChecks:
         return owned
 
     def _most_common(self, rest: np.ndarray, lanes: int) -> int:
-        """Return the rest of most rows, if ids of lane l are rest + l + k * lanes.
+        """Return the remainder of most rows, if ids of lane l are remainder + l + k * lanes.
 
-        If several are equally frequent, prefer the one that a run usually begins with.
+        If several are equally frequent, prefer the one with which a run usually begins.
         """
         votes = np.bincount(rest, minlength=lanes).astype(np.float64)
         votes[(self._floor + 1) % lanes] += 0.5
@@ -169,7 +169,7 @@ class LaneChecks:
             chunk.ids <= floor, lambda at: f"ids are above {floor} here",
         )  # fmt: skip
 
-    # --- row after row ----------------------------------------------------------------------------
+    # --- successive rows --------------------------------------------------------------------------
 
     def _series(self, chunk: CheckedRows, usable: np.ndarray) -> _Series:
         order, vague = self._in_order(chunk, usable)
@@ -184,7 +184,7 @@ class LaneChecks:
         return _Series(chunk, order, vague, rows, _LaneRows(*map(order.carry, rows, self._tails)))
 
     def _in_order(self, chunk: CheckedRows, usable: np.ndarray) -> tuple[LaneOrder, np.ndarray]:
-        """Return the rows by lane and time, and which of them are vague."""
+        """Return the rows by lane and time, and a mask of the vague ones."""
         if usable.all():
             return lane_order(chunk.lane, chunk.start), np.zeros(len(usable), np.bool_)
         good, bad = np.flatnonzero(usable), np.flatnonzero(~usable)
@@ -206,7 +206,7 @@ class LaneChecks:
             lambda i: f"row {before.row[i]:,} of this lane has trajectory {before.ids[i]} already",
             series.order.at,
         )  # fmt: skip
-        # A lane's first row begins one as well, unless older rows may have been overwritten.
+        # A lane's first row also begins a trajectory, unless older rows may have been overwritten.
         begins = (known & ~same) | ((before.row == _NONE) & clear & (not self._late))
         goes_back = known & (rows.version < before.version)
         if self._declared is None:
@@ -216,14 +216,14 @@ class LaneChecks:
         _check_steps(series, same, begins, findings)
         series.chunk.report(
             findings, "versions", "the policy's version goes back within a lane",
-            # Random actions, -1, may come again if a lane began again.
+            # Random actions, version -1, may occur again if a lane restarted.
             goes_back & ((rows.version >= 0) | same),
             lambda i: f"version {rows.version[i]} after version {before.version[i]}",
             series.order.at,
         )  # fmt: skip
         over = same & before.ended
         _check_over(series, over, findings)
-        # Observations are compared along these pairs: only where steps follow one another.
+        # Observations are compared along these pairs, so the steps must be consecutive.
         linked = same & ~over & (rows.steps == before.steps + 1)
         return RowPairs(before.row[linked], rows.row[linked])
 
@@ -233,7 +233,7 @@ def _check_steps(series: _Series, same: np.ndarray, begins: np.ndarray, findings
     wanted = np.where(same, series.before.steps + 1, 0)
     wrong: np.ndarray = (same | begins) & (steps != wanted)
     if wrong.any():
-        # A row after a wrong one is right if it goes on from the wrong step.
+        # A row after a wrong one is right if it continues from the wrong step.
         excused = wrong[:-1] & same[1:] & (steps[1:] == wanted[:-1] + 1)
         excused[series.order.first[1:] - 1] = False
         wrong[1:] &= ~excused
@@ -245,7 +245,7 @@ def _check_steps(series: _Series, same: np.ndarray, begins: np.ndarray, findings
 
 
 def _check_over(series: _Series, over: np.ndarray, findings: Findings) -> None:
-    """Report trajectories that go on after an end, at the row that claims the end."""
+    """Report trajectories that continue after an end, at the row that claims the end."""
     before, where = series.before, np.flatnonzero(over)
     findings.add_rows(
         "ends", "a trajectory goes on after its end", before.row[where],

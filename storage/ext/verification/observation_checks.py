@@ -1,4 +1,4 @@
-"""Compare each next observation with the following row's, and find lost ones. Pure."""
+"""Checks that compare each next observation with the following row, and find lost ones. Pure."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tallyroll.storage.trajectories.columns import floats_of
 
 _FLAGS = {"done", "terminated", "truncated", "reward"}
 _FEW_VALUES, _SHARE = 16, 1 / 4
-"""Limits of chance: at most 16 whole numbers are all zero at no more than 1/4 of ends."""
+"""Limits for coincidence: up to 16 integers may all be zero at up to 1/4 of the ends."""
 _SAMPLE_ROWS, _SAMPLE_NBYTES = 4096, 2**22
-"""The most rows of a chunk, and their bytes, that are measured to see how far steps go."""
+"""Maximum number of rows per chunk, and of their bytes, that are used to measure step sizes."""
 _LEAST_STEPS, _MOST_STEPS = 6, 256
-"""The limits of the steps to measure, one a value, before a last step is called far."""
+"""Limits of the number of steps to measure, one per value, before a last step is called far."""
 _LEAP = 2
-"""A last step more than this many times as far as any other leads to a lost observation."""
+"""A last step that exceeds all other steps by more than this factor suggests a lost observation."""
 
 
 def observations_of(columns: Mapping[Key, Column]) -> list[Column]:
-    """Return the observations: columns that are alike at the root and under ``next``."""
+    """Return the observations: columns that also exist in ``next``, with equal dtype and shape."""
     found = []
     for key, column in columns.items():
         after = columns.get((NEXT, *key))
@@ -41,7 +41,7 @@ def observations_of(columns: Mapping[Key, Column]) -> list[Column]:
 
 
 class _Observation:
-    """One observation, and counts of its zeros."""
+    """One observation with counts of its zeros."""
 
     def __init__(
         self, column: Column, here: ColumnReader, next: ColumnReader, living: ColumnReader | None
@@ -50,28 +50,28 @@ class _Observation:
         self.name, self.next_name = format_key(column.key), format_key((NEXT, *column.key))
         self.here, self.next, self._row_nbytes = here, next, column.row_nbytes
         self.living = living
-        """The flags of agents that live next, for the observation of a group of agents."""
+        """For the observation of a group: the flags of the agents that live in the next state."""
         whole = column.numpy_dtype.kind in "iu" and column.dtype != torch.bfloat16
         self.flags = whole
-        """True while all values seen are 0 or 1: perhaps a mask."""
+        """True as long as all values seen are 0 or 1, as in a mask."""
         self.few = whole and self.values <= _FEW_VALUES
-        """True if a row is a few whole numbers, all of which may be zero by chance."""
+        """True if a row consists of a few integers, all of which may be zero by chance."""
         self.turned = 0
-        """The number of ends at which it is zero, and was not before."""
+        """The number of ends at which it is zero, but was not zero before."""
         self.zero_midway = False
-        """True if an episode comes to zero, or leaves it, without ending there."""
+        """True if an episode reaches zero, or leaves it, without ending there."""
         self.zero_ends, self.zero_with_all = Findings(), Findings()
         """Its zeros at ends, and those of them where all other observations are zero, too."""
         self.strides = np.zeros(self.values)
-        """The most that each of its values changes in a step that ends no episode."""
+        """The maximum change of each of its values in a step that does not end an episode."""
         self.steps = 0
-        """The number of these steps that were measured."""
+        """The number of such steps that were measured."""
         self.leaps = np.zeros((0, self.values))
-        """The changes in the last steps before its zeros at ends, of the first few of them."""
+        """The changes in the last steps before its zeros at ends, for the first few of them."""
         self.by_design = True
-        """True if it is zero at all ends that are terminated, and at none that is truncated."""
+        """True if it is zero at all terminated ends, and at no truncated end."""
         self.truncated = 0
-        """The number of ends that are truncated, where it is not zero."""
+        """The number of truncated ends at which it is not zero."""
 
     def differs(self, before: np.ndarray, after: np.ndarray) -> np.ndarray:
         """Return which rows ``after`` [n] differ from the next observations of ``before``."""
@@ -84,7 +84,7 @@ class _Observation:
     def look_at_steps(
         self, chunk: CheckedRows, turns: np.ndarray, final: np.ndarray, terminated: np.ndarray
     ) -> None:
-        """Measure some steps that end no episode, and those to zero, at ``turns`` [n]."""
+        """Measure some steps that do not end episodes, and those to zero, at ``turns`` [n]."""
         start, rows = chunk.start, np.flatnonzero(~chunk.ended)
         most = max(1, min(_SAMPLE_ROWS, _SAMPLE_NBYTES // self._row_nbytes))
         rows = rows[:: -(-len(rows) // most)] if len(rows) > most else rows
@@ -96,7 +96,7 @@ class _Observation:
             self.leaps = np.concatenate([self.leaps, self._change(start + last)])
         if self.by_design:
             others = np.flatnonzero(final & terminated & ~turns)[:most]
-            # By value: the bytes of -0.0 are not zero.
+            # Compare values, since the bytes of -0.0 are not zero.
             self.by_design = (
                 not (turns & ~terminated).any()
                 and not (self._values(self.next.take(start + others)) != 0).any()
@@ -104,12 +104,12 @@ class _Observation:
         self.truncated += int((final & ~terminated & ~turns).sum())
 
     def _values(self, found: np.ndarray) -> np.ndarray:
-        """Return the numbers [k, values] of an array [k, ...] of the column."""
+        """Reshape an array [k, ...] of the column to numbers [k, values]."""
         found = floats_of(found) if self.dtype is torch.bfloat16 else found
         return found.reshape(len(found), self.values)
 
     def _change(self, rows: np.ndarray) -> np.ndarray:
-        """Return how far each value moves in rows [k]: [k, values]."""
+        """Return the absolute change of each value in rows [k]: [k, values]."""
         here, next = (self._values(each.take(rows)) for each in (self.here, self.next))
         with np.errstate(invalid="ignore", over="ignore"):
             wide = np.complex128 if here.dtype.kind == "c" else np.float64
@@ -117,7 +117,7 @@ class _Observation:
 
     @property
     def leapt(self) -> bool:
-        """True if most zeros at ends are farther from the observation before than a step goes."""
+        """True if most zeros at ends are farther from the previous observation than a step goes."""
         enough = max(_LEAST_STEPS, min(self.values, _MOST_STEPS))
         if self.steps < enough or (self.by_design and self.truncated):
             return False
@@ -133,28 +133,32 @@ class _Observation:
 
 
 class ObservationChecks:
-    """Checks of the observations in a collector's rows.
+    """Checks of the observations in a collector's rows, which search for lost observations.
 
-    Zero is a value like any other. A row that is zero now and next was never written if the rows
-    before or after it in its trajectory say something else, and no episode comes to zero or leaves
-    it. A final observation of zeros was lost if no other observation is zero, or if zero is too
-    far away: most last steps changed some value more than twice as much as any step that ended
-    no episode. So a goal at the origin, which a step reaches, is not reported. A task may show
-    zeros at its goal by design: then all ends that are terminated are zero, and some truncated
-    ones are not. A task that shows zeros without these signs looks like an environment that lost
-    them, and is reported; lost ones a step away from zero, or in episodes of one step, look like a
-    goal, and are not.
+    A zero can be a legitimate value. Two patterns indicate lost observations:
 
-    Flags that are all off at an end, such as the mask of actions of a player that has none left,
-    are values like others: bools always, whole numbers that are only 0 and 1 where another
-    observation is not zero there, and so are the observations of a group of agents that has died
-    out. A final observation that is lost is lost with all its parts. And of a few whole numbers all
-    may be zero by chance, at few ends.
+    - A row that is zero now and next was never written if adjacent rows of its trajectory
+      contradict it, and no episode reaches or leaves zero.
+    - A final observation of zeros was lost if no other observation is zero. It was also lost if
+      zero is too far away, which means that most last steps changed some value more than twice as
+      much as any step that did not end an episode.
+
+    A goal at the origin that a step can reach is therefore not reported. A task may show zeros at
+    its goal by design. In this case all terminated ends are zero, and some truncated ends are not.
+    A task that shows zeros without these signs looks like an environment that lost observations,
+    and is reported. Lost observations that are one step away from zero, or in episodes of one step,
+    look like a goal, and are not reported.
+
+    Some zeros are treated as ordinary values. Flags may all be off at an end, such as the action
+    mask of a player without actions: bools always, and integers that are only 0 and 1 if another
+    observation is not zero there. The observations of a group of agents without survivors may be
+    zero, too. A lost final observation is lost with all its parts. A few integers may all be zero
+    by chance, at few ends.
 
     Args:
         observations: the observations of these rows.
-        values: of all columns.
-        gather: makes the collection of rows that may be found to be zeros at the end.
+        values: the readers of all columns.
+        gather: a factory of the collection for rows that may turn out to be trailing zeros.
     """
 
     def __init__(
@@ -173,17 +177,18 @@ class ObservationChecks:
             for column in observations
         ]
         self._rows = self._zero_rows = self._ends = 0
-        """Rows, those in which all is zero, and ends whose final observation is there."""
+        """Counts of rows, of rows that are entirely zero, and of ends with a final observation."""
         self._zero_state = False
-        """True if an episode comes to a state in which all is zero, or leaves it."""
+        """True if an episode reaches a state that is entirely zero, or leaves it."""
         self._torn = False
-        """True if a row of zeros differs from what the row before or after it says."""
+        """True if a row of zeros contradicts the row before or after it."""
         self._zeros = gather()
 
     def check_links(self, chunk: CheckedRows, links: RowPairs, findings: Findings) -> np.ndarray:
-        """Compare rows that follow one another; the later ones are in ``chunk``.
+        """Compare consecutive rows of trajectories; the later rows are in ``chunk``.
 
-        Returns which of the ``links`` are broken.
+        Returns:
+            A mask of the ``links`` that are broken.
         """
         broken = np.zeros(len(links.after), np.bool_)
         for each in self._observations:
@@ -205,14 +210,14 @@ class ObservationChecks:
         valid: np.ndarray | None,
         terminated: np.ndarray,
     ) -> None:
-        """Look for zeros in a chunk.
+        """Search a chunk for zeros.
 
         Args:
             chunk: the rows.
-            links: rows that follow one another.
-            broken: which of these do not fit.
-            valid: which rows [n] hold their true next observation, None if all do.
-            terminated: which rows [n] are terminated.
+            links: consecutive rows of trajectories.
+            broken: a mask of the links that do not match.
+            valid: a mask of the rows [n] with their true next observation; None: all rows.
+            terminated: a mask of the terminated rows [n].
         """
         count = len(chunk.ids)
         all_here, all_next = np.ones(count, np.bool_), np.ones(count, np.bool_)
@@ -235,7 +240,7 @@ class ObservationChecks:
             all_next &= next
         for each, turns in turned:
             message = f"{each.next_name} is all zero at ends of episodes, and nowhere else"
-            # Of a group that has died out nothing may be seen.
+            # If no agent of a group survives, there may be nothing to observe.
             alive = True if each.living is None else _any(each.living, chunk) | all_next
             for gathered, where in (
                 (each.zero_ends, turns & alive),
@@ -253,7 +258,7 @@ class ObservationChecks:
             self._zero_state = _comes_or_goes(chunk, links, all_here, all_next)
 
     def finish(self, findings: Findings) -> None:
-        """Judge the zeros by what was seen of them all."""
+        """Report zeros on the basis of all rows."""
         values = sum(each.values for each in self._observations)
         seldom = self._zero_rows < self._rows and not self._zero_state
         if values > 1 and seldom and self._torn:
@@ -261,14 +266,14 @@ class ObservationChecks:
         for each in self._observations:
             if each.few and each.turned <= _SHARE * self._ends:
                 continue
-            # A single zero is a number like others, and so are flags that are all off.
+            # A single zero is an ordinary number, and flags may all be off.
             lost = not each.zero_midway and each.dtype != torch.bool and each.leapt
             if each.values > 1 and lost:
                 findings.merge(each.zero_with_all if each.flags else each.zero_ends)
 
 
 def _any(mask: ColumnReader, chunk: CheckedRows) -> np.ndarray:
-    """In which rows of a chunk a mask has anything."""
+    """Return which rows of a chunk have a mask with at least one True value."""
     return np.asarray(mask.slice(chunk.start, chunk.stop).reshape(len(chunk.ids), -1).any(1))
 
 
@@ -277,7 +282,7 @@ def _other_than(name: str, before: np.ndarray, at: int) -> str:
 
 
 def _touches(chunk: CheckedRows, links: RowPairs, broken: np.ndarray, rows: np.ndarray) -> bool:
-    """Return whether a broken link begins or ends at one of ``rows`` [n] of the chunk."""
+    """Return True if a broken link begins or ends at one of ``rows`` [n] of the chunk."""
     if not (broken.any() and rows.any()):
         return False
     before = links.before[broken & (links.before >= chunk.start)]
@@ -286,7 +291,7 @@ def _touches(chunk: CheckedRows, links: RowPairs, broken: np.ndarray, rows: np.n
 
 
 def _comes_or_goes(chunk: CheckedRows, links: RowPairs, here: np.ndarray, next: np.ndarray) -> bool:
-    """Return whether an episode comes to zero or leaves it, and the row beside agrees."""
+    """Return True if an episode reaches zero or leaves it, and the adjacent row agrees."""
     inside = links.before >= chunk.start
     before, after = links.before[inside] - chunk.start, links.after[inside] - chunk.start
     comes = ~here[before] & next[before] & here[after]

@@ -1,4 +1,4 @@
-"""Compare the manifest's runs and the last commit record with the rows. Pure."""
+"""Checks of the manifest's runs and of the last commit record against the rows. Pure."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _COUNTED = {"episodes_complete", *_SUMS, *(part for parts in _SUMS.values() for 
 
 @dataclass(frozen=True, slots=True)
 class RunEntry:
-    """A run's entry in the manifest: the rows from ``first_row`` up to the next entry's."""
+    """A run's entry in the manifest, for the rows from ``first_row`` to the next entry's."""
 
     first_row: int
     lanes: int | None = None
-    """None where the entry does not say."""
+    """The number of lanes; None if the entry does not record it."""
     origin: int | None = None
-    """First row of the run that this one continues, or its own; None if no collector made it."""
+    """The first row of the run, or of the run that it continues; None if no collector wrote it."""
     finals_kept: bool = False
-    """Its final observations are right, also where they equal the first ones that follow."""
+    """True if final observations are known to be right, even if they equal the next first ones."""
     unobserved: Sequence[Any] = ()
-    """Columns that look like observations and are none: their keys, as lists."""
+    """Keys, as lists, of columns that look like observations but are not."""
     goes_on: bool = False
-    """Trajectories of the entry before may go on in it."""
+    """True if trajectories of the previous entry may continue in this one."""
     spaces: Mapping[str, Any] = field(default_factory=dict)
-    """The spaces of its columns that hold for all rows, as JSON, by the columns' names."""
+    """The spaces of columns that are valid for all rows, as JSON, by column name."""
 
 
 def check_runs(entries: list[Mapping[str, Any]], head: int, findings: Findings) -> list[RunEntry]:
-    """Return the runs that ``entries`` describe, in the order of rows, without wrong ones."""
+    """Parse the manifest's ``entries``; return the valid runs in row order."""
     runs: list[RunEntry] = []
     if not entries:
         findings.add("runs", "the manifest names no run")
@@ -63,7 +63,7 @@ def _entry_of(entry: Mapping[str, Any]) -> RunEntry:
     calls = [_call_of(run) for run in made]
     kept = bool(calls) and all(call.get("finals") == "kept" for call in calls)
     unobserved = [call.get("unobserved") for call in calls]
-    # Of a copy: what none of the runs that made it observed.
+    # For a copy, use the unobserved columns only if all of its original runs agree on them.
     same = unobserved and all(each == unobserved[0] for each in unobserved)
     keys = unobserved[0] if same and isinstance(unobserved[0], list) else ()
     as_made = all_makers(entry, unchanged=True)
@@ -93,11 +93,11 @@ def _problem_of(entry: Mapping[str, Any], least: int, head: int) -> str | None:
 def check_record(
     record: tuple[int, bytes] | None, runs: list[RunEntry], head: int, findings: Findings
 ) -> RunRecord | None:
-    """Return the newest record, checked against the runs; None where no collector wrote one.
+    """Return the newest record, checked against the runs; None if no collector wrote one.
 
-    ``head`` rows were committed when the record was read.
+    ``head`` is the number of rows committed when the record was read.
     """
-    # The rows of the last commit: a run that has none yet comes after them.
+    # Find the run of the last commit: a run without rows begins after them.
     last = next((run for run in reversed(runs) if run.first_row < head), None)
     collected = last is not None and last.origin is not None
     value = RunRecord.parse(record)
@@ -125,9 +125,9 @@ def check_record(
 def check_ledger(
     record: RunRecord, episodes: int | None, largest_id: int, findings: Findings
 ) -> None:
-    """Check what the record says of the rows.
+    """Check the statements of the record about the rows.
 
-    ``episodes`` ended in those of its run, None where they could not be counted.
+    ``episodes`` is the number of episodes that ended in the run's rows; None if it is unknown.
     """
     if record.next_id != -1 and record.next_id <= largest_id:
         what = f"it says {record.next_id}, and {largest_id} is the largest that was used"

@@ -1,4 +1,4 @@
-"""One pass over the rows of a storage, in the order in which they were written."""
+"""Checks that run in one pass over the rows of a storage, in the order of writing."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ if TYPE_CHECKING:
 
 
 class ResetChecks:
-    """Follows the ends of every run until it is decided.
+    """Checks that follow the ends of every run until there is a verdict on its resets.
 
     Args:
         observations: the observations of these rows.
-        values: of all columns.
+        values: the readers of all columns.
     """
 
     def __init__(self, observations: Sequence[Column], values: Mapping[Key, ColumnReader]) -> None:
@@ -72,18 +72,18 @@ class ResetChecks:
         self._observations = [each for each in observations if each.key[-1] not in COUNTERS]
         self._runs: dict[int, SelfResets] = {}
         self._stop = -1
-        """One more than the last row that was looked at."""
+        """One more than the last row that was checked."""
 
     def look(
         self, run: RunEntry, chunk: CheckedRows, valid: np.ndarray | None, terminated: np.ndarray
     ) -> None:
-        """Compare the rows of ``chunk``, of ``run``.
+        """Compare the rows of ``chunk``, which belong to ``run``.
 
         Args:
-            run: who wrote them.
+            run: the run that wrote the rows.
             chunk: the rows.
-            valid: which of them [n] hold their true next observation, None if all do.
-            terminated: which of them [n] are terminated.
+            valid: a mask of the rows [n] with their true next observation; None: all rows.
+            terminated: a mask of the terminated rows [n].
         """
         observed = [each for each in self._observations if list(each.key) not in run.unobserved]
         if run.finals_kept or not observed:
@@ -103,10 +103,10 @@ class ResetChecks:
         resets.look(Ends(lane, steps, ended, terminated, first, next, valid, chunk.start))
 
     def _of(self, run: RunEntry, chunk: CheckedRows) -> SelfResets:
-        """Return the findings on the run, a continued one included, that ``run`` belongs to."""
+        """Return the state of the run to which ``run`` belongs, including the run it continues."""
         origin = run.first_row if run.origin is None else run.origin
         lanes = run.lanes
-        if lanes is None:  # no collector wrote it: as many as its first rows have
+        if lanes is None:  # no collector wrote it: use the number of lanes in its first rows
             inside = chunk.lane[(chunk.lane >= 0) & (chunk.lane < MOST_LANES)]
             lanes = int(inside.max(initial=-1)) + 1
         known = self._runs.get(origin)
@@ -118,7 +118,7 @@ class ResetChecks:
         return self._values[key].take(start + rows)
 
     def finish(self, findings: Findings) -> None:
-        """Report what was decided."""
+        """Report the verdicts."""
         keys = [(NEXT, *each.key) for each in self._observations]
         column = format_key(keys[0]) if len(keys) == 1 else None
         for resets in self._runs.values():
@@ -138,13 +138,13 @@ class ResetChecks:
 _EXACT = ("lane", "first_row", "first_step", "length", "version_first")
 _AT_THE_END = ("last_row", "version_last")
 _RTOL = 1e-9
-"""Returns are sums, and the order of adding is free."""
+"""Relative tolerance of returns, since the order of summation is unspecified."""
 
 
 class EpisodeChecks:
-    """A check that counts the trajectories again, up to a table's last row, and compares.
+    """Check that recomputes the trajectories, up to a table's last row, and compares them.
 
-    A writer writes the table when it closes, so that later rows are not in it.
+    A writer writes the table when it closes, so the table does not contain later rows.
 
     Args:
         reader: the reader of the rows.
@@ -161,7 +161,7 @@ class EpisodeChecks:
         self._episodes: Episodes | None = Episodes(reader.ring, reward)
 
     def extend(self, start: int, stop: int) -> None:
-        """Count the rows ``[start, stop)``, which follow those that were counted."""
+        """Count the rows ``[start, stop)``, which follow the rows counted so far."""
         stop = min(stop, self._stop)
         if self._episodes is None or start >= stop:
             return
@@ -169,7 +169,7 @@ class EpisodeChecks:
             rows = self._order.episode_rows(self._reader, start, stop)
             self._episodes.extend(rows, self._runs)
         except CorruptStorage:
-            self._episodes = None  # a lane that cannot be, which another check names
+            self._episodes = None  # an invalid lane, which another check reports
 
     def finish(self, findings: Findings) -> None:
         """Compare the lines, trajectory by trajectory."""
@@ -187,7 +187,7 @@ class EpisodeChecks:
         self._compare(counted[mine], told[theirs], findings)
 
     def _compare(self, counted: np.ndarray, told: np.ndarray, findings: Findings) -> None:
-        # Of a trajectory whose first rows are overwritten only the end can be compared.
+        # If the first rows of a trajectory are overwritten, only its end can be compared.
         whole = (told["first_row"] >= self._first) & (counted["first_row"] >= self._first)
         whole &= counted["first_step"] == told["first_step"]
         wrong = {name: whole & (counted[name] != told[name]) for name in _EXACT}
@@ -222,7 +222,7 @@ def _place_of(name: str, told: np.ndarray, counted: np.ndarray, at: int) -> Plac
 
 
 def _ends(table: np.ndarray) -> np.ndarray:
-    """Ends of trajectories; no line knows whether an unfinished one goes on."""
+    """Return the ends of trajectories; cuts count as open, since lines do not distinguish them."""
     return np.where(table["end"] == END_CUT, END_OPEN, table["end"])
 
 
@@ -235,14 +235,14 @@ _BY_TRAJECTORY = ("lanes", "ids", "steps", "versions", "observations", "finals")
 
 
 class RowChecks:
-    """Checks the valid rows of a storage, as they are when it is made.
+    """Checks of the rows that a storage has when the object is created.
 
     Args:
-        reader: of the rows.
-        runs: the runs that wrote its rows, by their first rows.
-        nan: look for NaN, too.
-        table: the table of episodes that the rows are to be compared with.
-        gather: makes the collections of findings that are merged into the caller's.
+        reader: the reader of the rows.
+        runs: the runs that wrote the rows, by first row.
+        nan: True to search for NaNs, too.
+        table: the table of episodes to compare with the rows.
+        gather: a factory of the collections of findings, which are merged into the caller's.
     """
 
     def __init__(
@@ -259,11 +259,11 @@ class RowChecks:
         self._columns = {column.key: column for column in reader.schema.columns}
         self._values = {key: reader.column(key) for key in self._columns}
         self.unavailable: dict[str, str] = {}
-        """Checks that the storage does not allow, and why."""
+        """Checks that the storage does not permit, with the reasons."""
         self.overtaken = False
-        """Another process overwrote rows before they were read."""
+        """True if another process overwrote rows before they were read."""
         self.ended: dict[int, int] = {}
-        """How many episodes ended in a run, by the run's first row."""
+        """The number of episodes that ended in a run, by the run's first row."""
         self.largest_id = -1
         self._flags = [key for key in _FLAGS if self._is_scalar(key, "b")]
         self._valid = [key for key in next_valid_keys(self._columns) if self._is_bool(key)]
@@ -286,7 +286,7 @@ class RowChecks:
                 why = "not all columns are there that the table is made of"
                 self.unavailable["episodes"] = why
 
-    # --- what the columns allow -------------------------------------------------------------------
+    # --- checks that the columns permit -----------------------------------------------------------
 
     def _is_scalar(self, key: Key, kinds: str = "iu") -> bool:
         column = self._columns.get(key)
@@ -295,7 +295,7 @@ class RowChecks:
         )
 
     def _look_at_columns(self) -> bool:
-        """Say what cannot be checked; returns whether trajectories can be followed."""
+        """Record the checks that are impossible; return True if trajectories can be followed."""
         if not self._both_known or DONE not in self._flags:
             self.unavailable["ends"] = "not all of next/done, terminated and truncated are there"
         lacking = [key for key in _NUMBERS if not self._is_scalar(key)]
@@ -315,7 +315,7 @@ class RowChecks:
     # --- the pass ---------------------------------------------------------------------------------
 
     def run(self, findings: Findings, tell: Callable[[int], None]) -> None:
-        """Check all rows; call ``tell`` with the number of bytes that were read."""
+        """Check all rows; call ``tell`` with the number of bytes read."""
         lanes: LaneChecks | None = None
         for run, rows in self._parts():
             if lanes is None or not run.goes_on:
@@ -357,14 +357,14 @@ class RowChecks:
                 yield run, rows
 
     def _chunks(self, rows: range) -> Iterator[range]:
-        """Pieces of ``rows`` that are read at once, and lie side by side."""
+        """Yield contiguous pieces of ``rows`` that are read at once."""
         size = max(1, min(_CHUNK_ROWS, _CHUNK_NBYTES // self._reader.schema.row_nbytes))
         for _, first, count in pieces(rows.start, rows.stop, self._reader.ring):
             for at in range(0, count, size):
                 yield rows[first + at : first + min(at + size, count)]
 
     def _check(self, run: RunEntry, part: range, lanes: LaneChecks, findings: Findings) -> int:
-        """Check rows; returns the oldest row that was looked at."""
+        """Check rows; return the oldest row that was checked."""
         start = part.start
         flags = {key: self._scalar(key, part) for key in self._flags}
         ended, of_each = flags.get(DONE), [self._of_rows(key, part) for key in self._valid]
@@ -404,7 +404,7 @@ class RowChecks:
     def _check_valid(
         self, key: Key, valid: np.ndarray, chunk: CheckedRows, part: range, findings: Findings
     ) -> None:
-        """Check where next observations are lost: of rows at ends, of agents where they acted."""
+        """Check where next observations are lost: only at ends, or for agents that acted."""
         if key == NEXT_VALID:
             chunk.report(
                 findings, "finals", "the next observation is marked as lost in mid-episode",
@@ -424,7 +424,7 @@ class RowChecks:
         return self._values[key].slice(part.start, part.stop).reshape(-1)
 
     def _chunk(self, part: range, ended: np.ndarray | None) -> CheckedRows | None:
-        """Return the rows with what a collector says of them, None where not all of it is there."""
+        """Return the rows with the collector's columns; None if not all of them exist."""
         if not self._followed or ended is None:
             return None
         ids, steps, lane = (self._scalar(key, part).astype(np.int64) for key in _NUMBERS)
@@ -456,21 +456,21 @@ class RowChecks:
             values = self._values[key].slice(part.start, part.stop)
             wrong = not_finite(column, values, infinity=infinity)
             if valid is not None and key in self._observed and key[0] == NEXT:
-                wrong &= valid  # what was lost may be anything
+                wrong &= valid  # a lost observation may have any value
             message = f"{'NaN or infinity' if infinity else 'NaN'} in {name}"
             rows.report(findings, "nan", message, wrong, lambda at: "", column=name)
 
     def _check_spaces(
         self, run: RunEntry, rows: NumberedRows, part: range, findings: Findings
     ) -> None:
-        """Compare values with the spaces that the run says."""
+        """Compare values with the spaces that the run records."""
         for column, space in self._spaces.of(run.first_row, run.spaces):
             values = self._values[column.key].slice(part.start, part.stop)
             self._spaces.check(column, space, values, rows, findings)
 
 
 def _check_own(chunk: CheckedRows, findings: Findings) -> None:
-    """Check what a row says of itself."""
+    """Check each row on its own."""
     version = chunk.version
     chunk.report(
         findings, "versions", "a policy version below -1", version < -1,

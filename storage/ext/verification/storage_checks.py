@@ -1,4 +1,4 @@
-"""`verify`: is everything in a storage as it was when it was written?"""
+"""The `verify` function, which checks that a storage is as it was written."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ _MESSAGE: Final = "an entry names a row that was never written, or that lies els
 
 
 def check_overlays(reader: FileReader, findings: Findings) -> bool:
-    """Add a finding for each overlay that cannot be used or is wrong; whether there are any."""
+    """Add a finding for each unusable or invalid overlay; return True if there are overlays."""
     with closing(Overlays(reader)) as overlays:
         keys = overlays.keys()
         for key in keys:
             try:
                 _check(reader, overlays.open(key), findings)
-            except StorageError as error:  # dropped meanwhile, too
+            except StorageError as error:  # includes an overlay that was dropped meanwhile
                 findings.add("overlays", str(error), Place(column=format_key(key)))
         return bool(keys)
 
@@ -89,11 +89,11 @@ _DELETE = "Delete it: the index is built again from the rows."
 
 
 def check_index(reader: RowReader, findings: Findings) -> str | None:
-    """Build the index again, and compare all its numbers. Return why not, where that is not done.
+    """Rebuild the index and compare all its numbers; return the reason if that is impossible.
 
     Args:
         reader: the reader of the rows.
-        findings: where a difference is added.
+        findings: the collection to which a difference is added.
     """
     try:
         kept = reader.kept_index(whole=True)
@@ -109,7 +109,7 @@ def check_index(reader: RowReader, findings: Findings) -> str | None:
     except UnusableIndex as error:
         findings.add("index", f"{error} {_DELETE}")
         return None
-    except (IndexError, ValueError):  # numbers that cannot be
+    except (IndexError, ValueError):  # invalid numbers
         made = False
     if made is None:
         return "another process writes to this ring; wait for it"
@@ -119,12 +119,12 @@ def check_index(reader: RowReader, findings: Findings) -> str | None:
 
 
 def check_events(entries: Sequence[Mapping[str, Any]], head: int, findings: Findings) -> None:
-    """Add findings on the events of each run.
+    """Add findings about the events of each run.
 
     Args:
         entries: the runs of the manifest, with their events.
-        head: the rows that are committed.
-        findings: where they are added.
+        head: the number of committed rows.
+        findings: the collection to which findings are added.
     """
     firsts = [_count(entry.get("first_row")) for entry in entries]
     for number, (entry, first) in enumerate(zip(entries, firsts, strict=True)):
@@ -138,7 +138,7 @@ def check_events(entries: Sequence[Mapping[str, Any]], head: int, findings: Find
 
 
 def _problems(entry: Mapping[str, Any], first: int, stop: int) -> Iterator[tuple[int, str]]:
-    """Yield the index of each event that is wrong, and why."""
+    """Yield the index of each invalid event, and the reason."""
     found = entry.get(EVENTS, [])
     if not isinstance(found, list):
         yield 0, f"expected a list of events, got {type(found).__name__}"
@@ -195,14 +195,14 @@ def check_content(
     findings: Findings,
     tell: Callable[[int], None],
 ) -> None:
-    """Hash rows again whose hashes are kept, and compare.
+    """Recompute the stored hashes of rows, and compare them.
 
     Args:
         reader: the reader of the rows.
-        kept: where hashes are kept.
-        lines: the leaves that it read.
-        findings: where differences are added.
-        tell: called with the number of bytes that were read since its last call.
+        kept: the store of hashes.
+        lines: the leaves that were read from it.
+        findings: the collection to which differences are added.
+        tell: a callback that receives the number of bytes read since its last call.
 
     Raises:
         Overrun: a ring's writer overwrites rows while they are read.
@@ -228,13 +228,13 @@ def check_statistics(
     findings: Findings,
     tell: Callable[[int], None],
 ) -> None:
-    """Count columns again whose statistics are kept, and compare.
+    """Recompute the stored statistics of columns, and compare them.
 
     Args:
         reader: the reader of the rows.
-        kept: what was counted, by column.
-        findings: where differences are added.
-        tell: called with the number of bytes that were read since its last call.
+        kept: the stored statistics by column.
+        findings: the collection to which differences are added.
+        tell: a callback that receives the number of bytes read since its last call.
     """
     columns = {column.key: column for column in reader.schema.columns}
     for key, counted in kept.items():
@@ -271,7 +271,7 @@ CHECKS: Mapping[str, str] = {
 """The checks by name, with the rule of each, in the order of the report."""
 
 _MEMBERS = "members"
-"""The check of several storages together: no rows are there twice, and no shard is missing."""
+"""The check of a union: no rows occur twice, and no shard is missing."""
 
 _PATIENCE = 1000
 _HEALING = (
@@ -288,27 +288,29 @@ def verify(
     progress: Progress | None = None,
     accept_copy: bool = False,
 ) -> Report:
-    """Read every committed row of a storage, and find rows that cannot have been written so.
+    """Read every committed row of a storage, and report rows that cannot have been written so.
 
-    If a writer did not close a storage, because of a power cut, for one, then files for other
-    libraries, the table of episodes and the last record may be cut short. That is a note and no
-    finding: it hurts no row, and the next writer repairs it.
+    If a writer did not close a storage, for example because of a power failure, the files for other
+    libraries, the table of episodes and the last record may be incomplete. `verify` reports this as
+    a note instead of a finding, because it affects no row and the next writer repairs it.
 
-    The checks keep a few numbers a lane, however many rows there are, but for that of kept hashes,
-    which needs some for each row. Another process may write meanwhile: the rows that were committed
-    at the start are checked.
+    The checks keep a few numbers per lane, whatever the number of rows, except for the check of
+    stored hashes, which keeps a few numbers per row. Another process may write during the check:
+    the rows that were committed at the start are checked.
 
     Args:
-        path: a storage, of any format; or several, as `open_storage` takes them: each is checked,
-            and that no two have the same rows, and whether all shards of a run are there.
-        skip: names of `CHECKS` to leave out.
-        progress: called now and then with the bytes that were read, and with those of all rows.
+        path: a storage of any format, or several as in `open_storage`. For several storages,
+            `verify` checks each one, that no two have the same rows, and that all shards of a run
+            are present.
+        skip: names of `CHECKS` to skip.
+        progress: a callback that is called periodically with the number of bytes read and the total
+            number of bytes.
         accept_copy: check a copy that was made while a writer had the storage open.
 
     Raises:
         CopyOfOpenStorage: the storage is such a copy, and ``accept_copy`` is False.
         OpenError: there is no storage at ``path``, or it may not be read.
-        ValueError: ``skip`` names no check.
+        ValueError: ``skip`` contains an unknown name.
     """
     if unknown := sorted(set(skip) - set(CHECKS)):
         raise ValueError(
@@ -333,7 +335,7 @@ def verify(
 
 
 def _union_report(union: UnionReader, skip: Collection[str], progress: Progress | None) -> Report:
-    """Return one report of all members, and of what is wrong between them."""
+    """Return one report of all members and of the faults between them."""
     check = _MemberChecks([each.reader for each in union.members], skip, progress)
     reports = [check(each) for each in union.members]
     findings, notes = Findings(), Findings()
@@ -342,7 +344,7 @@ def _union_report(union: UnionReader, skip: Collection[str], progress: Progress 
         findings.add(_MEMBERS, problem)
     if not missing(union.schema, (*WHOSE, TERMINATED)):
         for each in doubled_trajectories(union, PLACES):
-            # A few short ones may be so by chance; more than half of a storage's are not.
+            # A few short ones may coincide by chance, but not more than half of a storage.
             (findings if 2 * each.count > each.of else notes).add(
                 _MEMBERS,
                 f"trajectories of {union.members[each.member].path} have the rows of those of an "
@@ -372,7 +374,7 @@ def _named(report: Report, finding: Finding) -> Finding:
 
 
 class _MemberChecks:
-    """Verifies the members of a union, with one progress over all."""
+    """Verification of the members of a union, with one common progress."""
 
     def __init__(
         self, members: Sequence[RowReader], skip: Collection[str], progress: Progress | None
@@ -381,7 +383,7 @@ class _MemberChecks:
         self._done, self._total = 0, sum(len(m) * m.schema.row_nbytes for m in members)
 
     def __call__(self, member: UnionMember) -> Report:
-        """Return the report of a member."""
+        """Verify a member and return its report."""
         reader, before = member.reader, self._done
         own = len(reader) * reader.schema.row_nbytes
 
@@ -399,19 +401,19 @@ class _MemberChecks:
 
 
 class _Verification:
-    """One look at an open storage."""
+    """One verification of an open storage."""
 
     def __init__(self, reader: RowReader, skip: Collection[str], progress: Progress | None) -> None:
         self._reader, self._progress = reader, progress
         self._left_open = reader.left_open
         self._findings, self._notes = Findings(), Findings()
-        # Findings that a write cut short explains, and that the next writer repairs.
+        # Findings that an interrupted write explains, and that the next writer repairs.
         self._cut_short = self._notes if self._left_open else self._findings
         self._skip, self._skipped = skip, dict.fromkeys(skip, "not wanted")
         self._done = self._total = 0
 
     def report(self, path: str) -> Report:
-        """Make all checks."""
+        """Run all checks."""
         reader, findings = self._reader, self._findings
         at, record = self._last_commit()
         manifest = self._manifest(at)
@@ -422,7 +424,7 @@ class _Verification:
             self._check_events(manifest["runs"], at)
         table = None if "episodes" in self._skip else self._table()
         rows = RowChecks(reader, runs, nan="nan" not in self._skip, table=table)
-        # A writer that is just writing one looks like that, once.
+        # A record that is being written looks damaged once, but not three times.
         if all(reader.record_damaged for _ in range(3)):
             what = "was cut short" if self._left_open else "is damaged"
             message = f"the newest commit record {what}; the previous one was used"
@@ -441,7 +443,7 @@ class _Verification:
         if known is None:
             self._skipped.setdefault("record", "no collector wrote one")
         else:
-            # Of rows that came later, which no collector wrote, it knows nothing.
+            # The record does not cover later rows that no collector wrote.
             newest = known.at == rows.span.stop
             whole = newest and known.first_row >= rows.span.start and not rows.overtaken
             ended = rows.ended.get(known.first_row, 0) if whole else None
@@ -472,7 +474,7 @@ class _Verification:
         )
 
     def _chunks_whole(self) -> bool:
-        """Return whether rows can be read, as far as checksums beside them say."""
+        """Return True if the rows are readable, according to the checksums of chunks."""
         if "checksums" in self._skip:
             return True
         found = self._reader.damaged_chunks(lambda nbytes: None)
@@ -486,7 +488,7 @@ class _Verification:
         return whole
 
     def _cut_off(self, path: str, manifest: Manifest) -> Report:
-        """Return the report on rows that cannot all be read."""
+        """Return the report for rows that are not all readable."""
         for name in CHECKS:
             if name not in ("files", "metadata", "runs", "events", "record", "checksums"):
                 self._skipped.setdefault(name, "rows are damaged")
@@ -501,7 +503,7 @@ class _Verification:
         )
 
     def _manifest(self, head: int) -> Manifest:
-        """Return the manifest; of a rewind that was not finished, as the next writer leaves it."""
+        """Return the manifest; after an unfinished rewind, as the next writer will leave it."""
         reader = self._reader
         if not reader.rewinding:
             return reader.manifest
@@ -509,7 +511,7 @@ class _Verification:
         return without_runs_from(reader.manifest, head)
 
     def _last_commit(self) -> tuple[int, tuple[int, bytes] | None]:
-        """Return the rows that are committed, and the record that was written with them."""
+        """Return the number of committed rows, and the record that was written with them."""
         for _ in range(_PATIENCE):
             head, record = self._reader.head, self._reader.record
             if self._reader.head == head:
@@ -539,7 +541,7 @@ class _Verification:
         check_events(entries, head, self._findings)
 
     def _table(self) -> np.ndarray | None:
-        """Return the table of episodes, where there is one that can be read."""
+        """Return the table of episodes; None if there is none, or it cannot be read."""
         columns = self._reader.schema.columns
         reward = next((each.shape for each in columns if each.key == REWARD), ())
         try:
@@ -554,7 +556,7 @@ class _Verification:
         return table
 
     def _hashes(self) -> tuple[LeafHashes, np.ndarray] | None:
-        """Return the hashes of the content that are kept, where some are that can be used."""
+        """Return the stored content hashes; None if there are none, or they cannot be used."""
         reader = self._reader
         lines = None
         if isinstance(reader, FileReader) and not missing(reader.schema, NAMING):
@@ -571,7 +573,7 @@ class _Verification:
         return kept, lines
 
     def _statistics(self) -> Mapping[Key, ColumnAccumulator]:
-        """Return the statistics of columns that are kept, where some are that can be used."""
+        """Return the stored statistics of columns, if there are any and they can be used."""
         reader, why = self._reader, "no statistics are kept beside the rows"
         if (place := place_of(reader)) is not None:
             try:
@@ -597,7 +599,7 @@ class _Verification:
         except Overrun:
             why = "another process writes to this ring; wait for it"
             self._skipped.setdefault("content", why)
-        self._tell(self._total)  # those without a kept hash, too
+        self._tell(self._total)  # include rows without a stored hash
 
     def _tell(self, nbytes: int) -> None:
         self._done = min(self._total, self._done + nbytes)
@@ -606,7 +608,7 @@ class _Verification:
                 self._progress(self._done, self._total)
 
     def _listed(self, gathered: Findings) -> tuple[Finding, ...]:
-        """Return the findings of the checks that are wanted, in the order of the checks."""
+        """Return the findings of the selected checks, in the order of the checks."""
         wanted = [name for name in CHECKS if name not in self._skip]
         return tuple(found for name in wanted for found in gathered if found.check == name)
 
@@ -633,7 +635,7 @@ class _Verification:
 
 
 class SlotColumn:
-    """A column by slots, for checksums."""
+    """A column in slot order, for checksums."""
 
     def __init__(self, reader: RowReader, key: Key) -> None:
         self._reader, self._key, self._array = reader, key, reader.column(key).array

@@ -1,4 +1,4 @@
-"""Checks of values that need no row but their own: NaN, spaces, rows of zeros. Pure."""
+"""Checks of values that need a single row only: NaNs, spaces, rows of zeros. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONG_RUN = 1024
 
 
 def holds_numbers(column: Column) -> bool:
-    """Return whether the column's values can be NaN."""
+    """Return True if the column's values can be NaN."""
     return column.dtype.is_floating_point or column.dtype.is_complex
 
 
@@ -42,18 +42,18 @@ def rows_with(bad: Callable[[slice], np.ndarray], count: int, row_nbytes: int) -
     found = np.zeros(count, np.bool_)
     for part in batches(count, row_nbytes):
         values = bad(part)
-        if values.any():  # in a sound storage there is none, and all at once are fastest
+        if values.any():  # sound storages have none, and checking all at once is fastest
             found[part] = values.any(axis=1)
     return found
 
 
 def not_finite(column: Column, rows: np.ndarray, *, infinity: bool) -> np.ndarray:
-    """Return which rows [n, ...] of a column hold NaN, or infinity where that is wrong, too."""
+    """Return which rows [n, ...] of a column contain NaN or, with ``infinity``, infinity."""
     flat = rows.reshape(len(rows), math.prod(column.shape))
 
     def bad(part: slice) -> np.ndarray:
         values = flat[part]
-        if column.dtype is torch.bfloat16:  # arrays of it are bits
+        if column.dtype is torch.bfloat16:  # its arrays contain raw bits
             found: np.ndarray = (values & 0x7FFF) > (0x7F7F if infinity else 0x7F80)
         else:
             found = ~np.isfinite(values) if infinity else np.isnan(values)
@@ -63,13 +63,13 @@ def not_finite(column: Column, rows: np.ndarray, *, infinity: bool) -> np.ndarra
 
 
 class SpaceChecks:
-    """Looks for values outside the spaces that the entries of runs have.
+    """Search for values outside the spaces that run entries record.
 
-    Numbers of actions may be: exploration drives them beyond a box, and they are stored so.
+    Float actions are exempt: exploration drives them beyond a box, and they are stored unchanged.
 
     Args:
-        columns: each of them, by its key.
-        finals: next observations are not lost at ends, where they may be anything.
+        columns: the columns by key.
+        finals: True if next observations are valid at ends. Lost ones may have any value.
     """
 
     def __init__(self, columns: Mapping[Key, Column], *, finals: bool) -> None:
@@ -77,7 +77,7 @@ class SpaceChecks:
         self._known: dict[int, list[tuple[Column, Space]]] = {}
 
     def of(self, first_row: int, said: Mapping[str, Any]) -> list[tuple[Column, Space]]:
-        """Return the columns that can be checked of the run from ``first_row`` on."""
+        """Return the columns to check for the run that begins at ``first_row``."""
         found = self._known.get(first_row)
         if found is None:
             found = self._known[first_row] = [*self._checked(said)]
@@ -103,7 +103,7 @@ class SpaceChecks:
     def check(
         column: Column, space: Space, values: np.ndarray, rows: NumberedRows, findings: Findings
     ) -> None:
-        """Look at the first values [n, ...] of ``rows``."""
+        """Check the first values [n, ...] of ``rows``."""
         lanes = rows.lane if isinstance(rows, CheckedRows) and space.of_lanes else None
         if lanes is not None or not space.holds(values):
             name, wrong = format_key(column.key), space.outside(values)
@@ -114,12 +114,12 @@ class SpaceChecks:
 
 
 class UnwrittenRows:
-    """Long runs of rows in which every byte is zero.
+    """Search for long runs of rows in which every byte is zero.
 
-    For storages without observations, whose rows say nothing else.
+    This check is for storages without observations, whose rows contain nothing else to check.
 
     Args:
-        columns: each of them.
+        columns: the readers of the columns.
     """
 
     def __init__(self, columns: Iterable[ColumnReader]) -> None:
@@ -127,7 +127,7 @@ class UnwrittenRows:
         self._began: int | None = None
 
     def advance(self, part: range, findings: Findings) -> None:
-        """Look at the rows ``part``."""
+        """Check the rows ``part``."""
         start, zero = part.start, np.ones(len(part), np.bool_)
         for column in self._columns:
             if zero.any():

@@ -1,7 +1,7 @@
-"""Numbers of chosen rows, in ascending order, in little memory. Pure.
+"""Compact sets of row numbers in ascending order. Pure.
 
-Chosen rows are numbered 0, 1, 2 ... in the order that they have among all rows. They are kept as
-stretches, of 16 bytes each, or as one and a half bits for each of all rows, whichever is smaller.
+Chosen rows are numbered 0, 1, 2 ... in the order that they have among all rows. They are stored
+either as stretches of 16 bytes each, or as a bitmap of 1.5 bits per row, whichever is smaller.
 """
 # ruff: noqa: D102 - the methods are described once, in `ChosenRows`
 
@@ -15,65 +15,65 @@ from typing import Final
 import numpy as np
 
 _BLOCK: Final = 128
-"""Rows of a block, before each of which the chosen ones are counted."""
+"""Rows per block. A running count of chosen rows is stored for each block."""
 _BYTES: Final = _BLOCK // 8
 _AT_ONCE: Final = 2**16
 _PIECE: Final = 2**20
 
 _BITS: Final = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _ONES: Final = _BITS.sum(axis=1, dtype=np.uint8)
-"""How many bits of a byte are set, by its value [256]."""
+"""The number of set bits of each byte value [256]."""
 _NTH: Final = np.argsort(1 - _BITS.astype(np.int8), axis=1, kind="stable").astype(np.uint8)
-"""Which bit of a byte is its n-th that is set, [256, 8]."""
+"""The index of the n-th set bit of each byte value [256, 8]."""
 
 
 class ChosenRows(ABC):
-    """The numbers of some rows, ascending."""
+    """A set of row numbers in ascending order."""
 
     _before: np.ndarray
-    """How many are chosen before each stretch or block, and after the last one, int64."""
+    """The number of chosen rows before each stretch or block, and the total at the end, int64."""
 
     def __len__(self) -> int:
         return int(self._before[-1])
 
     @property
     def stop(self) -> int:
-        """One more than the last number; 0 without any."""
+        """One more than the largest number; 0 if the set is empty."""
         return int(self.numbers(np.array([len(self) - 1]))[0]) + 1 if len(self) else 0
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of memory."""
+        """Size in memory in bytes."""
 
     @property
     def digest(self) -> str:
-        """A hash of the numbers, as hexadecimal digits."""
+        """A SHA-256 hash of the set, in hexadecimal."""
         return hashlib.sha256(b"".join(self._parts())).hexdigest()
 
     @abstractmethod
     def numbers(self, places: np.ndarray) -> np.ndarray:
-        """Return the number of each chosen row, counted from 0, of ``places`` [*]; int64 [*]."""
+        """Return the row numbers of the chosen rows at ``places`` [*], from 0 on; int64 [*]."""
 
     @abstractmethod
     def below(self, numbers: np.ndarray) -> np.ndarray:
-        """Return how many are chosen below each of ``numbers`` [n], int64 [n]."""
+        """Return how many chosen rows are below each of ``numbers`` [n]; int64 [n]."""
 
     @abstractmethod
     def between(self, start: int, stop: int) -> np.ndarray:
-        """Return the numbers of the chosen rows ``[start, stop)``, int64 [stop - start]."""
+        """Return the row numbers of the chosen rows ``[start, stop)``; int64 [stop - start]."""
 
     @abstractmethod
     def _parts(self) -> Iterator[bytes]:
-        """Yield bytes that say which rows these are."""
+        """Yield bytes that identify the set."""
 
 
 class Stretches(ChosenRows):
-    """Rows that follow one another, stretch by stretch.
+    """Set that is stored as stretches of consecutive rows.
 
     Args:
-        starts: the first number of each, int64 [stretches].
-        stops: one more than its last one, int64 [stretches].
+        starts: the first row of each stretch, int64 [stretches].
+        stops: the end of each stretch (exclusive), int64 [stretches].
     """
 
     def __init__(self, starts: np.ndarray, stops: np.ndarray) -> None:
@@ -110,11 +110,11 @@ class Stretches(ChosenRows):
 
 
 class Bits(ChosenRows):
-    """A bit for each row of a range.
+    """Set that is stored as a bitmap over a range of rows.
 
     Args:
-        first: the number of the row of the first bit.
-        bits: whole blocks, uint8 [blocks * bytes of a block].
+        first: the row number of the first bit.
+        bits: whole blocks, uint8 [blocks * bytes per block].
     """
 
     def __init__(self, first: int, bits: np.ndarray) -> None:
@@ -171,9 +171,9 @@ class Bits(ChosenRows):
 
 
 def chosen_rows(span: range, parts: Iterable[np.ndarray]) -> ChosenRows:
-    """Return the rows of ``parts``, each some numbers of rows of ``span``, in any order.
+    """Return the set of the row numbers in ``parts``.
 
-    Numbers that come twice are chosen once.
+    Each part contains numbers within ``span`` in any order. Duplicates count once.
     """
     first = span.start // _BLOCK * _BLOCK
     bits = np.zeros(-(-max(0, span.stop - first) // _BLOCK) * _BYTES, np.uint8)
@@ -184,7 +184,7 @@ def chosen_rows(span: range, parts: Iterable[np.ndarray]) -> ChosenRows:
     if not len(some):
         nothing = np.empty(0, np.int64)
         return Stretches(nothing, nothing)
-    # The same rows have the same bits, however many more there are now.
+    # Trim the bitmap, so that the same rows have the same bits however many rows follow.
     begin, stop = int(some[0]) // _BYTES, int(some[-1]) // _BYTES + 1
     bits, first = bits[begin * _BYTES : stop * _BYTES], first + begin * _BLOCK
     most = len(bits) // 10
@@ -199,7 +199,7 @@ def chosen_rows(span: range, parts: Iterable[np.ndarray]) -> ChosenRows:
 
 
 def _ends(bits: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the indices at which bits differ from the one before, first and last ones included."""
+    """Yield the indices at which a bit differs from the previous one, including both ends."""
     before = 0
     for at in range(0, len(bits), _PIECE):
         each = np.unpackbits(bits[at : at + _PIECE], bitorder="little")

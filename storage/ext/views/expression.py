@@ -1,8 +1,8 @@
-"""Expressions that choose trajectories: ``"return > 5 and end == 'terminated'"``. Pure.
+"""Expressions that select trajectories: ``"return > 5 and end == 'terminated'"``. Pure.
 
-The text is parsed by Python's own `ast.parse`, after a look at its words alone, which bounds its
-size and depth and lets nothing pass but names, numbers, texts in quotes, and a few signs. Nothing
-is ever executed: nodes of a whitelist are evaluated over NumPy arrays, and any other is refused.
+`ast.parse` parses the text, after a tokenizer has bounded its size and depth and rejected
+everything except names, numbers, quoted strings and a few operators. Nothing is ever executed: an
+evaluator applies a whitelist of nodes to NumPy arrays and rejects all others.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tallyroll.storage.errors import InvalidExpression
 from tallyroll.storage.package.near_names import did_you_mean, in_words
 
 MOST_LETTERS: Final = 10_000
-"""Characters of an expression."""
+"""Maximum length of an expression in characters."""
 MOST_DEEP: Final = 50
-"""Levels of parentheses and operations within one another."""
+"""Maximum nesting depth of parentheses and operations."""
 _MOST_NUMBER: Final = 40
 _SHOWN: Final = 100
 _CONTEXT: Final = 60
@@ -33,36 +33,39 @@ _TOKEN: Final = re.compile(
 )
 _KEYWORDS: Final = frozenset({"and", "or", "not", "in", "True", "False"})
 _STANDS_IN: Final = "RETURN"
-"""The name that `ast` gets for ``return``, which is a keyword of Python; as long, so that places
-stay right. The text itself says which of the two it was."""
+"""Placeholder for ``return``, which is a Python keyword and which `ast` would reject.
+
+It has the same length, so that positions stay correct. The original text tells the two apart.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A column of words, of which there are a few."""
+    """A categorical column."""
 
     codes: np.ndarray
-    """The word of each line, as its place in `names`, [lines]."""
+    """The index into `names` for each line [lines]."""
     names: tuple[str, ...]
 
 
 Column: TypeAlias = np.ndarray | Words
-"""One value a line: numbers or flags [lines], several numbers a line [lines, values], or words."""
+"""One number or flag per line [lines], several numbers per line [lines, values], or words."""
 Columns: TypeAlias = Mapping[str, Column]
 
 
 class Expression:
-    """A condition on named columns.
+    """Condition on named columns.
 
-    Numbers, columns of numbers and ``+ - * / // %``; ``== != < <= > >=``, chained too; ``in`` and
-    ``not in`` a tuple or list of values; texts in quotes; ``and``, ``or``, ``not``, parentheses.
-    ``name[i]`` is the i-th value of a column that has several a line.
+    It supports numbers, numeric columns and ``+ - * / // %``; the comparisons
+    ``== != < <= > >=``, also chained; ``in`` and ``not in`` with a tuple or list of values;
+    quoted strings; ``and``, ``or``, ``not`` and parentheses. ``name[i]`` is the i-th value of a
+    column with several values per line.
 
     Args:
         text: the expression.
 
     Raises:
-        InvalidExpression: it is none; the message shows the place.
+        InvalidExpression: the text is not a valid expression. The message shows the position.
     """
 
     def __init__(self, text: str) -> None:
@@ -73,14 +76,15 @@ class Expression:
         self._body = _parsed(text, self._fault)
 
     def select(self, columns: Columns, lines: int) -> np.ndarray:
-        """Return for which lines it holds, bool [lines].
+        """Evaluate the condition for each line; return bool [lines].
 
         Args:
-            columns: by their names, each of so many ``lines``. Only those that are named are read.
-            lines: how many there are.
+            columns: the columns by name, each with ``lines`` lines. Only the columns that the
+                expression names are read.
+            lines: the number of lines.
 
         Raises:
-            InvalidExpression: a name that there is not, or values that cannot be compared.
+            InvalidExpression: a name is unknown, or values cannot be compared.
         """
         with np.errstate(all="ignore"):
             found = _Evaluation(self._fault, columns).of(self._body)
@@ -98,15 +102,15 @@ _EXAMPLE: Final = "return > 5"
 
 
 class _Fault:
-    """Makes errors that show a place of a text."""
+    """Factory of errors that show a position in a text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self.begin = 0
-        """The characters before those that were parsed."""
+        """The number of leading characters that were not passed to the parser."""
 
     def at(self, place: ast.AST | int, message: str) -> InvalidExpression:
-        """Return the error for what is at a node, or at a character."""
+        """Return the error for a node or a character index."""
         if isinstance(place, ast.AST):
             place = self.start_of(place)
         begin = max(0, place - _CONTEXT)
@@ -120,12 +124,12 @@ class _Fault:
         return InvalidExpression(f"{message}{end}\n    {shown}\n    {' ' * before}^")
 
     def start_of(self, node: Any) -> int:
-        """Return the place of a node's first character; `ast` counts bytes."""
+        """Return the character index of the start of a node, whose offset `ast` counts in bytes."""
         before = self._text[self.begin :].encode()[: node.col_offset]
         return self.begin + len(before.decode())
 
     def word_at(self, node: ast.Name) -> str:
-        """Return a name as it was written."""
+        """Return a name as it is spelled in the text."""
         found = _TOKEN.match(self._text, self.start_of(node))
         return found[0] if found else node.id
 
@@ -144,7 +148,7 @@ def _parsed(text: str, fault: _Fault) -> ast.expr:
     try:
         parsed = ast.parse(stripped, "", "eval")
     except SyntaxError as error:
-        # Characters, from 1 on; what is missing at the end may be shown beyond it.
+        # The offset counts characters from 1; for an incomplete text it may be past the end.
         place = begin + _place_of(error, stripped)
         raise fault.at(place, f"this is no condition such as {_EXAMPLE}") from error
     except (ValueError, MemoryError, RecursionError) as error:
@@ -165,14 +169,14 @@ _TOO_DEEP: Final = (
 def _place_of(error: SyntaxError, text: str) -> int:
     end = len(text.rstrip())
     if error.lineno != 1 or not error.offset:
-        return end  # something is missing there
+        return end  # the text is incomplete
     return min(max(0, error.offset - 1), end)
 
 
 def _looked_through(text: str, fault: _Fault) -> Iterator[str]:
-    """Yield the words of a text one by one, as `ast` may see them; refuse all others.
+    """Yield the tokens of a text that `ast` may parse, and raise an error for any other.
 
-    So it gets no prefixes of texts, escapes, comments or calls, and nothing deep.
+    String prefixes, escapes, comments, calls and deep nesting therefore never reach `ast`.
     """
     at, depth, run, before = 0, 0, 0, ""
     while at < len(text):
@@ -221,7 +225,7 @@ def _instead(word: str) -> str:
 
 
 def _levels(body: ast.expr) -> Iterator[tuple[int, ast.AST]]:
-    """Yield nodes with their depth, without recursion; none is looked into that is too deep."""
+    """Yield nodes with their depth, without recursion; skip the children of nodes too deep."""
     left: list[tuple[int, ast.AST]] = [(1, body)]
     while left:
         depth, node = left.pop()
@@ -233,13 +237,13 @@ def _levels(body: ast.expr) -> Iterator[tuple[int, ast.AST]]:
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """Numbers, flags or words: one for all lines, or one a line."""
+    """Numbers, flags or words: one value for all lines, or one per line."""
 
     value: Any
     kind: str
     """``"number"``, ``"flag"``, ``"text"``."""
     names: tuple[str, ...] = ()
-    """All words that there may be; then `value` are places among them."""
+    """All possible words if `value` contains indices into them."""
 
 
 def _a(kind: str) -> str:
@@ -265,13 +269,13 @@ _COMPUTED: Final[Mapping[type[ast.operator], Callable[..., Any]]] = {
 
 
 class _Evaluation:
-    """Evaluates the nodes of one expression over columns."""
+    """Evaluate the nodes of one expression on columns."""
 
     def __init__(self, fault: _Fault, columns: Columns) -> None:
         self._fault, self._columns = fault, columns
 
     def of(self, node: ast.expr) -> _Value:
-        """Return the value of a node."""
+        """Evaluate a node."""
         match node:
             case ast.Constant(value=bool(value)):
                 return _Value(value, "flag")
@@ -440,7 +444,7 @@ class _Evaluation:
         return self.of(node)
 
     def _place(self, names: tuple[str, ...], node: ast.expr, word: str) -> int:
-        """Return the place of a word among those that a column may have."""
+        """Return the index of a word among those that a column may contain."""
         if word not in names:
             known, near = in_words([*map(repr, names)]), did_you_mean(word, names)
             raise self._fault.at(node, f"expected {known}, got {word!r}{near}")

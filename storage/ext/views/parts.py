@@ -1,4 +1,4 @@
-"""The parts of a storage, written side by side into one new folder."""
+"""Writer of the parts of a split storage, all in one new folder."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ def write_parts(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, CopyReport]:
-    """Write each part as a storage of its name in a new folder, which is there whole or not.
+    """Write each part as a storage of its name in a new folder, which is created atomically.
 
     Args:
-        parts: readers of the rows, by names.
-        folder: where the storages will be; nothing may be there.
-        format: of them: ``"memmap"``, ``"hdf5"`` or ``"zarr"``.
-        dry_run: return what would be done, and write nothing.
-        progress: called now and then with the bytes that were copied, and with all.
+        parts: readers of the rows, by name.
+        folder: the folder for the storages; it must not exist.
+        format: the format of the storages: ``"memmap"``, ``"hdf5"`` or ``"zarr"``.
+        dry_run: return the reports, and write nothing.
+        progress: a callback that is called periodically with the number of bytes copied and the
+            total number of bytes.
 
     Returns:
-        A report of each, with its path.
+        A report for each part, with its path.
 
     Raises:
-        StorageFull: they do not fit on the disk together.
-        ValueError: a name that no folder can have, or no such format.
-        OpenError, Overrun, StateMismatch: as `DiskStorage.copy_to`.
+        StorageFull: the parts do not fit on the disk together.
+        ValueError: a name is not a valid folder name, or the format is unknown.
+        OpenError, Overrun, StateMismatch: as for `DiskStorage.copy_to`.
     """
     if format not in _SUFFIXES:
         raise ValueError(f"format is one of {', '.join(_SUFFIXES)}, got {format!r:.80}.")

@@ -1,4 +1,4 @@
-"""Trajectories divided among parts, at random and the same each time."""
+"""Random but reproducible split of trajectories into parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_SEED = 2**64
 def split(
     trajectories: StoredTrajectories[Any], shares: Mapping[str, float], seed: int
 ) -> dict[str, ViewReader]:
-    """Return a reader of each part of the trajectories; see `DiskStorage.split`."""
+    """Return a reader for each part of the trajectories; see `DiskStorage.split`."""
     _check(shares, seed)
 
     def masks(table: np.ndarray) -> dict[str, np.ndarray]:
@@ -34,7 +34,12 @@ def split(
 
 
 def _check(shares: Mapping[str, float], seed: int) -> None:
-    """Raise `ValueError` unless these are shares of a whole, `TypeError` unless numbers."""
+    """Validate the seed and the shares.
+
+    Raises:
+        ValueError: the seed or a share is out of range, or the shares exceed 1 together.
+        TypeError: there are no shares, or one is not a number.
+    """
     if type(seed) is not int or not 0 <= seed < _MOST_SEED:
         raise ValueError(f"split: expected a seed from 0 to 2**64 - 1, got {seed!r}.")
     if not shares:
@@ -52,17 +57,17 @@ def _check(shares: Mapping[str, float], seed: int) -> None:
 
 
 def divided(ids: np.ndarray, shares: Mapping[str, float], seed: int) -> dict[str, np.ndarray]:
-    """Return which of some trajectories are in each part, bool [trajectories].
+    """Divide trajectories into parts; return a mask of each part, bool [trajectories].
 
-    No trajectory is in two parts, and all are in one if the shares are 1 together. It depends on
-    the ids and the seed alone, not on the order of the ids: trajectories are put in the order of a
-    hash of both, of which each part has the next stretch. So most stay in their part where others
-    come or go.
+    Parts are disjoint, and cover all trajectories if the shares add up to 1. The result depends on
+    the ids and the seed only, not on the order of the ids: trajectories are sorted by a hash of id
+    and seed, and each part gets the next stretch of this order. Most trajectories therefore stay in
+    their part when others are added or removed.
 
     Args:
-        ids: of the trajectories, int64 [trajectories].
-        shares: of each part, above 0, 1 together or less.
-        seed: of the order, a whole number of 64 bits, 0 or more.
+        ids: trajectory ids, int64 [trajectories].
+        shares: the share of each part, above 0; at most 1 in total.
+        seed: the seed of the order, an unsigned 64-bit integer.
     """
     order = np.lexsort((ids, hashed(ids.astype(np.uint64) ^ hashed(np.array([seed], np.uint64)))))
     found, total, start = {}, 0.0, 0
@@ -76,7 +81,7 @@ def divided(ids: np.ndarray, shares: Mapping[str, float], seed: int) -> dict[str
 
 
 def hashed(numbers: np.ndarray) -> np.ndarray:
-    """Return a hash of each number, uint64: the finaliser of SplitMix64."""
+    """Hash each number with the finalizer of SplitMix64; return uint64."""
     numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""The trajectories of a storage, of which some can be chosen."""
+"""The trajectories of a storage, with methods that select some of them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.trajectories.mapping import Trajectories
 
 View = TypeVar("View")
-"""The class of views."""
+"""The class of the views."""
 
 
 class StoredTrajectories(Trajectories, Generic[View]):
-    """The trajectories of a storage, as `Trajectories`, from which views are made.
+    """The trajectories of a storage, as `Trajectories`, with methods that create views.
 
     Args:
-        reader: of the rows.
+        reader: the reader of the rows.
         owner: the storage.
-        over: makes a view of a reader.
+        over: a factory that creates a view from a reader.
     """
 
     def __init__(
@@ -37,27 +37,28 @@ class StoredTrajectories(Trajectories, Generic[View]):
         return f"Trajectories({self._owner!r})"
 
     def where(self, expression: str) -> View:
-        """Return the rows of those trajectories for which an expression holds, as a storage.
+        """Return the rows of the trajectories that satisfy an expression, as a read-only storage.
 
-        It is read-only, and has the rows of this moment: those of trajectories that go on, and of
-        ones that come later, are not added. No row is copied. Its rows are numbered 0, 1, 2 ... in
-        the order that they have in the storage, and runs keep their numbers. A trajectory that is
-        still open is cut in it. It can be read, sampled and pickled as the storage is, as long as
-        that is open.
+        The view contains the rows that exist now. It does not grow when open trajectories continue
+        or new ones start. No row is copied. Rows are numbered 0, 1, 2 ... in the order that they
+        have in the storage, and runs keep their numbers. A trajectory that is still open ends with
+        a cut in the view. The view supports reading, sampling and pickling like the storage itself,
+        as long as the storage is open.
 
-        Names in an expression: ``id``, ``run`` (as `tallyroll inspect` numbers them), ``lane``,
-        ``length`` (rows), ``return`` (sum of rewards; ``return[i]`` where a row has several),
-        ``end`` ("terminated", "truncated", "cut" or "open"), ``whole``, ``first_row``,
+        Names in an expression: ``id``, ``run`` (numbered as in `tallyroll inspect`), ``lane``,
+        ``length`` (in rows), ``return`` (the sum of rewards; ``return[i]`` if a row has several
+        rewards), ``end`` ("terminated", "truncated", "cut" or "open"), ``whole``, ``first_row``,
         ``last_row``, ``first_step``, ``reset_seed`` (-1 if unknown), ``policy_version`` (at the
-        last row; ``version_first`` at the first), ``policy_id``, and ``context.NAME``.
-        See `Expression` for the operations.
+        last row; ``version_first`` at the first row), ``policy_id``, and ``context.NAME``. See
+        `Expression` for the operations.
 
         Args:
             expression: such as ``"return > 5 and end == 'terminated' and run in (1, 2)"``.
 
         Raises:
-            InvalidExpression: it is no condition on trajectories; the message shows the place.
-            ColumnsMissing: the rows do not say which trajectory they belong to.
+            InvalidExpression: the text is not a condition on trajectories. The message shows the
+                position.
+            ColumnsMissing: the rows have no trajectory ids.
 
         Examples:
             >>> from tallyroll.collector import SyncCollector
@@ -83,10 +84,11 @@ class StoredTrajectories(Trajectories, Generic[View]):
     def parts(
         self, masks: Callable[[np.ndarray], Mapping[str, np.ndarray]]
     ) -> dict[str, ViewReader]:
-        """Return readers of some trajectories each.
+        """Return a reader for each of several selections of trajectories.
 
         Args:
-            masks: a function of `table`, which returns the lines of each part, bool [trajectories].
+            masks: a function that takes `table` and returns the mask of each part, bool
+                [trajectories].
         """
 
         def made() -> dict[str, ViewReader]:
@@ -98,10 +100,10 @@ class StoredTrajectories(Trajectories, Generic[View]):
         return read_consistently(self._rows_reader, made)
 
     def matching(self, expression: str) -> np.ndarray:
-        """Return the lines of `table` for which an expression of `where` holds, [trajectories].
+        """Return the lines of `table` that satisfy an expression of `where`.
 
         Raises:
-            InvalidExpression, ColumnsMissing: as `where`.
+            InvalidExpression, ColumnsMissing: as for `where`.
         """
         condition, table = Expression(expression), self.table
         found: np.ndarray = table[self._holds(condition, table)]

@@ -1,4 +1,4 @@
-"""The table of trajectories as columns for expressions."""
+"""Adapter that presents the table of trajectories as columns for expressions."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _VERSIONS: Final = {
 
 
 class TrajectoryColumns(Mapping[str, Column]):
-    """Columns [trajectories] by their names, each made when it is asked for.
+    """Columns [trajectories] by name, each computed on access.
 
-    ``id``, ``run`` (as `tallyroll inspect` numbers runs), ``lane``, ``length``, ``return``, ``end``
-    (a word), ``whole``, ``first_row``, ``last_row``, ``first_step``, ``reset_seed`` (-1 if it is
-    unknown), ``policy_version`` (at the last row, as ``version_last``; ``version_first`` at the
-    first one), ``policy_id``, and ``context.NAME`` for each number that resets were given. Those
-    whose columns rows do not have are left out.
+    The names are ``id``, ``run`` (numbered as in `tallyroll inspect`), ``lane``, ``length``,
+    ``return``, ``end`` (a word), ``whole``, ``first_row``, ``last_row``, ``first_step``,
+    ``reset_seed`` (-1 if unknown), ``policy_version`` (at the last row, same as ``version_last``;
+    ``version_first`` at the first row), ``policy_id``, and ``context.NAME`` for each number that
+    was passed to resets. A name is absent if the rows lack the corresponding column.
 
     Args:
-        reader: of the rows.
-        table: their trajectories, see `episodes`.
+        reader: the reader of the rows.
+        table: the trajectories of the rows; see `episodes`.
     """
 
     def __init__(self, reader: RowReader, table: np.ndarray) -> None:
@@ -100,9 +100,9 @@ def _constant(schema: Schema) -> Iterator[StoredColumn]:
 
 
 def run_of(entries: Sequence[Mapping[str, Any]], rows: np.ndarray) -> np.ndarray:
-    """Return the number of the run that wrote each of ``rows`` [n], -1 for none, int64 [n].
+    """Return the number of the run that wrote each of ``rows`` [n], or -1; int64 [n].
 
-    A run that was resumed has several entries, and one number.
+    A resumed run has several entries but a single number.
     """
     numbers: list[int] = []
     before = None

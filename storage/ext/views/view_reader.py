@@ -1,4 +1,4 @@
-"""Chosen rows of a reader, read as if there were no others."""
+"""Reader that presents selected rows of another reader as if there were no others."""
 # ruff: noqa: D102 - what a reader does is said once, in `RowReader`
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from tallyroll.storage.trajectories.columns import numbers_of
 
 _CHUNK_ROWS: Final = 2**18
 _TABLE: Final = 8
-"""Ids are looked up in a table where it has at most so many entries an id."""
+"""Maximum table entries per id for which ids are looked up in a table."""
 
 
 class ViewReader(RowReader):
-    """Chosen rows of another reader, numbered 0, 1, 2 ... in the order that they have there.
+    """Selected rows of another reader, numbered 0, 1, 2 ... in the order that they have there.
 
-    The rows are those of one moment: what a writer adds later is not among them. Those of a ring
-    that are overwritten later raise `Overrun`, and those that are taken back `StateMismatch`.
+    The selection is fixed when the view is created and ignores rows that a writer adds later.
+    Reading a row that a ring has overwritten since raises `Overrun`, and reading one that was
+    rewound raises `StateMismatch`.
 
     Args:
-        rows: the reader, which stays open.
-        picked: the numbers that the rows have there.
-        lines: their trajectories, as the table of ``rows`` has them; None: they are counted from
-            the rows, when they are needed.
+        rows: the underlying reader, which stays open.
+        picked: the row numbers in the underlying reader.
+        lines: the trajectories in the format of the table of ``rows``; None: compute them from the
+            rows on demand.
     """
 
     def __init__(
@@ -68,9 +69,9 @@ class ViewReader(RowReader):
 
     @cached_property
     def _manifest(self) -> Manifest:
-        """Return that of the storage, with the places that its runs have among these rows.
+        """Return the manifest of the storage, with the positions of its runs among these rows.
 
-        A run keeps its entry where none of its rows are chosen, so that runs keep their numbers.
+        A run keeps its entry even if none of its rows is selected, so that runs keep their numbers.
         """
         manifest = self.rows.manifest
         runs = [run for run in manifest["runs"] if run["first_row"] < self._stop]
@@ -80,11 +81,11 @@ class ViewReader(RowReader):
             "runs": [self._placed(run) for run in runs],
             SOURCES: self._sources(manifest),
         }
-        found.pop("finalized", None)  # it has the checksums of other rows
+        found.pop("finalized", None)  # its checksums cover other rows
         return found
 
     def _sources(self, manifest: Manifest) -> list[dict[str, Any]]:
-        """Return the storages that have the rows, for manifests of copies."""
+        """Return the source storages of the rows, for the manifests of copies."""
         if not len(self._span):
             return []
         first, last = self.picked.numbers(np.array([0, len(self._span) - 1])).tolist()
@@ -93,7 +94,7 @@ class ViewReader(RowReader):
         return [found, *({**each, "first_row": 0} for each in sources_of(manifest))]
 
     def _placed(self, run: dict[str, Any]) -> dict[str, Any]:
-        """Return an entry with the rows of a view; it has neither seeds of lanes nor events."""
+        """Convert a run's entry to row numbers of the view, without lane seeds and events."""
         entry = {name: each for name, each in without_events(run).items() if name != "lane_seeds"}
         for name in ("first_row", FIRST_ROW_OF_RUN):
             if type(row := entry.get(name)) is int:
@@ -125,16 +126,16 @@ class ViewReader(RowReader):
         return found
 
     def numbers(self, rows: np.ndarray) -> np.ndarray:
-        """Return the numbers that rows [*] of the view have in the storage, int64 [*]."""
+        """Convert row numbers [*] of the view to row numbers of the storage, int64 [*]."""
         self.require_open()
         return self.picked.numbers(rows)
 
     def check(self, there: np.ndarray) -> None:
-        """Look, after rows ``there`` of the storage were read, whether they are still those.
+        """Check that rows ``there`` of the storage, which were just read, are still valid.
 
         Raises:
             Overrun: a ring has overwritten some of them.
-            StateMismatch: some of the rows were taken back.
+            StateMismatch: some rows of the view were rewound.
         """
         rows = self.rows
         if rows.rewinds != self._rewinds:
@@ -148,7 +149,7 @@ class ViewReader(RowReader):
 
 
 class _ViewColumn(ColumnReader):
-    """A column of chosen rows."""
+    """A column of the selected rows."""
 
     def __init__(self, view: ViewReader, column: ColumnReader) -> None:
         self._view, self._column = view, column
@@ -165,7 +166,7 @@ class _ViewColumn(ColumnReader):
             return self._column.take(np.empty(0, np.int64))
         there = view.numbers(np.array([start, stop - 1]))
         first, last = there.tolist()
-        if last - first == stop - start - 1:  # they follow one another there, too
+        if last - first == stop - start - 1:  # consecutive in the storage, too
             found = self._column.slice(first, last + 1)
             found = found.copy() if view.rows.ring else found
         else:
@@ -179,12 +180,12 @@ _ROWS: Final = ("first_row", "last_row")
 
 
 def view_of(rows: RowReader, table: np.ndarray, chosen: np.ndarray) -> ViewReader:
-    """Return a reader of some trajectories.
+    """Return a reader of selected trajectories.
 
     Args:
-        rows: the reader; of a view, its rows are read directly.
-        table: its trajectories, as `TrajectoryIndex.table` returned them.
-        chosen: which of them, bool [trajectories].
+        rows: the reader. If it is a view, the result reads the storage below it directly.
+        table: the trajectories of the reader, as returned by `TrajectoryIndex.table`.
+        chosen: a mask of the selected trajectories, bool [trajectories].
     """
     lines = table[chosen]
     stop = int(table["last_row"].max(initial=-1)) + 1
@@ -199,12 +200,12 @@ def view_of(rows: RowReader, table: np.ndarray, chosen: np.ndarray) -> ViewReade
     found = chosen_rows(span, parts)
     for name in _ROWS:
         lines[name] = found.below(lines[name])
-    # Those that a ring has in part are counted again, from the rows that are left.
+    # A ring may retain only part of a trajectory, so its lines are recomputed from the rows.
     return ViewReader(source, found, None if source.ring else lines)
 
 
 def _rows_of(rows: RowReader, span: range, ids: np.ndarray, every: bool) -> Iterator[np.ndarray]:
-    """Yield the numbers of the rows of trajectories, whose ids are sorted."""
+    """Yield the row numbers of trajectories, whose ids are sorted."""
     if not len(ids):
         return
     among = _Among(ids)
@@ -219,7 +220,7 @@ def _rows_of(rows: RowReader, span: range, ids: np.ndarray, every: bool) -> Iter
 
 
 class _Among:
-    """Says which of some ids are among those that are sorted here."""
+    """Membership test for a sorted set of ids."""
 
     def __init__(self, ids: np.ndarray) -> None:
         self._ids, self._least, self._most = ids, int(ids[0]), int(ids[-1])

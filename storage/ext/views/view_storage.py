@@ -1,4 +1,4 @@
-"""Rows of chosen trajectories as a storage."""
+"""Storage that contains the rows of selected trajectories."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tallyroll.storage.replay.tensor_storage import AsTensorStorage
 
 
 class ViewStorage(DiskStorage):
-    """Rows of chosen trajectories of a storage, which has to stay open."""
+    """Rows of selected trajectories of a storage, which has to stay open."""
 
     reader: ViewReader
 
@@ -24,11 +24,11 @@ class ViewStorage(DiskStorage):
         self.writer = WritesElsewhere(reader, "as a view", "that it is of")
 
     def close(self) -> None:
-        """Do nothing: the storage that has the rows closes them."""
+        """Do nothing: the underlying storage closes the files."""
 
     @property
     def closed(self) -> bool:
-        """True if the storage that has the rows was closed."""
+        """True if the underlying storage has been closed."""
         return self.of_rows.closed
 
     def _over(self, reader: ViewReader) -> DiskStorage:
