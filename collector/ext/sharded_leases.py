@@ -41,7 +41,7 @@ _LEASES = 2
 """Leases that a worker holds at once. With two, it never waits for this process."""
 
 
-class _Woken(BaseException):
+class _ShardsWoken(BaseException):
     """Exception that interrupts the wait for workers because a signal handler is pending.
 
     Only `_hear` raises and catches it.

@@ -49,7 +49,7 @@ _LOOK_AT_REWARDS = {
 _OF_ENDS = ("final_obs", "final_info", "_final_obs", "_final_info")
 
 
-class _Merging(LaneResults):
+class _MergedResults(LaneResults):
     """Columns of observations, and infos merged like ``env`` itself does.
 
     The infos do not include final observations.
@@ -81,7 +81,7 @@ class _Merging(LaneResults):
         return (entry((), None, "empty"),)
 
 
-class _AsTheVector(_Merging):
+class _AsTheVector(_MergedResults):
     """Observations and infos of a step, merged like ``env`` itself does."""
 
     def __init__(self, env: SyncVectorEnv) -> None:

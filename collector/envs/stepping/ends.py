@@ -27,7 +27,7 @@ from tallyroll.collector.slab.slab import Cursor
 Rows: TypeAlias = Sequence[NDArray[Any]]
 
 
-class Ending(Protocol):
+class EndContext(Protocol):
     """The attributes of a stepper that the handling of ends uses."""
 
     system: System
@@ -35,11 +35,11 @@ class Ending(Protocol):
     contexts: Contexts
 
 
-Finish: TypeAlias = Callable[[Ending, Cursor, Mask, Step, Rows], None]
+Finish: TypeAlias = Callable[[EndContext, Cursor, Mask, Step, Rows], None]
 """Complete the slot ``cursor.at``, in which lanes ended. The rows are its next observations."""
 
 
-def finish_by_mask(lanes: Ending, cursor: Cursor, ended: Mask, out: Step, rows: Rows) -> None:
+def finish_by_mask(lanes: EndContext, cursor: Cursor, ended: Mask, out: Step, rows: Rows) -> None:
     """Reset the lanes that ended, and write their first observations to the slot after."""
     system = lanes.system
     roots, at = [column[cursor.at] for column in cursor.root_obs], ended.nonzero()[0].tolist()
@@ -50,13 +50,13 @@ def finish_by_mask(lanes: Ending, cursor: Cursor, ended: Mask, out: Step, rows: 
     lanes.contexts.draw(system, ended)
 
 
-def finish_first(lanes: Ending, cursor: Cursor, ended: Mask, out: Step, rows: Rows) -> None:
+def finish_first(lanes: EndContext, cursor: Cursor, ended: Mask, out: Step, rows: Rows) -> None:
     """Replace the first observations of new episodes, which the step returned, by final ones."""
     put_finals(lanes, cursor, ended, out, rows)
     lanes.contexts.draw(lanes.system, ended)
 
 
-def put_finals(lanes: Ending, cursor: Cursor, ended: Mask, out: Step, rows: Rows) -> None:
+def put_finals(lanes: EndContext, cursor: Cursor, ended: Mask, out: Step, rows: Rows) -> None:
     """Write the final observations in ``out`` to ``rows``, and mark the lost ones.
 
     Raises:

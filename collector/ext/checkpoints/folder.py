@@ -157,7 +157,7 @@ def _save(state: dict[str, Any], path: Path, folder: Path) -> None:
             raise failed(folder, written.error, written.nbytes) from written.error
 
 
-class _Written:
+class _CheckedFile:
     """File for `torch.save` that keeps the first system error and discards later bytes.
 
     `torch.save` would replace an error of the file by a RuntimeError.

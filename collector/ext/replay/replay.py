@@ -447,7 +447,7 @@ class _Replay:
         )
 
 
-class _Staged:
+class _OpenStage:
     """Context manager that makes a stage and closes it."""
 
     def __init__(self, make: Callable[[], Stage]) -> None:

@@ -175,7 +175,7 @@ class WithGaps(_Raw):
 
 def filled(file: int, bad: Callable[[int, int], object]) -> io.BufferedReader:
     """Wrap a file so that unreadable bytes read as zeros. ``bad`` is called with their range."""
-    return io.BufferedReader(_Filled(file, bad), 2**17)
+    return io.BufferedReader(_WithoutGaps(file, bad), 2**17)
 
 
 def with_gaps(file: int, path: Path, unreadable: Mapping[Path, Ranges]) -> Any:

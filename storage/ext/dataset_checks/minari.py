@@ -97,7 +97,7 @@ def _folder(place: Path) -> Path:
     return place / "data" if (place / "data").is_dir() else place
 
 
-class _Episodes(ABC):
+class _CheckedEpisodes(ABC):
     """The episodes of a dataset in any kind of file."""
 
     def __init__(self, found: CheckResults, said: Mapping[str, Any]) -> None:
@@ -285,7 +285,7 @@ class _Episodes(ABC):
             check_zeros(found, alike, where)
 
 
-class _Groups(_Episodes):
+class _Groups(_CheckedEpisodes):
     """Episodes of an HDF5 file, one group each."""
 
     def __init__(self, file: Any, found: CheckResults, said: Mapping[str, Any]) -> None:
@@ -336,7 +336,7 @@ class _Groups(_Episodes):
         return dict(self._file[f"episode_{number}"].attrs)
 
 
-class _Tables(_Episodes):
+class _TableEpisodes(_CheckedEpisodes):
     """Episodes in Arrow or Parquet, one folder each."""
 
     def __init__(self, folder: DatasetFolder, found: CheckResults, said: Mapping[str, Any]) -> None:

@@ -86,7 +86,7 @@ def _folder(place: Path) -> Path:
     return place / _STORAGE if (place / _STORAGE).is_dir() else place
 
 
-class _Tree:
+class _CheckedTree:
     """The columns that the ``meta.json`` files name and whose files have the expected size."""
 
     def __init__(self, folder: DatasetFolder, found: CheckResults) -> None:

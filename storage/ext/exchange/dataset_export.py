@@ -125,7 +125,7 @@ def export(
     )
 
 
-class _Chosen:
+class _ExportSpan:
     """The rows that ``cuts`` selects for an export, and the counts of the rows that it leaves out.
 
     A writer may add rows meanwhile. ``span`` holds the rows that the source had when they were

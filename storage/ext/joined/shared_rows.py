@@ -46,7 +46,7 @@ Pairs: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
+class _MemberStretch:
     """Rows of a member that come, or may come, from one storage, such as the member itself."""
 
     rows: range
@@ -117,9 +117,11 @@ def _doubled(one: UnionMember, other: UnionMember, id: str | None) -> RowsDouble
 # --- manifests ------------------------------------------------------------------------------------
 
 
-def _stretches(manifest: Mapping[str, Any], span: range) -> Iterator[_Stretch]:
+def _stretches(manifest: Mapping[str, Any], span: range) -> Iterator[_MemberStretch]:
     """Yield the storages that the rows ``span`` come from, beginning with this storage."""
-    yield _Stretch(span, manifest["id"], span, 0, True, True, len(manifest.get(REWINDS) or ()))
+    yield _MemberStretch(
+        span, manifest["id"], span, 0, True, True, len(manifest.get(REWINDS) or ())
+    )
     packed = isinstance(manifest.get(PACKED), Mapping)
     for number, each in enumerate(_of_sources(sources_of(manifest), span, 0)):
         direct = packed and number == 0  # the other entries are the sources of the first one
@@ -161,7 +163,7 @@ def _of_entry(
             yield from _of_entry(run, rows, moved, direct=False)
 
 
-def _of_sources(sources: Any, rows: range, moved: int | None) -> Iterator[_Stretch]:
+def _of_sources(sources: Any, rows: range, moved: int | None) -> Iterator[_MemberStretch]:
     """Yield the source storages of a union or of a view."""
     if not isinstance(sources, list):
         yield _MemberStretch(rows, None, _UNKNOWN, None)
@@ -203,7 +205,7 @@ def _count(number: Any) -> int:
 # --- rows -----------------------------------------------------------------------------------------
 
 
-class _Rows:
+class _MemberRows:
     """Compare rows of members, and cache the results.
 
     Args:
@@ -216,7 +218,7 @@ class _Rows:
         self._ids: dict[tuple[int, range], np.ndarray] = {}
         self._compared: dict[tuple[Any, ...], bool] = {}
 
-    def shared(self, one: tuple[int, _Stretch], other: tuple[int, _Stretch]) -> bool:
+    def shared(self, one: tuple[int, _MemberStretch], other: tuple[int, _MemberStretch]) -> bool:
         """Return True if two stretches, which name the same storage, have a common row."""
         (first, a), (second, b) = one, other
         if a.span.start >= b.span.stop or b.span.start >= a.span.stop:

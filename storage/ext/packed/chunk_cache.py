@@ -371,7 +371,7 @@ class CachedArray:
             self._slot_of[:] = -1
 
 
-class _Job:
+class _ChunkJob:
     """Job that loads one chunk and copies it; see `_Wanted`."""
 
     __slots__ = ("_chunk", "_chunks", "_out", "_some", "_where")
@@ -393,7 +393,7 @@ class _Job:
             self._out[places] = found[within]
 
 
-class _Ahead:
+class _Prefetch:
     """Job that decompresses chunks ahead of the reader."""
 
     def __init__(self, array: CachedArray, chunks: np.ndarray) -> None:

@@ -180,7 +180,7 @@ def _pairs(plan: ColumnPlan, look: Values, n: int, axis: int) -> tuple[np.ndarra
     return root, by_frame(look(plan.next.key), n, axis)
 
 
-class Packing:
+class PackedWriter:
     """Writer of the columns of a packed storage, one block of rows after the other.
 
     Args:

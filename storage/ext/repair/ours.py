@@ -249,7 +249,7 @@ def _lengths(place: Path, error: CorruptStorage) -> tuple[dict[Path, int], dict[
     return {place_of(key, leaf=True): most * row for key, (_, row) in sizes.items()}, short
 
 
-class _Rows:
+class _RepairedRows:
     """The rows of a reader, without those that are lost.
 
     Args:
@@ -418,7 +418,7 @@ class _Rows:
         return {TRAJ_IDS: out_ids, STEP: out_steps}
 
 
-class _Gathered(Findings):
+class _TrustedRows(Findings):
     """Keeps all rows of the findings of trusted checks."""
 
     def __init__(self) -> None:
@@ -433,7 +433,7 @@ class _Gathered(Findings):
 
     def merge(self, other: Findings) -> None:
         """Add the rows of another instance."""
-        if isinstance(other, _Gathered):
+        if isinstance(other, _TrustedRows):
             self.rows += other.rows
         else:
             super().merge(other)

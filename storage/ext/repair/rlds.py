@@ -72,7 +72,7 @@ def _files(folder: DatasetFolder) -> dict[str, int | None]:
     there = sorted(each for each in os.listdir(folder.root) if layout.SHARD.fullmatch(each))
     found: dict[str, int | None] = {}
     with contextlib.suppress(InvalidDataset):  # damaged metadata has no counts
-        for split in layout.Info.of(folder.json(layout.INFO)).splits:
+        for split in layout.RldsInfo.of(folder.json(layout.INFO)).splits:
             found |= zip(split.files, split.lengths, strict=True)
     return found | {name: None for name in there if name not in found}
 

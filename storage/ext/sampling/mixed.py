@@ -216,7 +216,7 @@ class MixedSampler:
         return f"{type(self).__name__}([{shares}])"
 
 
-class _Rows:
+class _MixedRows:
     """Uniform sampler of a storage's rows, with replacement."""
 
     def __init__(self, storage: DiskStorage) -> None:

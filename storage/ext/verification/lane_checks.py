@@ -52,7 +52,7 @@ class RowPairs:
     after: np.ndarray
 
 
-class _Rows(NamedTuple):
+class _LaneRows(NamedTuple):
     """The five values of each row that the checks track along lanes.
 
     The rows are those of a chunk, their predecessors, or the last row of each lane.
@@ -77,8 +77,8 @@ class _Series:
     order: LaneOrder
     vague: np.ndarray
     """True for a row that names two lanes: it is in both, and later rows are not judged by it."""
-    rows: _Rows
-    before: _Rows
+    rows: _LaneRows
+    before: _LaneRows
     """The predecessor of each row in its lane."""
 
 

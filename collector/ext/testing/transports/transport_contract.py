@@ -398,7 +398,7 @@ _ends: list[int] = []
 """Processes to kill when the policy next acts in this process."""
 
 
-class _Ending(Versioned):
+class _EndingPolicy(Versioned):
     """Policy that kills processes which wait for its actions."""
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
@@ -408,7 +408,7 @@ class _Ending(Versioned):
         return super().forward(td)
 
 
-class _Sleeping:
+class _SlowFactory:
     """Slow factory of two lanes."""
 
     def __init__(self, seconds: float) -> None:

@@ -89,7 +89,7 @@ def _is_judged(column: str) -> bool:
 
 
 @dataclass
-class _Seen:
+class _EpisodeRowsRead:
     """The rows of an episode that were read so far."""
 
     rows: int = 0

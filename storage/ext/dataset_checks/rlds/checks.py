@@ -312,7 +312,7 @@ def _episodes(folder: DatasetFolder, found: CheckResults) -> RldsEpisodeChecks |
         return None
 
 
-class _Shards:
+class _ShardList:
     """The record files."""
 
     def __init__(
