@@ -1,4 +1,4 @@
-"""Replay storage on disk: exact counts, one commit a batch, safe from kill -9."""
+"""Replay storage on disk, with exact row counts and batches that survive a kill at any time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ moved_modules(__name__, _MOVED)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MOVED:  # all were attributes as soon as the package was imported
+    if name in _MOVED:  # these were attributes of the package as soon as it was imported
         return import_module(f"{__name__}.{name}")
     if name not in _homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,7 @@
-"""Private parts of other libraries that storages use: an upgrade can break them here alone.
+"""Private APIs of other libraries that storages use.
 
-What is missing is said by `tests/project/test_compat.py`.
+An upgrade of such a library can break only this module. `tests/project/test_compat.py` reports
+the attributes that are missing.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ if TYPE_CHECKING:
 # --- tensordict -----------------------------------------------------------------------------------
 
 entries_of: Callable[[TensorDict], dict[str, Any]] = attrgetter("_tensordict")
-"""A plain TensorDict's own dictionary: another one costs as much as ten lookups."""
+"""The internal dictionary of a plain TensorDict. A copy costs as much as ten lookups."""
 names_of: Callable[[TensorDict], Any] = attrgetter("_td_dim_names")
-"""The names of its dimensions, None where they have none."""
+"""The dimension names of a TensorDict, or None if its dimensions have no names."""
 new_tensordict: Callable[..., TensorDict] = TensorDict._new_unsafe
-"""A TensorDict whose shapes are known: a check of each would cost five times as much."""
+"""Make a TensorDict without checking the shapes. The checks take five times as long."""
 
 
 def plain_tensordict(entries: dict[str, Any], batch_size: torch.Size) -> TensorDict:
-    """Return an unlocked TensorDict over ``entries`` themselves, in a third of the time."""
+    """Return an unlocked TensorDict that uses ``entries`` without a copy.
+
+    This takes a third of the time of the public constructor.
+    """
     made = TensorDict.__new__(TensorDict)
     made._device, made._td_dim_names = None, None
     made._tensordict, made._batch_size = entries, batch_size
@@ -37,9 +41,10 @@ def plain_tensordict(entries: dict[str, Any], batch_size: torch.Size) -> TensorD
 
 
 def tensor_guards() -> Any:
-    """Return the class that compares tensors for torch's compiler, if it does what we rely on.
+    """Return torch's class of tensor guards, or None if it does not behave as we require.
 
-    torch promises neither that nor that it stays. Without it every batch is made arrays.
+    The class compares tensors for torch's compiler. It is private to torch and may change or
+    disappear. Without it, every batch is converted to arrays.
     """
     try:
         from torch._C._dynamo import guards
@@ -56,23 +61,23 @@ def tensor_guards() -> Any:
 # --- TorchRL's replay buffers ---------------------------------------------------------------------
 
 CURSOR: Final = "_cursor"
-"""The attribute of a writer that says where it writes next."""
+"""Attribute of a writer: the index of its next write."""
 WRITER: Final = "_writer"
-"""That of a buffer for its writer; it has none before it is initialised."""
+"""Attribute of a buffer: its writer. A buffer has none before it is initialised."""
 WRITER_MAKER: Final = "_init_writer"
-"""Until then, the writer that it will have, or what makes one; None for its default."""
+"""Attribute of a buffer before initialisation: its writer, a factory for it, or None."""
 COLLATE: Final = "_init_collate_fn"
-"""The collate function that it will have; None for its default."""
+"""Attribute of a buffer: its collate function, or None for the default."""
 
 
 ROWS: Final = "_storage"
-"""The attribute of a `TensorStorage` for its rows, one for each of its slots."""
+"""Attribute of a `TensorStorage`: its rows, one for each slot."""
 STORED: Final = "_len"
-"""That for how many of them were written."""
+"""Attribute of a `TensorStorage`: the number of rows that were written."""
 LAST_INDEX: Final = "_last_cursor"
-"""That for the index of what was written last."""
+"""Attribute of a `TensorStorage`: the index of the last write."""
 INITIALISE: Final = "_init"
-"""The method that makes its rows, all like the one that it is given."""
+"""Method of a `TensorStorage` that allocates its rows like the row that it receives."""
 
 
 def attached_buffers(storage: Any) -> list[Any]:
@@ -81,5 +86,5 @@ def attached_buffers(storage: Any) -> list[Any]:
 
 
 def counts_in_64_bits(writer: Any) -> bool:
-    """Return whether a writer's cursor is no C integer of 32 bits."""
+    """Return True if the writer's cursor is not limited to a 32-bit C integer."""
     return bool(writer._compilable)

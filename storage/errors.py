@@ -1,4 +1,4 @@
-"""Errors of storages, one class for each condition.
+"""Exceptions of storages, with one class for each condition.
 
 ::
 
@@ -62,7 +62,7 @@
     ├── DamagedOverlay                the file of an overlay cannot be used
     └── IndexOutOfRange               (an IndexError) no such row
 
-Every message says what was wanted, what was got and what to do. Wrong values of
+Every message states the expected value, the actual value and the remedy. Wrong values of
 constructor arguments raise ``ValueError`` or ``TypeError``.
 """
 
@@ -132,7 +132,7 @@ __all__ = [
 
 
 class StorageError(Exception):
-    """Anything that a storage refuses or cannot do."""
+    """Base class of the exceptions that storages raise."""
 
 
 class OpenError(StorageError):
@@ -140,39 +140,42 @@ class OpenError(StorageError):
 
 
 class StorageExists(OpenError):
-    """``mode="create"`` on a path that holds a storage already."""
+    """``mode="create"`` was used on a path that already holds a storage."""
 
 
 class DirectoryNotEmpty(OpenError):
-    """``mode="create"`` on a directory that holds something else."""
+    """``mode="create"`` was used on a directory that holds something else."""
 
 
 class PathIsFile(OpenError):
-    """The path, or a part of it, is a file where a directory is wanted."""
+    """The path, or a part of it, is a file where a directory is required."""
 
 
 class PathIsTaken(OpenError):
-    """``mode="create"`` on the path of a file that is no storage."""
+    """``mode="create"`` was used on the path of a file that is not a storage."""
 
 
 class PathIsDirectory(OpenError):
-    """The path is a directory where a file is wanted."""
+    """The path is a directory where a file is required."""
 
 
 class NotWritable(OpenError):
-    """The file system does not let this process write there."""
+    """The file system does not allow this process to write at the path."""
 
 
 class StorageMissing(OpenError):
-    """``mode="append"`` or ``"read"`` on a path where nothing is."""
+    """``mode="append"`` or ``"read"`` was used on a path where nothing exists."""
 
 
 class NotAStorage(OpenError):
-    """``mode="append"`` or ``"read"`` on something that is not a Tallyroll storage."""
+    """``mode="append"`` or ``"read"`` was used on something that is not a Tallyroll storage."""
 
 
 class InvalidAddress(OpenError, ValueError):
-    """No address of an object store, or one with credentials in it, which it does not repeat."""
+    """The text is not an address of an object store, or it contains credentials.
+
+    The message does not repeat the address.
+    """
 
 
 class FormatVersionMismatch(OpenError):
@@ -180,7 +183,7 @@ class FormatVersionMismatch(OpenError):
 
 
 class CopyOfOpenStorage(OpenError):
-    """Files that were copied while a writer had the storage open: rows may be missing in them."""
+    """The files were copied while a writer had the storage open, so rows may be missing."""
 
 
 class StorageLocked(OpenError):
@@ -188,11 +191,11 @@ class StorageLocked(OpenError):
 
 
 class RowsDoubled(OpenError):
-    """Two members of a union are one storage, or have copies of the same rows."""
+    """Two members of a union are the same storage or contain copies of the same rows."""
 
 
 class CapacityMissing(OpenError):
-    """A new storage of a format that cannot grow, without the number of rows it is for."""
+    """A storage in a format that cannot grow was created without ``capacity``."""
 
 
 class MissingLibrary(OpenError):
@@ -204,47 +207,47 @@ class UnsupportedPlatform(OpenError):
 
 
 class ExtensionMismatch(StorageError, ImportError):
-    """The compiled extension was built from the sources of another version."""
+    """The compiled extension was built from the sources of another Tallyroll version."""
 
 
 class CorruptStorage(StorageError):
-    """Files that are cut short, damaged, or contradict each other. Nothing was changed."""
+    """The files are truncated, damaged or contradict each other. Nothing was changed."""
 
 
 class InvalidDataset(StorageError):
-    """A source of an import is damaged, hostile, or no dataset of its kind. Nothing was written."""
+    """The source of an import is damaged, hostile or of another kind. Nothing was written."""
 
 
 class InvalidSchema(StorageError):
-    """Columns that a storage cannot hold."""
+    """A storage cannot hold columns like these."""
 
 
 class SchemaMismatch(StorageError):
-    """The data has other columns than the storage. Nothing was changed."""
+    """The columns of the data differ from those of the storage. Nothing was changed."""
 
 
 class InvalidProvenance(StorageError):
-    """Provenance that cannot be written as JSON."""
+    """The provenance cannot be serialized as JSON."""
 
 
 class DiskFailed(StorageError):
-    """The system cannot read or write: a failing disk, or files that are gone."""
+    """The system cannot read or write, because the disk fails or files have disappeared."""
 
 
 class TooManyFiles(StorageError):
-    """This process, or the system, may open no more files. What was open goes on."""
+    """The process or the system has reached its limit of open files. Open files stay usable."""
 
 
 class CallbackStopIteration(StorageError):
-    """A transform, a callback, a reader or a format of the user's raised StopIteration.
+    """User code raised StopIteration: a transform, a callback, a reader or a format.
 
-    A loop over batches would end by it early. The message begins with the place of the call; the
-    cause is the original exception.
+    The exception would silently end a loop over batches. The message begins with the place of the
+    call, and the original exception is the cause.
     """
 
 
 class ObjectStoreFailed(StorageError):
-    """An object store refuses a request, or does not answer within the limits of time and tries."""
+    """An object store refused a request, or did not answer within the time and retry limits."""
 
 
 class ObjectChanged(StorageError):
@@ -252,47 +255,47 @@ class ObjectChanged(StorageError):
 
 
 class WriteError(StorageError):
-    """A write that was refused. Committed rows are as they were."""
+    """A write was refused. Committed rows are unchanged."""
 
 
 class RowsMismatch(WriteError):
-    """Rows whose names, dtypes or shapes differ from the schema."""
+    """The names, dtypes or shapes of the rows differ from the schema."""
 
 
 class BatchTooLong(WriteError):
-    """More rows at once than a ring has."""
+    """A batch has more rows than the ring has slots."""
 
 
 class TrajectoryIdTaken(WriteError):
-    """Rows of a trajectory id that other rows have already, or that is no one trajectory's."""
+    """A trajectory id is already used by other rows, or the rows cannot be one trajectory."""
 
 
 class RunUnderWay(WriteError):
-    """Rows from elsewhere, while a collector writes a run and counts its rows."""
+    """Rows were written from elsewhere while a collector writes a run and counts its rows."""
 
 
 class NotAnAppend(WriteError):
-    """A write anywhere but right after the last row."""
+    """A write was not directly after the last row."""
 
 
 class CursorOverflow(WriteError):
-    """A TorchRL writer's 32-bit cursor cannot count that far."""
+    """The 32-bit cursor of a TorchRL writer cannot count that far."""
 
 
 class RecordTooLarge(WriteError):
-    """A commit record larger than its slot."""
+    """A commit record is larger than its slot."""
 
 
 class StorageFull(WriteError):
-    """The disk, a quota or a file size limit has no room for the rows."""
+    """The rows do not fit on the disk, or exceed a quota or a file size limit."""
 
 
 class ForeignContent(WriteError):
-    """A file that has to be replaced holds what another program added to it."""
+    """A file that must be replaced contains data that another program added."""
 
 
 class ReadOnlyStorage(WriteError):
-    """A write to a storage opened with ``mode="read"``."""
+    """A storage that was opened with ``mode="read"`` cannot be written."""
 
 
 class WriterForked(WriteError):
@@ -308,66 +311,66 @@ class StorageClosed(StorageError):
 
 
 class StateMismatch(StorageError):
-    """A state dict or checkpoint of rows that are not these."""
+    """A state dict or checkpoint belongs to other rows than those of the storage."""
 
 
 class NotEnoughMemory(StorageError, MemoryError):
-    """Less memory is left than is needed."""
+    """The available memory is less than the operation needs."""
 
 
 class NotPicklable(StorageError):
-    """A storage was pickled or copied."""
+    """A storage that cannot be shared was pickled or copied."""
 
 
 class Overrun(StorageError):
-    """Rows of a ring were overwritten again and again while they were read."""
+    """A writer of a ring repeatedly overwrote rows while they were being read."""
 
 
 class InvalidExpression(StorageError, ValueError):
-    """An expression that is no condition on trajectories; the message shows the place."""
+    """The expression is not a valid condition on trajectories. The message shows the position."""
 
 
 class ColumnsMissing(StorageError):
-    """The storage has not the columns that are wanted, or that say which trajectory rows are of."""
+    """The storage lacks requested columns, or the columns that assign rows to trajectories."""
 
 
 class UnknownTrajectory(StorageError, KeyError):
-    """No row of that trajectory is stored."""
+    """The storage has no row of the trajectory."""
 
     __str__ = Exception.__str__  # a KeyError shows its message in quotes
 
 
 class NoSlices(StorageError):
-    """No trajectory is as long as the slices that were asked for."""
+    """No trajectory is as long as the requested slices."""
 
 
 class ShortTrajectory(StorageError):
-    """A trajectory that was drawn is shorter than the slices, and ``short`` is ``"error"``."""
+    """A drawn trajectory is shorter than the slices, and ``short`` is ``"error"``."""
 
 
 class RateStalled(StorageError):
-    """The other side of a rate limit has not moved for a time."""
+    """The other side of a rate limit made no progress within the timeout."""
 
 
 class LoaderForked(StorageError):
-    """A forked child takes batches of its parent's loader, whose threads it does not have."""
+    """A forked child took a batch from its parent's loader, whose threads it does not have."""
 
 
 class SlotsMayChange(StorageError):
-    """Rows of a ring were asked for by their slots, which another process overwrites."""
+    """Rows of a ring were requested by slot while another process may overwrite the slots."""
 
 
 class SumTooLarge(StorageError):
-    """A sum of rewards that its dtype cannot hold, or only rounded."""
+    """The dtype of a sum of rewards cannot represent the sum exactly enough."""
 
 
 class DamagedTable(StorageError):
-    """The file of the table of episodes is damaged, or does not belong to these rows."""
+    """The file of the episode table is damaged or does not belong to these rows."""
 
 
 class DamagedOverlay(StorageError):
-    """The file of an overlay is damaged, cut short, a link, or of another storage."""
+    """The file of an overlay is damaged, truncated, a link, or belongs to another storage."""
 
 
 class IndexOutOfRange(StorageError, IndexError):
-    """An index beyond the committed rows."""
+    """The index lies beyond the committed rows."""

@@ -1,11 +1,11 @@
-"""Names of the fast paths, each of which tests and benchmarks can switch off.
+"""Switches for the fast paths, for tests and benchmarks.
 
-A run without some of them gives the same rows and batches as one with all of them. The variable is
-private, read when this module is imported, and names paths of `FAST_PATHS`::
+Rows and batches do not depend on which fast paths are on. The private environment variable
+``TALLYROLL_PLAN`` switches off paths of `FAST_PATHS`. It is read when this module is imported::
 
     TALLYROLL_PLAN=-kernel,-network
 
-An object looks at the switches when it is made.
+An object reads the switches when it is constructed.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ FAST_PATHS: Final = {
     "once": "an observation of two slots comes once from workers that send their rows",
     "address": "TensorDicts of one layout are copied to a storage by address",
 }
-"""Each fast path, and what it does."""
+"""Each fast path and a description of its effect."""
 
 
 class UnknownWay(ValueError):
-    """A setting names no way that can be switched off."""
+    """A setting names a fast path that does not exist."""
 
 
 def parsed(setting: str) -> frozenset[str]:
-    """Return the ways that ``setting``, as ``-kernel,-network``, switches off.
+    """Return the fast paths that ``setting``, such as ``-kernel,-network``, switches off.
 
     Raises:
-        UnknownWay: it is none such.
+        UnknownWay: a word of the setting is not a fast path with a minus sign.
     """
     words = [word.strip() for word in setting.split(",") if word.strip()]
     for word in words:
@@ -51,32 +51,32 @@ def parsed(setting: str) -> frozenset[str]:
 
 
 _off = parsed(os.environ.get(VARIABLE, ""))
-if os.environ.get("TALLYROLL_KERNEL") == "0":  # its older name
+if os.environ.get("TALLYROLL_KERNEL") == "0":  # the former name of the variable
     _off |= {"kernel"}
 
 
 def is_on(way: str) -> bool:
-    """Return whether ``way`` may be taken."""
+    """Return True if the fast path ``way`` is on."""
     return way not in _off
 
 
 def off() -> frozenset[str]:
-    """Return the ways that are switched off."""
+    """Return the fast paths that are switched off."""
     return _off
 
 
 def switch_off(ways: frozenset[str]) -> None:
-    """Switch off ``ways``, and all others on, for what this process makes from now on."""
+    """Switch off exactly the fast paths ``ways``, for objects that this process makes later."""
     global _off
     _off = parsed(",".join(f"-{way}" for way in sorted(ways)))
 
 
 @contextmanager
 def switched_off(*ways: str) -> Iterator[None]:
-    """Switch off ``ways`` too, for what is made within.
+    """Switch off ``ways`` too, for objects that are made inside the context.
 
     Raises:
-        UnknownWay: there is no such way.
+        UnknownWay: a fast path of that name does not exist.
     """
     before = _off
     switch_off(before.union(ways))

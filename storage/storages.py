@@ -1,4 +1,4 @@
-"""The storages of users and replay buffers: a class for each format, and `open_storage`."""
+"""The public storage classes, one for each format, and `open_storage`."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ __all__ = [
 
 
 class MemmapStorage(DiskStorage):
-    """Rows in memory-mapped files, one a column, growing as rows come.
+    """Storage in memory-mapped files, one for each column, that grows with the rows.
 
-    As `DiskStorage`, with ``path`` a directory. `tensordict.TensorDict.load_memmap`
-    opens it too, with the rows of the last refresh; after a kill in the middle of a
-    refresh only when a writer has opened and closed the storage again.
+    See `DiskStorage` for the arguments; ``path`` is a directory.
+    `tensordict.TensorDict.load_memmap` can open the directory too, with the rows of the last
+    refresh. After a kill in the middle of a refresh, it can do so only once a writer has opened and
+    closed the storage again.
 
     Examples:
         >>> import torch
@@ -65,30 +66,31 @@ class MemmapStorage(DiskStorage):
 
 
 class H5Storage(DiskStorage):
-    """Rows in the datasets of an HDF5 file, with space for ``capacity`` rows from the start.
+    """Storage in the datasets of an HDF5 file, with space for ``capacity`` rows from the start.
 
-    As `DiskStorage`, with ``path`` a file and ``capacity`` needed to create it; opened with
-    a larger one, the file is replaced by a larger one. h5py opens it at any time: the attribute
-    ``rows`` says how many of the rows that it shows are committed. Nothing else may
-    write to it.
+    See `DiskStorage` for the arguments. ``path`` is a file, and creation requires ``capacity``. If
+    the storage is opened with a larger capacity, a larger file replaces the file. h5py can open the
+    file at any time: the attribute ``rows`` counts the visible rows that are committed. No other
+    program may write to the file.
     """
 
     _format_class = H5Format
 
 
 class ZarrStorage(DiskStorage):
-    """Rows in a Zarr v3 group, one uncompressed array a column, growing as rows come.
+    """Storage in a Zarr v3 group, with one uncompressed array for each column.
 
-    As `DiskStorage`, with ``path`` a directory; with ``capacity`` chunks are chosen for
-    that many rows, between 256 KiB and 64 MiB. zarr-python, TensorStore and xarray open it
-    at any time and see the rows of the last refresh; nothing else may write to it.
+    See `DiskStorage` for the arguments; ``path`` is a directory. The arrays grow with the rows.
+    With ``capacity``, chunks are sized for that many rows, between 256 KiB and 64 MiB. zarr-python,
+    TensorStore and xarray can open the group at any time and see the rows of the last refresh. No
+    other program may write to it.
     """
 
     _format_class = ZarrFormat
 
 
 class ReaderStorage(DiskStorage):
-    """A storage over a registered reader of another format: read, and never written."""
+    """Read-only storage over a registered reader of another format."""
 
     def __init__(self, reader: RowReader, mode: Mode, **reopening: Any) -> None:
         if mode != "read":
@@ -109,7 +111,7 @@ FORMATS: Mapping[str, type[DiskStorage]] = {
     "hdf5": H5Storage,
     "zarr": ZarrStorage,
 }
-"""The classes by the short names of their formats."""
+"""The storage classes by the short names of their formats."""
 
 _OTHER_ZARR = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 
@@ -119,41 +121,41 @@ def open_storage(
     mode: Literal["append", "read"] = "read",
     **options: Any,
 ) -> DiskStorage:
-    """Open the storage at ``path``; its files decide the format.
+    """Open the storage at ``path``; its files determine the format.
 
-    Of several paths, or of a pattern such as ``"runs/*"``, the storages are read as one, in any
-    formats: their rows are numbered one storage after the other in the order given, those of a
-    pattern in natural order (run-2 before run-10). It has the rows that are there when it is
-    opened. Their columns must be the same. Nothing is written to it.
+    Several paths, or a pattern such as ``"runs/*"``, are read as one storage. The storages may have
+    different formats but must have the same columns. Their rows are numbered one storage after the
+    other in the given order; a pattern is expanded in natural order (run-2 before run-10). The
+    result has the rows that exist when it is opened. Nothing is written to it.
 
     A sharded storage, which the workers of a collector with ``sharded=True`` wrote, is read as one
-    likewise: it has the rows that counted when it is opened.
+    storage in the same way. It has the rows that counted when it was opened.
 
     A packed dataset in an object store is opened by its address, ``s3://bucket/key``, and read by
-    ranges: ``s3=S3Options(...)`` says how. Credentials are those of the environment.
+    ranges. ``s3=S3Options(...)`` configures the access. Credentials come from the environment.
 
     Args:
         path: the path of the storage, or a list of paths and patterns.
         mode: ``"read"`` or ``"append"``.
-        options: further arguments of the storage's class, such as ``accept_copy``. Of several:
-            ``columns``, those that are wanted, which all must have (None: all columns), and
-            ``ids``. ``ids="offset"`` moves the trajectory ids of a storage of which an earlier one
-            has some to above all of these (``storage.reader.ids_moved_by`` says by how much);
-            ``ids="keep"`` refuses that.
+        options: further arguments of the storage class, such as ``accept_copy``. Several storages
+            take ``columns``, the columns to read, which all of them must have (None: all columns),
+            and ``ids``. With ``ids="offset"``, if an earlier storage already has some of the
+            trajectory ids of a later one, the ids of the later one are moved above all earlier ids
+            (``storage.reader.ids_moved_by`` has the offset). ``ids="keep"`` raises instead.
 
     Raises:
-        StorageMissing: nothing is there.
-        NotAStorage: something else is there, and no installed package has a reader for it (an
-            entry point in the group ``tallyroll.readers``).
-        FormatVersionMismatch: another version of the format is there.
+        StorageMissing: nothing exists at the path.
+        NotAStorage: something else is at the path, and no installed package has a reader for it
+            (an entry point in the group ``tallyroll.readers``).
+        FormatVersionMismatch: the storage was written by another version of the format.
         CopyOfOpenStorage: the storage is a copy of one that was open for writing.
         CorruptStorage: the storage is damaged.
-        InvalidAddress: an address has credentials in it, or cannot be one.
-        ObjectStoreFailed: the store refuses, or does not answer in time.
-        RowsDoubled: of several: two are the same storage, or have a row in common that was copied.
-        SchemaMismatch: of several: their columns differ. Each difference is named.
-        TrajectoryIdTaken: of several, with ``ids="keep"``: two have a trajectory id.
-        ReadOnlyStorage: of several, with ``mode="append"``.
+        InvalidAddress: an address contains credentials or is malformed.
+        ObjectStoreFailed: the object store refuses a request or does not answer in time.
+        RowsDoubled: two of several storages are the same, or share a copied row.
+        SchemaMismatch: the columns of several storages differ. The message names each difference.
+        TrajectoryIdTaken: with ``ids="keep"``, two of several storages share a trajectory id.
+        ReadOnlyStorage: several storages were opened with ``mode="append"``.
     """
     if not isinstance(path, str | os.PathLike):
         return cast(DiskStorage, open_by("several", path, mode, options))
@@ -182,12 +184,12 @@ def is_sharded(path: str | os.PathLike[str]) -> bool:
     try:
         content = Inside(root).read(manifest, 2**25)
         return bool(parse_manifest(content, manifest)["format"] == SHARDED)
-    except (OSError, StorageError):  # the call that opens it raises them
+    except (OSError, StorageError):  # the call that opens the storage raises the error
         return False
 
 
 def require_reading(path: str, mode: Mode) -> None:
-    """Raise `ReadOnlyStorage` before anything is opened that is read only."""
+    """Raise `ReadOnlyStorage` unless ``mode`` is ``"read"``, before anything is opened."""
     if mode != "read":
         raise ReadOnlyStorage(
             f"{path} is opened to be read, and nothing writes to it here. Write to another storage."
@@ -195,15 +197,15 @@ def require_reading(path: str, mode: Mode) -> None:
 
 
 def storage_class(path: str | os.PathLike[str], format: str | None = None) -> type[DiskStorage]:
-    """Return the class for a storage that is at ``path``, or will be.
+    """Return the class for the storage that is at ``path``, or that will be created there.
 
     Args:
-        path: where it is. What is there decides; where nothing is, the suffix does
-            (``.h5``, ``.hdf5``, ``.zarr``), and without one of these it is memory-mapped.
-        format: a key of `FORMATS` that it must be.
+        path: the path of the storage. Existing files determine the class. Otherwise the suffix
+            does (``.h5``, ``.hdf5``, ``.zarr``); any other suffix means memory-mapped files.
+        format: the required format, a key of `FORMATS`.
 
     Raises:
-        ValueError: no such format, or ``path`` is of another one.
+        ValueError: the format does not exist, or ``path`` has another one.
     """
     place = user_path(path)
     try:

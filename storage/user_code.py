@@ -1,4 +1,4 @@
-"""Calls of code that users give to storages: transforms, callbacks, readers, formats."""
+"""Context for calls of user code: transforms, callbacks, readers and formats."""
 
 from tallyroll.storage.errors import CallbackStopIteration
 from tallyroll.storage.package.user_code import UserCode
@@ -7,6 +7,6 @@ __all__ = ["user_callback"]
 
 
 class user_callback(UserCode):
-    """A context whose ``StopIteration`` becomes :class:`CallbackStopIteration`; see `UserCode`."""
+    """Convert ``StopIteration`` to :class:`CallbackStopIteration`; see `UserCode`."""
 
     raises = CallbackStopIteration

@@ -1,4 +1,4 @@
-"""Rows in and out of mapped columns, the same for every format."""
+"""Transfer of rows to and from mapped columns, common to all formats."""
 
 from tallyroll.storage.package.moved_paths import moved_names
 

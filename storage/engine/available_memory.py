@@ -1,4 +1,4 @@
-"""How much memory there is to be had."""
+"""The amount of memory that this process can still allocate."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tallyroll.storage.errors import NotEnoughMemory
 
 @dataclass(frozen=True)
 class _CgroupFiles:
-    """A version of cgroups: where its memory controller is, and what its files are called."""
+    """A version of cgroups: the location of its memory controller, and the names of its files."""
 
     controller: str
-    """In ``/proc/self/cgroup``."""
+    """The controller's name in ``/proc/self/cgroup``."""
     mounted: str
     """A pattern for the end of a line of ``/proc/self/mountinfo``."""
     limit: str
     used: str
     reclaimable: str
-    """The entry of ``memory.stat`` that says what the kernel would give back."""
+    """The entry of ``memory.stat`` with the number of bytes that the kernel can reclaim."""
 
 
 _VERSIONS = (
@@ -44,13 +44,13 @@ _LITTLE_NBYTES = 2**24
 def require_memory(
     nbytes: int, what: str, instead: str = "Use a smaller storage, or another machine."
 ) -> None:
-    """Raise unless ``nbytes`` of memory are to be had for ``what``.
+    """Raise unless ``nbytes`` of memory are available for ``what``.
 
-    Memory is only taken when it is touched, and then it is too late for an error: the kernel kills
+    Memory is allocated only when it is touched, which is too late for an error: the kernel kills
     the process.
 
     Raises:
-        NotEnoughMemory: they are not.
+        NotEnoughMemory: the available memory is smaller.
     """
     if nbytes > (available := available_bytes()):
         raise NotEnoughMemory(
@@ -60,18 +60,18 @@ def require_memory(
 
 
 def is_little(nbytes: int) -> bool:
-    """Return whether so few bytes are taken without a look at how many are left.
+    """Return True if an allocation is so small that the available memory need not be checked.
 
-    To look takes half a millisecond, and there may be very many storages.
+    A check takes half a millisecond, and there may be very many storages.
     """
     return nbytes <= _LITTLE_NBYTES
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that can still be taken: the least of what the machine and the cgroups leave.
+    """Return the bytes that can still be allocated, by the machine's and the cgroups' limits.
 
-    File cache that the kernel would give back counts as free, swap does not count. Where the
-    system does not say, there is no limit. ``root`` is where ``proc`` and ``sys`` are.
+    File cache that the kernel can reclaim counts as free; swap does not. If the system does not
+    report a limit, there is none. ``root`` is the directory that contains ``proc`` and ``sys``.
     """
     left = [mem_available(_read(root / "proc/meminfo"))]
     mounts, paths = _read(root / "proc/self/mountinfo"), _read(root / "proc/self/cgroup")
@@ -83,7 +83,7 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def _read(path: Path) -> str:
-    """The text, empty where there is none to be read."""
+    """Return the text of a file, or "" if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -91,19 +91,19 @@ def _read(path: Path) -> str:
 
 
 def mem_available(meminfo: str) -> int | None:
-    """Bytes, from the text of ``/proc/meminfo``; None where it does not say."""
+    """Return the available bytes in the text of ``/proc/meminfo``, or None."""
     found = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo, re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 
 def left_in_cgroup(limit: str, used: str, stat: str, reclaimable: str) -> int | None:
-    """Bytes that a cgroup leaves, from the texts of its files; None without a limit.
+    """Return the bytes that a cgroup can still use, or None without a limit.
 
     Args:
-        limit: a number of bytes, or ``max``.
-        used: a number of bytes.
-        stat: lines of a name and a number, of which ``reclaimable`` can be had back.
-        reclaimable: that name.
+        limit: the text of its limit: a number of bytes, or ``max``.
+        used: the text of its usage: a number of bytes.
+        stat: the text of its statistics: lines of a name and a number.
+        reclaimable: the name in ``stat`` of the bytes that can be reclaimed.
     """
     if not limit.strip().isdecimal() or not used.strip().isdecimal():
         return None
@@ -113,7 +113,7 @@ def left_in_cgroup(limit: str, used: str, stat: str, reclaimable: str) -> int | 
 
 
 def cgroup_folders(mountinfo: str, cgroup: str) -> Iterator[tuple[PurePosixPath, _CgroupFiles]]:
-    """Folders of the process's memory cgroup and of its parents, innermost first.
+    """Yield the folders of the process's memory cgroup and of its parents, innermost first.
 
     Args:
         mountinfo: the text of ``/proc/self/mountinfo``.
@@ -126,14 +126,14 @@ def cgroup_folders(mountinfo: str, cgroup: str) -> Iterator[tuple[PurePosixPath,
         mounts = re.findall(line, mountinfo, re.MULTILINE) if files.controller in paths else []
         for root, top in mounts:
             path = PurePosixPath(paths[files.controller])
-            # Else a container, or a part of the hierarchy, whose own cgroup is what it sees.
+            # Otherwise the process is in a container, or sees only its own part of the hierarchy.
             visible = path.is_relative_to(root) and ".." not in path.parts
             inside = path.relative_to(root) if visible else PurePosixPath()
             yield from ((top / folder, files) for folder in (inside, *inside.parents))
 
 
 def no_memory(what: str, error: MemoryError) -> NotEnoughMemory:
-    """Return the error for a library that did not get the memory that it asked for."""
+    """Return the error for a library whose memory allocation failed."""
     return NotEnoughMemory(
         f"{what} needs more memory than this process gets ({error!s:.200}). Free memory, or raise "
         "the limit of address space (ulimit -v)."
@@ -142,7 +142,7 @@ def no_memory(what: str, error: MemoryError) -> NotEnoughMemory:
 
 @contextlib.contextmanager
 def library_memory(what: str) -> Iterator[None]:
-    """Raise the MemoryError of a library, as Arrow's, as `NotEnoughMemory`; ``what`` needs it."""
+    """Convert a library's MemoryError, such as Arrow's, to `NotEnoughMemory` for ``what``."""
     try:
         yield
     except NotEnoughMemory:

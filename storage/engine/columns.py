@@ -1,4 +1,4 @@
-"""Kinds of rows, and the columns in memory maps that they are copied to."""
+"""Kinds of rows, and the memory-mapped columns that they are copied to."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tallyroll.storage.rows.schema import Schema
 
 
 class NewRows:
-    """Rows to append, one value a column, that were checked against the schema."""
+    """Rows to append, with one value per column, that were checked against the schema."""
 
     __slots__ = ("count",)
 
@@ -34,23 +34,23 @@ class NewRows:
     """The number of rows."""
 
     in_one_call = False
-    """True if :meth:`commit` may do the whole append."""
+    """True if :meth:`commit` may perform the whole append."""
 
     def commit(self, columns: Columns, header: Header, slot: int, record: bytes | None) -> bool:
-        """Reserve, copy, and write record and head, in one compiled call, and return True.
+        """Perform an append in one compiled call: reserve, copy, write the record and the head.
 
-        The rows are to lie `Columns.in_place` from ``slot`` on. Return False, with nothing done,
-        if that takes more calls.
+        The destination must be `Columns.in_place` from ``slot`` on. Return True if the append is
+        done, or False, with nothing changed, if it takes more calls.
         """
         return False
 
     def apart_from(self, lent: PrivateRows) -> NewRows:
-        """Return the rows, copied if they lie in slots that the append is to overwrite."""
+        """Return the rows, copied if they are in slots that the append will overwrite."""
         return self
 
 
 class CopiedInSteps(NewRows, ABC):
-    """Rows that can be appended step by step, and not only by `NewRows.commit`."""
+    """Rows that can also be appended step by step, without `NewRows.commit`."""
 
     __slots__ = ()
 
@@ -60,7 +60,7 @@ class CopiedInSteps(NewRows, ABC):
 
     @abstractmethod
     def as_arrays(self) -> ArrayRows:
-        """Return the rows as arrays, which can be parted, and written through files."""
+        """Return the rows as arrays, which can be split and written through files."""
 
 
 class ArrayRows(CopiedInSteps):
@@ -80,11 +80,11 @@ class ArrayRows(CopiedInSteps):
         return self
 
     def apart_from(self, lent: PrivateRows) -> ArrayRows:
-        """Return the rows, those that lie in lent memory copied."""
+        """Return the rows, with copies of those in lent memory."""
         return ArrayRows(lent.copied(self.values))
 
     def copy_to(self, columns: Columns, slot: int) -> None:
-        """Copy the rows to slots from ``slot`` on that are mapped; large ones through the file."""
+        """Copy the rows to mapped slots from ``slot`` on; write large ones through the file."""
         to = slice(slot, slot + self.count)
         if not columns.has_large and columns.in_place(slot, self.count):
             for column, value in zip(columns.arrays, self.values, strict=False):
@@ -102,7 +102,7 @@ class ArrayRows(CopiedInSteps):
 
 
 class TensorRows(CopiedInSteps):
-    """Tensors that look like those of an earlier batch, by the addresses of their values."""
+    """Tensors with the layout of an earlier batch, given by the addresses of their values."""
 
     __slots__ = ("_addresses", "_check", "values")
 
@@ -119,29 +119,29 @@ class TensorRows(CopiedInSteps):
     def as_arrays(self) -> ArrayRows:
         """Return arrays over the same memory."""
         arrays = self._check.tensors(self.values)
-        assert arrays is not None  # as of those that they look like
+        assert arrays is not None  # as for the tensors with the same layout
         return ArrayRows(arrays)
 
     def apart_from(self, lent: PrivateRows) -> NewRows:
-        """Return the rows, as arrays if one of them must be copied first."""
+        """Return the rows, or arrays if one of the tensors must be copied first."""
         if lent.hold(self._addresses).any():
             return self.as_arrays().apart_from(lent)
         return self
 
 
 _COPIED_NBYTES: Final = 2**16
-"""The largest slice in bytes that is copied: a copy takes no longer there, and no maps."""
+"""The largest slice in bytes to copy. A copy of this size takes no longer and needs no maps."""
 _MOST_MAPS: Final = 2**14
-"""The most maps that slices hold in a process, which may have some 65,000, see `maps_left`.
-While they hold so many, further slices are copied."""
+"""The maximum number of maps that slices hold in a process, which may have some 65,000 (see
+`maps_left`). Further slices are copied."""
 _KEPT_AREAS: Final = 2
 
 _lent: dict[int, int] = {}
-"""The number of maps that each living lease holds."""
+"""The number of maps of each living lease."""
 
 
 class _Lease:
-    """An area as one array of bytes, for as long as anything refers to it."""
+    """An area as one array of bytes, which lives as long as anything refers to it."""
 
     def __init__(self, area: Area, lender: PrivateRows) -> None:
         region = area.region
@@ -161,11 +161,11 @@ class _Lease:
 
 
 class PrivateRows:
-    """Lends the rows of a storage.
+    """Lender of the rows of a storage as private memory.
 
     Args:
-        format: its files.
-        schema: its columns.
+        format: the files of the storage.
+        schema: the schema of the storage.
     """
 
     def __init__(self, format: Format, schema: Schema) -> None:
@@ -181,9 +181,10 @@ class PrivateRows:
     def rows(
         self, columns: Sequence[np.ndarray], slots: slice, only: Places | None, *, watched: bool
     ) -> list[np.ndarray]:
-        """Return slots of all ``columns``, or of ``only`` some, as arrays of the caller's own.
+        """Return slots of all ``columns``, or of ``only`` some, as arrays that the caller may
+        change.
 
-        ``watched``: `hold` must recognise their memory.
+        With ``watched``, `hold` recognises their memory.
         """
         places = range(len(columns)) if only is None else only
         start, _, step = slots.indices(len(columns[0]))
@@ -210,7 +211,7 @@ class PrivateRows:
         return found
 
     def _area(self, rows: int) -> Area | None:
-        """Return an area of ``rows`` rows; None if the files were deleted meanwhile."""
+        """Return an area of ``rows`` rows, or None if the files have been deleted."""
         try:
             free = self._free.pop()
         except IndexError:
@@ -225,53 +226,53 @@ class PrivateRows:
             raise failed(self._format.path, error, 0) from error
 
     def take_back(self, area: Area) -> None:
-        """Undo the changes to an area that nothing refers to, and keep it or drop it."""
+        """Discard the changes to an unreferenced area, and keep it for reuse or drop it."""
         if not self._closed and len(self._free) < _KEPT_AREAS and area.region.renew():
             self._free.append(area)
 
     def close(self) -> None:
-        """Stop lending. Areas that are lent stay valid."""
+        """Stop lending. Lent areas stay valid."""
         self._closed = True
         self._free.clear()
 
-    # --- of a ring: rows that lie in slots which are about to be overwritten ----------------------
+    # --- rings: rows in slots that are about to be overwritten ------------------------------------
 
     def _watch(self, lease: _Lease) -> None:
         living = [one for ref in self._leases if (one := ref()) is not None] + [lease]
         self._leases = [weakref.ref(one) for one in living]
         self.watches = True
-        # Leases that end later stay in the list: that costs a needless copy, no more.
+        # Leases that have ended stay in the list, which causes at most a needless copy.
         self._begin = np.array([one.begin for one in living], np.uintp)
         self._end = np.array([one.end for one in living], np.uintp)
 
     def hold(self, addresses: Sequence[int]) -> np.ndarray:
-        """Return whether each of ``addresses`` lies in a lent area, bool [addresses]."""
+        """Return a mask of the ``addresses`` that are in a lent area, bool [addresses]."""
         at = np.array(addresses, np.uintp)[:, None]
         within: np.ndarray = np.any((at >= self._begin) & (at < self._end), axis=1)
         return within
 
     def copied(self, arrays: Sequence[np.ndarray | RowRefs]) -> list[np.ndarray | RowRefs]:
-        """Return ``arrays``, with copies in the place of those that lie in a lent area."""
-        # Rows that are still to be gathered come from elsewhere.
+        """Return ``arrays``, with copies of those that are in a lent area."""
+        # References to rows point to other memory.
         addresses = [a.ctypes.data if isinstance(a, np.ndarray) else 0 for a in arrays]
         held = self.hold(addresses)
         return [np.array(a, order="C") if own else a for a, own in zip(arrays, held, strict=True)]
 
 
 RowIndex = range | np.ndarray
-"""Which rows, in which order: a range of step 1, or intp [n]. The caller keeps it in bounds."""
+"""Row numbers in order: a range of step 1, or intp [n]. The caller keeps them in bounds."""
 
 
 class FixedRows:
-    """Arrays [rows, ...], one a column, of which some rows at a time are appended to a storage.
+    """Arrays [rows, ...], one per column, whose rows are appended to a storage a few at a time.
 
     Args:
-        schema: of the storage.
-        columns: C-contiguous arrays by key. Their memory must not move; what is in it may change
+        schema: the schema of the storage.
+        columns: C-contiguous arrays by key. Their memory must not move. Its contents may change
             between two appends.
 
     Raises:
-        RowsMismatch: not exactly the schema's columns, or another dtype or shape.
+        RowsMismatch: the columns, dtypes or shapes differ from the schema.
     """
 
     def __init__(self, schema: Schema, columns: Mapping[Key, np.ndarray]) -> None:
@@ -299,8 +300,9 @@ class FixedRows:
         return [array.ctypes.data for array in self.arrays]
 
     def taken(self, index: RowIndex) -> list[np.ndarray | RowRefs]:
-        """Return some rows of each column: a view of a range, else a copy, or references to
-        large rows.
+        """Return rows of each column.
+
+        A range gives views. An array of row numbers gives copies, or references to large rows.
         """
         if isinstance(index, range):
             return [array[index.start : index.stop] for array in self.arrays]
@@ -313,7 +315,7 @@ class FixedRows:
 
 
 class IndexedRows(CopiedInSteps):
-    """The rows of fixed memory that an index names."""
+    """Rows of fixed memory, selected by an index."""
 
     __slots__ = ("_index", "_memory")
 
@@ -323,7 +325,7 @@ class IndexedRows(CopiedInSteps):
         self._memory, self._index, self.count = memory, index, len(index)
 
     def commit(self, columns: Columns, header: Header, slot: int, record: bytes | None) -> bool:
-        """Commit a range of rows and a record in one call, if the last commit was not cut off."""
+        """Commit a range of rows and a record in one call, unless a commit was interrupted."""
         index, kernel = self._index, columns.one_call
         if not record or type(index) is not range or kernel is None:
             return False
@@ -332,7 +334,7 @@ class IndexedRows(CopiedInSteps):
         return kernel.commit_rows(table, slot, first, self.count, places, known.address, record)
 
     def copy_to(self, columns: Columns, slot: int) -> None:
-        """Copy the rows of each column, in the order of the index."""
+        """Copy the rows of each column in the order of the index."""
         kernel, memory, index = columns.kernel, self._memory, self._index
         if kernel is not None:
             table = columns.table_of(memory)
@@ -347,8 +349,7 @@ class IndexedRows(CopiedInSteps):
         else:
             to = slice(slot, slot + self.count)
             for column, array in zip(columns.arrays, memory.arrays, strict=True):
-                # The index is within bounds: "clip" is the mode in which NumPy writes to out
-                # directly.
+                # The index is within bounds. With mode "clip", NumPy writes directly to out.
                 array.take(index, axis=0, out=column[to], mode="clip")
 
     def as_arrays(self) -> ArrayRows:
@@ -357,16 +358,16 @@ class IndexedRows(CopiedInSteps):
 
 
 _WRITE_NBYTES = 2**14
-"""Arrays from this size on are written through the file. Through the map every new page costs
-a fault: 0.7 to 1.6 GB/s were measured on new pages, and 5 to 8 GB/s with `os.pwrite`."""
+"""Arrays from this size on are written through the file. Through the map, every new page causes
+a fault: we measured 0.7 to 1.6 GB/s on new pages, and 5 to 8 GB/s with `os.pwrite`."""
 _GATHER_NBYTES = 2**18
-"""Gathered rows are written through the file in pieces that stay in the processor's cache."""
+"""The size of the pieces of gathered rows that are written through the file, for the CPU cache."""
 _ALONE_NBYTES = 2**14
-"""Larger copies let other threads run; letting them costs as much as copying a small array."""
+"""Larger copies release the GIL, which costs as much as copying a small array."""
 
 
 Places = tuple[int, ...]
-"""Some of the columns, by their places in the schema."""
+"""A selection of columns, by their positions in the schema."""
 
 
 def _memmove(library: type[ctypes.CDLL]) -> Callable[[int, int, ctypes.c_size_t], None]:
@@ -379,14 +380,14 @@ _move, _move_alone = _memmove(ctypes.CDLL), _memmove(ctypes.PyDLL)
 
 
 class Columns:
-    """The columns of a storage, mapped.
+    """The mapped columns of a storage.
 
     Args:
-        format: its files.
-        schema: its columns.
-        arrays: one [room, ...] a column, over maps of the files.
-        warm: as the attribute.
-        one_call: rows may be committed in one call, if there is an extension for it.
+        format: the files of the storage.
+        schema: the schema of the storage.
+        arrays: one array [room, ...] per column, over maps of the files.
+        warm: see the attribute.
+        one_call: permit commits in one call of the extension, if it is available.
     """
 
     def __init__(
@@ -401,31 +402,31 @@ class Columns:
         self.arrays = arrays
         self.kernel: Kernel | None = compiled()
         self.one_call = self.kernel if one_call else None
-        """The extension, while this process may commit rows in one call of it."""
+        """The extension, while this process may commit rows in one call, else None."""
         self.room = len(arrays[0])
-        """Slots that are mapped."""
+        """The number of mapped slots."""
         self.warm = warm
-        """Every slot was written by this process, so that its pages are mapped."""
+        """True if this process has written every slot, so that its pages are mapped."""
         self._format = format
         self.row_nbytes = [column.row_nbytes for column in schema.columns]
         self._widest = max(self.row_nbytes)
         self.has_large = self._widest >= LARGE_NBYTES
-        """Some rows are large, so that they may come as references."""
+        """True if some rows are large, so that they may be references."""
         self._count = -1
         self._moves: list[tuple[int, int, ctypes.c_size_t]] = []
         self._move = _move
         self._tables: dict[FixedRows, bytes] = {}
 
     def in_place(self, slot: int, count: int) -> bool:
-        """Return whether ``count`` rows fit into the map from ``slot`` on, and go through it."""
-        # A few go through the map although its pages are new.
+        """Return True if ``count`` rows from ``slot`` on should be copied through the map."""
+        # A few rows go through the map even if its pages are new.
         few = count * self._widest < _WRITE_NBYTES
         return (few or self.warm) and slot + count <= self.room
 
     def copy_memory(self, slot: int, count: int, addresses: Sequence[int]) -> None:
         """Copy ``count`` rows of each column to slots from ``slot`` on, which must be `in_place`.
 
-        The rows of a column lie one after the other, from its address on.
+        The rows of a column are contiguous from its address on.
         """
         if count != self._count:
             self._plan(count)
@@ -434,11 +435,11 @@ class Columns:
             move(base + slot * row_nbytes, address, nbytes)
 
     def goes_through_map(self, nbytes: int) -> bool:
-        """Return whether an array of so many bytes goes through the map, and not the file."""
+        """Return True if an array of this size goes through the map instead of the file."""
         return self.warm or nbytes < _WRITE_NBYTES
 
     def write(self, place: int, slot: int, values: np.ndarray | RowRefs) -> None:
-        """Write the values of a column to slots from ``slot`` on, through the file."""
+        """Write values of a column to slots from ``slot`` on, through the file."""
         if isinstance(values, np.ndarray):
             self._format.write(place, slot, values)
             return
@@ -447,7 +448,7 @@ class Columns:
             self._format.write(place, slot + at, np.asarray(values[at : at + step]))
 
     def table_of(self, rows: FixedRows) -> bytes:
-        """Return the table of `Kernel.copy_rows` for ``rows``, made once."""
+        """Return the table of `Kernel.copy_rows` for ``rows``, from a cache."""
         table = self._tables.get(rows)
         if table is None:
             table = copy_table(self.arrays, rows.arrays, self.row_nbytes)
@@ -461,10 +462,11 @@ class Columns:
         only: Places | None = None,
         below: int | None = None,
     ) -> bool:
-        """Copy slots of each column, or of some, to the arrays [*slots.shape, ...] of ``room``.
+        """Copy slots of each column, or of ``only`` some, to the arrays [*slots.shape, ...] of
+        ``room``.
 
-        Return False, with nothing copied, without a kernel or if a slot does not exist, or is not
-        below ``below``.
+        Return False, with nothing copied, if there is no kernel, or if a slot does not exist or is
+        not below ``below``.
         """
         kernel = self.kernel
         if kernel is None or slots.dtype != np.intp or not slots.flags.c_contiguous:
@@ -477,7 +479,7 @@ class Columns:
             room.table, room.of = copy_table(room.arrays, sources, row_nbytes), self
         try:
             kernel.gather_rows(room.table, 0, slots, self.room if below is None else below)
-        except IndexError:  # from links in a damaged storage
+        except IndexError:  # caused by links in a damaged storage
             return False
         return True
 
@@ -487,7 +489,7 @@ class Columns:
         return [array.ctypes.data for array in self.arrays]
 
     def _plan(self, count: int) -> None:
-        self._count = -1  # after an interrupt the next call plans again
+        self._count = -1  # if interrupted, the next call plans again
         self._moves = [
             (base, nbytes, ctypes.c_size_t(count * nbytes))
             for base, nbytes in zip(self._bases, self.row_nbytes, strict=True)

@@ -1,7 +1,7 @@
-"""Commits of rows to memory maps, the same for every format.
+"""Commits of rows to memory maps, common to all formats.
 
-A `Format` says where the rows of each column lie, slot by slot; `NewRows` copy themselves there,
-and the engine makes room for them and commits. In a ring the slots are used again (see `ring`).
+A `Format` defines where the rows of each column are, slot by slot. `NewRows` copy themselves there.
+The engine makes room for them and commits. In a ring, slots are reused (see `ring`).
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ _REFRESH_SECONDS = 1.0
 
 
 class Engine:
-    """An open storage.
+    """Engine of an open storage, which appends, commits and rewinds rows.
 
     Args:
-        format: its files, open.
-        header: its header.
-        schema: its columns.
-        lock: the right to write, None for a reader.
-        durability: what a commit survives: the death of any process, or of the power too.
+        format: the open files of the storage.
+        header: the header of the storage.
+        schema: the schema of the storage.
+        lock: the writer lock, or None for a reader.
+        durability: the failures that a commit survives: the death of any process, or also a power
+            cut.
     """
 
     def __init__(
@@ -67,21 +68,21 @@ class Engine:
         self.copies = RowCopies(format, header, schema, self.counts, self.space, self._private)
         self._refresh_at = time.monotonic() + _REFRESH_SECONDS
         self.known = header.known
-        """Counts that a writer keeps."""
+        """Counts that a writer caches."""
         follows_ring = lock is None and self.ring
         self._reader = ReaderLock(format.inside, format.lock_path) if follows_ring else None
         if lock is not None:
             header.forget_uncommitted()
             if header.undone is None:
-                header.finish_rewind()  # a writer was killed before it was decided
+                header.finish_rewind()  # a writer was killed before the rewind was committed
             if self.ring and header.reserve == header.head + self.ring:
-                header.set_floor(header.head)  # a writer was killed before it did
+                header.set_floor(header.head)  # a writer was killed before it stored the floor
             lock.when_lost = self._follow
         self._kept = self.space.columns.room if header.rewinds or header.undone else 0
-        """Slots whose place stays in the files: readers may look at rows that were taken back."""
+        """The number of slots to keep in the files, since readers may look at rewound rows."""
 
     def _follow(self) -> None:
-        # In a forked child: its parent goes on writing.
+        # In a forked child, whose parent continues to write.
         for each in (self.counts, self.space, self.copies):
             each.follow()
         self.right.look_at = 0.0
@@ -89,14 +90,18 @@ class Engine:
     # --- commits ----------------------------------------------------------------------------------
 
     def append(self, rows: NewRows, record: bytes | None = None) -> range:
-        """Copy ``rows`` after the last row and commit them, ``record`` with them.
+        """Append ``rows`` and commit them together with ``record``.
 
-        Every kind of rows is stored in this order, so that a kill at any point leaves either all
-        of them or none: ``reserve`` says which slots may be overwritten; the rows are copied; the
-        record becomes valid with ``head``, which is stored last.
+        Every kind of rows is stored in this order, so that a kill at any point leaves either all of
+        them or none: ``reserve`` marks the slots that may be overwritten, the rows are copied, and
+        the record becomes valid with ``head``, which is stored last.
 
-        Return the rows' numbers; none, with nothing done, of rows that `NewRows.commit` refuses
-        and that are not `CopiedInSteps`. Raise a `WriteError` with nothing changed.
+        Returns:
+            The numbers of the rows. The range is empty, with nothing done, if the rows are not
+            `CopiedInSteps` and `NewRows.commit` refuses them.
+
+        Raises:
+            WriteError: the append was refused and nothing was changed.
         """
         space, header = self.space, self._header
         if (now := time.monotonic()) >= self.right.look_at:
@@ -145,7 +150,7 @@ class Engine:
         reserve = header.reserve
         if reserve != start:  # an earlier append was interrupted
             header.forget_uncommitted()
-            if self._power:  # before `head` passes the record of rows that are not there
+            if self._power:  # before `head` passes the record of rows that do not exist
                 header.sync()
         if reserve < stop:
             header.reserve = stop
@@ -158,23 +163,23 @@ class Engine:
             header.write_record(record, stop)
         if self._power:
             self._format.sync(in_use(start, self.ring))
-            if record is not None:  # or `head` may be on the disk before it
+            if record is not None:  # otherwise `head` may reach the disk first
                 header.sync()
         if time.monotonic() >= self.right.look_at:
-            self.right.look()  # it took long: another may write by now
+            self.right.look()  # the sync took long, and another process may be writing by now
         header.head = stop
         if self._power:
             try:
                 header.sync()
             except StorageError:
-                header.head = start  # nothing was promised, and the next append comes here
+                header.head = start  # the rows are not committed, and the next append starts here
                 raise
         self.known.commits += 1
 
     def _refresh(self, head: int) -> None:
         self._refresh_at = time.monotonic() + _REFRESH_SECONDS
-        # The rows are committed, whatever happens here; what other libraries see stays as
-        # it was, which is true too. flush() and close() do raise.
+        # The rows are committed even if this fails. Then the view of other libraries stays
+        # outdated but correct. flush() and close() do raise.
         with suppress(StorageError, OSError):
             self._format.publish(in_use(head, self.ring))
 
@@ -183,16 +188,16 @@ class Engine:
         self.right.require()
         with self.space.mutex:
             header = self._header
-            if header.reserve != header.head:  # or the last good record would be written over
+            if header.reserve != header.head:  # otherwise the last good record would be overwritten
                 header.forget_uncommitted()
             header.write_record(record, header.head)
             if self._power:
                 header.sync()
 
     def empty(self) -> None:
-        """Make every row of the ring invalid; the numbers of later rows go on from these.
+        """Invalidate every row of the ring. Later rows continue the numbering.
 
-        Storing one word does it: before it all rows are there, and after it none.
+        A single store does it: before it all rows are valid, and after it none.
         """
         self.right.require()
         with self.space.mutex:
@@ -207,9 +212,9 @@ class Engine:
             self.known.commits += 1
 
     def rewind(self, rewind: Rewind, settle: Callable[[], None]) -> None:
-        """Take back all rows from ``rewind.rows`` on; ``settle`` is called once that is decided.
+        """Remove all rows from ``rewind.rows`` on; call ``settle`` once that is committed.
 
-        A kill at any point leaves all rows with their record, or those that stay with theirs.
+        A kill at any point leaves either all rows with their record, or the kept rows with theirs.
         """
         self.right.require()
         header = self._header
@@ -218,7 +223,7 @@ class Engine:
             header.begin_rewind(rewind)
             if self._power:
                 header.sync()
-            # Other libraries must not see rows that will be written over.
+            # Other libraries must not see rows that will be overwritten.
             self._format.publish(in_use(rewind.rows, self.ring))
             self._kept = max(self._kept, in_use(header.head, self.ring))
             header.head = rewind.rows
@@ -227,7 +232,7 @@ class Engine:
             self.finish_rewind(settle)
 
     def finish_rewind(self, settle: Callable[[], None]) -> None:
-        """Tidy up after a rewind that was decided, and let rows be added again."""
+        """Complete a rewind that was committed, and allow appends again."""
         with self.space.mutex:
             settle()
             self._header.finish_rewind()
@@ -236,7 +241,7 @@ class Engine:
             self.known.commits += 1
 
     def set_rewinds(self, count: int) -> None:
-        """Store how often rows were taken back in the storage whose rows are copied here."""
+        """Store the number of rewinds of the storage whose rows are copied here."""
         self.right.require()
         with self.space.mutex:
             self._header.set_rewinds(count)
@@ -244,12 +249,12 @@ class Engine:
     def replace(
         self, columns: Sequence[np.ndarray], head: int, reserve: int, floor: int = 0
     ) -> None:
-        """Take over all slots [slots, ...] and counts of another ring of the same size."""
+        """Copy all slots [slots, ...] and counts from another ring of the same size."""
         self.right.require()
         with self.space.mutex:
             header, slots = self._header, len(columns[0])
             self.space.make_for(slots, slots)
-            # No row is valid before all are copied.
+            # No row is valid until all rows are copied.
             header.set_floor(0)
             header.reserve = reserve + self.ring
             if self._power:
@@ -268,7 +273,7 @@ class Engine:
     # --- the files --------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Return when everything is on the disk, the rows of other processes too.
+        """Wait until everything is on the disk, including rows of other processes.
 
         Raises:
             DiskFailed: the system cannot write it.
@@ -278,7 +283,7 @@ class Engine:
             self._header.sync()
 
     def flush(self) -> None:
-        """Show all committed rows to other libraries; with durability="power", sync them too."""
+        """Make committed rows visible to other libraries; sync them if durability="power"."""
         if not self.right.held:
             self.right.require_there()
             return
@@ -289,7 +294,7 @@ class Engine:
             self._format.publish(in_use(self.counts.head, self.ring))
 
     def abandon(self) -> None:
-        """Close the files as they are, and keep the lock."""
+        """Close the files unchanged, and keep the lock."""
         self.space.close()
         with ExitStack() as exits:
             exits.callback(self._private.close)
@@ -299,7 +304,7 @@ class Engine:
     def close(self, finish: Callable[[], None] | None = None) -> None:
         """Trim the files to the committed rows and close them; release the lock last.
 
-        A writer calls ``finish`` when it holds nothing but the lock.
+        A writer calls ``finish`` once it holds only the lock.
         """
         self.space.close()
         with ExitStack() as exits:

@@ -1,4 +1,4 @@
-"""Which rows are there: the counts and the record of a header, of one moment."""
+"""Consistent counts and records of a header, which show the valid rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOOKS = 100
 
 
 class HeaderCounts(NamedTuple):
-    """The counts of a header at one moment; `CommittedCounts.read` returns them."""
+    """A snapshot of the counts of a header, as `CommittedCounts.read` returns it."""
 
     head: int
     reserve: int
@@ -27,17 +27,17 @@ class CommittedCounts:
     """The counts of a storage, which another process may change.
 
     Args:
-        header: the header that has them.
-        follows: as the attribute.
+        header: the header with the counts.
+        follows: see the attribute.
     """
 
     def __init__(self, header: Header, *, follows: bool) -> None:
         self._header, self._ring = header, header.ring
         self.follows = follows
-        """True if another process may write, so that counts and a ring's rows may change."""
+        """True if another process may write, so that counts and the rows of a ring may change."""
 
     def follow(self) -> None:
-        """Let another process write from now on."""
+        """Allow another process to write from now on."""
         self.follows = True
         self._header.follow()
 
@@ -48,12 +48,12 @@ class CommittedCounts:
 
     @property
     def floor(self) -> int:
-        """The row at which the ring was emptied last, from which indices are counted."""
+        """The row at which the ring was last emptied, from which indices are counted."""
         return self._header.floor
 
     @property
     def rewinds(self) -> int:
-        """How often rows were taken back, so that numbers of rows mean other rows."""
+        """The number of rewinds, after each of which row numbers may refer to other rows."""
         return self._header.rewinds
 
     @property
@@ -65,21 +65,21 @@ class CommittedCounts:
         return range(min(head, first_valid(reserve, self._ring)), head)
 
     def read(self) -> HeaderCounts:
-        """Return all counts of one moment, so that one read of the header serves one read of rows.
+        """Return a snapshot of all counts, so that one read of the header serves one read of rows.
 
-        Another process may change them at any moment: a reader compares `reserve` and `rewinds`
+        Another process may change the counts at any time. A reader compares `reserve` and `rewinds`
         again after it has copied the rows.
         """
         header = self._header
         if not self._ring:
             head = header.head
             return HeaderCounts(head, head, 0)
-        floor = header.floor  # first, so that it is never above the rows that the counts make valid
+        floor = header.floor  # first, so that it is never above the valid rows
         head, reserve = self.now()
         return HeaderCounts(head, reserve, floor)
 
     def now(self) -> tuple[int, int]:
-        """Return ``head`` and ``reserve`` of one moment, or an older head, which hides rows."""
+        """Return consistent ``head`` and ``reserve``, or an older head, which hides rows."""
         header = self._header
         counts = header.counts
         if counts is not None:
@@ -93,11 +93,11 @@ class CommittedCounts:
 
     @property
     def record(self) -> tuple[int, bytes] | None:
-        """The newest record, with the rows committed when it was written."""
+        """The newest record, with the number of rows committed when it was written."""
         header = self._header
         if not self.follows:
             return header.record
-        # Records are written in turn: one that comes meanwhile may hide the newest.
+        # Records are written in turn, so that a concurrent one may hide the newest.
         for _ in range(_LOOKS):
             head, record = header.head, header.record
             if record is not None and header.head == head:
@@ -106,7 +106,7 @@ class CommittedCounts:
 
     @property
     def undone(self) -> Rewind | None:
-        """The rewind that a writer did, and has not tidied up after: it was killed, or is at it."""
+        """The committed rewind that a writer, dead or alive, has not finished, or None."""
         return self._header.undone
 
     @property
@@ -116,5 +116,5 @@ class CommittedCounts:
 
     @property
     def left_open(self) -> bool:
-        """True if a writer has the storage open, or did not close it."""
+        """True if a writer has the storage open or did not close it."""
         return self._header.open

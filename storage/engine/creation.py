@@ -1,4 +1,4 @@
-"""A storage comes into being, or is opened: all of it, or nothing changed."""
+"""Atomic creation and opening of storages, which succeed completely or change nothing."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def manifest_of(format: Format) -> Manifest:
     """Return the manifest at the format's path.
 
     Raises:
-        StorageMissing: nothing is there.
-        NotAStorage: something else is there, another format for one.
-        CorruptStorage: it is damaged.
+        StorageMissing: nothing exists at the path.
+        NotAStorage: something else is at the path, for example a storage of another format.
+        CorruptStorage: the manifest is damaged.
     """
     format.refuse_missing()
     manifest = format.read_manifest()
@@ -44,15 +44,16 @@ def open_existing(
     durability: Durability = "process",
     accept_copy: bool = False,
 ) -> tuple[Engine, Manifest]:
-    """Open a storage, ``writable`` with the right to write and space for ``capacity`` rows.
+    """Open a storage; with ``writable``, lock it and reserve space for ``capacity`` rows.
 
-    Returns what moves its rows, and what its manifest says.
+    Returns:
+        The engine that copies the rows, and the manifest.
 
     Raises:
-        CopyOfOpenStorage: it is a copy of one that was open for writing, and ``accept_copy`` is
-            False.
-        OpenError, CorruptStorage: it cannot be opened.
-        StorageFull: no space for that many rows.
+        CopyOfOpenStorage: the storage is a copy of one that was open for writing, and
+            ``accept_copy`` is False.
+        OpenError, CorruptStorage: the storage cannot be opened.
+        StorageFull: the disk has no space for that many rows.
     """
     manifest = manifest_of(format)
     format.durable = durability == "power"
@@ -65,10 +66,10 @@ def open_existing(
         undo.callback(lock.release)
         if lock.made:
             time.sleep(2 * LOOK_SECONDS)
-        # The writer before us may have changed it before we had the lock.
+        # The previous writer may have changed it before the lock was acquired.
         manifest = manifest_of(format)
         schema = _schema_in(format, manifest)
-        # Refuse a copy before `fit` may write its rows into a new file, which is no copy.
+        # Refuse a copy before `fit`, which may write its rows to a new file, which is not a copy.
         _header_of(format, manifest, schema, writable=False, accept_copy=accept_copy).close()
         format.fit(schema, capacity)
         header = _header_of(format, manifest, schema, writable=True, accept_copy=accept_copy)
@@ -79,14 +80,14 @@ def open_existing(
             # Earlier writers may not have waited for the disk.
             engine.settle()
             sync_above(format.lock_path)
-        # Last: what fails before has changed nothing.
+        # Last, so that an earlier failure has changed nothing.
         header.begin_writing()
         undo.pop_all()
     return engine, manifest
 
 
 def _schema_in(format: Format, manifest: Manifest) -> Schema:
-    """Return the schema that a manifest declares, checked: the format can hold it."""
+    """Return the schema that a manifest declares, after checking it against the format."""
     try:
         schema = Schema.from_json(manifest.get("schema"))
         format.check(schema)
@@ -127,14 +128,14 @@ def create_new(
     capacity: int = 0,
     durability: Durability = "process",
 ) -> tuple[Engine, Manifest]:
-    """Make a storage without rows, a ring of ``ring`` slots where that is not 0.
+    """Create a storage without rows, as a ring of ``ring`` slots unless that is 0.
 
-    It is a storage from the moment that its manifest is written.
+    The storage exists from the moment that its manifest is written.
 
     Raises:
-        OpenError: it cannot be made there.
+        OpenError: the storage cannot be created at the path.
         InvalidSchema: the format cannot hold these columns.
-        StorageFull: no space for ``capacity`` rows.
+        StorageFull: the disk has no space for ``capacity`` rows.
     """
     format.check(schema)
     format.refuse_existing()
@@ -147,11 +148,11 @@ def create_new(
     with ExitStack() as undo:
         lock = WriterLock(format.inside, format.lock_path)
         undo.callback(lock.release)
-        # Another process may have created one before we had the lock.
+        # Another process may have created a storage before the lock was acquired.
         format.refuse_existing()
         undo.callback(format.undo, made=made)
         if format.durable:
-            # By its lock file what is left of a creation is known as ours.
+            # The lock file identifies the remains of an interrupted creation as ours.
             sync_above(format.lock_path)
         format.create(schema, header_bytes(schema_crc(schema), ring=ring), capacity=rows)
         header = _header_of(format, manifest, schema, writable=True)

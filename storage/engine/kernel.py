@@ -1,8 +1,9 @@
 """Compiled functions that copy, commit and find rows, if they are built.
 
-Each does in one call the same as Python and NumPy code beside its use, which takes a call a
-column; the same tests run with and without them. Without a compiler at installation, or with the
-functions switched off (``-kernel``, see `ways`), that code runs instead.
+Each function does in one call the work of Python and NumPy code beside its use, which takes one
+call per column. The same tests run with and without the functions. If no compiler was available at
+installation, or the functions are switched off (``-kernel``, see `fast_paths`), that code runs
+instead.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ Word = TypeVar("Word")
 
 
 class TreeKernel(Protocol):
-    """The functions of sum trees; see `SumTree`."""
+    """The functions for sum trees; see `SumTree`."""
 
     def set_leaves(self, table: bytes, slots: np.ndarray, leaves: np.ndarray, /) -> None:
-        """Set leaves, float32 [n], of the ``slots``, int64 [n], and sum them up; see `SumTree`.
+        """Set leaves, float32 [n], of ``slots``, int64 [n], and update their sums; see `SumTree`.
 
-        Both are contiguous, and the slots are used up.
+        Both arrays are contiguous. ``slots`` is overwritten.
 
         Raises:
             IndexError: a slot is not in the tree; nothing is changed.
@@ -46,13 +47,13 @@ class TreeKernel(Protocol):
         most: int,
         /,
     ) -> int:
-        """Set leaves, float32 [n], of rows, int64 [n], if they have leaves above 0; see `SumTree`.
+        """Set leaves, float32 [n], of rows, int64 [n], that have leaves above 0; see `SumTree`.
 
-        Both are contiguous, and are used up. Rows ``[first, stop)`` may have leaves: in slot
-        r % ring, and where ``ring`` is 0 in r - base.
+        Both arrays are contiguous and are overwritten. Rows ``[first, stop)`` may have leaves, in
+        slot r % ring, or r - base if ``ring`` is 0.
 
         Returns:
-            How many rows have none.
+            The number of rows that have none.
 
         Raises:
             IndexError: a row is below 0, or not below ``most``; nothing is changed.
@@ -74,18 +75,19 @@ class TreeKernel(Protocol):
     ) -> int:
         """Set the leaves of rows to powers of priorities; see `SumTree.put_priorities`.
 
-        Numbers are an array, or the address, the count and the bytes a number of contiguous ones:
-        int64 for the index, float32 or float64 for priorities. ``powers`` is the address of the
-        table of `Powers`; for the other numbers see `put_leaves`.
+        Numbers are an array, or a tuple of address, count and item size of contiguous ones: int64
+        for the index, float32 or float64 for priorities. ``powers`` is the address of the table of
+        `Powers`. For the other arguments see `put_leaves`.
 
         Returns:
-            How many rows have none; -1, with nothing done, if an array is of another dtype, has
-            several dimensions and gaps, or has more than 1024 numbers, if their counts differ, if a
-            row never was, or if a priority, or its power, is negative, infinite, 0 or no number.
+            The number of rows that have none. The result is -1, with nothing done, if an array has
+            another dtype, several dimensions and gaps, or more than 1024 numbers, if their counts
+            differ, if a row never existed, or if a priority or its power is negative, infinite, 0
+            or NaN.
         """
 
     def renew_sums(self, table: bytes, first: int, stop: int, /) -> None:
-        """Sum up the leaves of the slots ``[first, stop)`` again; see `SumTree`.
+        """Recompute the sums over the slots ``[first, stop)``; see `SumTree`.
 
         Raises:
             IndexError: a slot is not in the tree.
@@ -105,12 +107,12 @@ class TreeKernel(Protocol):
         """Draw rows in proportion to their leaves; see `SumTree`. Arrays are contiguous.
 
         Args:
-            table: of the tree.
-            uniform: numbers from 0 to below 1, float64 [n], which are used up.
-            rows: where the rows are written, int64 [n].
-            leaves: where their leaves are written, float32 [n].
-            ring: slots of the ring, 0 without one; see `put_leaves`.
-            base: the row in slot 0 without a ring.
+            table: the table of the tree.
+            uniform: numbers from 0 to below 1, float64 [n], which are overwritten.
+            rows: the output array for the rows, int64 [n].
+            leaves: the output array for their leaves, float32 [n].
+            ring: the number of slots of the ring, or 0; see `put_leaves`.
+            base: the row in slot 0, if there is no ring.
             stop: one more than the newest row.
 
         Raises:
@@ -119,12 +121,12 @@ class TreeKernel(Protocol):
 
 
 class Kernel(TreeKernel, Protocol):
-    """The functions. :func:`table_of` makes a table; the caller keeps its arrays alive."""
+    """The compiled functions. :func:`table_of` makes a table; the caller keeps its arrays alive."""
 
     def copy_rows(self, table: bytes, slot: int, first: int, count: int, /) -> None:
         """Copy rows ``[first, first + count)`` of each column to slots from ``slot`` on.
 
-        The table has three words a column: see :func:`copy_table`.
+        The table has three words per column: see :func:`copy_table`.
         """
 
     def commit_rows(
@@ -138,50 +140,50 @@ class Kernel(TreeKernel, Protocol):
         record: bytes,
         /,
     ) -> bool:
-        """Copy rows as `copy_rows` does, and commit and count them with ``record``, in one call.
+        """Copy rows as `copy_rows` does, then commit and count them with ``record``, in one call.
 
-        ``header`` are `Header.addresses`, and ``known`` is the address of the block of the same
-        header's counts. Return False, with nothing done, if an earlier commit was interrupted, or
-        if another process writes.
+        ``header`` is `Header.addresses`, and ``known`` is the address of the block of the same
+        header's counts. Return False, with nothing done, if an earlier commit was interrupted or
+        another process writes.
         """
 
     def gather_rows(self, table: bytes, slot: int, index: np.ndarray, rows: int, /) -> None:
         """Copy rows ``index``, contiguous intp [n], in their order; the table is `copy_rows`'s.
 
         Raises:
-            IndexError: one of them is not among the first ``rows``; nothing is copied.
+            IndexError: a row is not among the first ``rows``; nothing is copied.
         """
 
     def pack_runs(
         self, table: bytes, runs: np.ndarray, parts: np.ndarray, rows: int, most: int, /
     ) -> None:
-        """Copy ``runs`` of rows to one place, part by part, and each part column by column.
+        """Copy ``runs`` of rows to one place, part by part, and column by column within each part.
 
-        Runs are int64 [n, 2], contiguous: the slot of the first row, and the number of rows; a part
-        has so many of them as ``parts``, int64 [m], says. The table is `copy_rows`'s, where all
-        columns have the address of the place, which has space for ``most`` rows.
+        Runs are contiguous int64 [n, 2]: the slot of the first row, and the number of rows.
+        ``parts``, int64 [m], has the number of runs of each part. The table is `copy_rows`'s, in
+        which all columns have the address of the place, which has space for ``most`` rows.
 
         Raises:
-            IndexError: a row is not among the first ``rows``, there are more than ``most``, or the
-                parts have other runs; nothing is copied.
+            IndexError: a row is not among the first ``rows``, there are more than ``most`` rows, or
+                the parts do not add up to the runs; nothing is copied.
         """
 
     def same_rows(self, one: np.ndarray, other: np.ndarray, same: np.ndarray, skip: int, /) -> None:
         """Write to ``same``, bool [n], which rows [n, ...] of two arrays have the same bytes.
 
-        All are contiguous. The first ``skip`` bytes of a row of ``one``, and the last of one of the
-        ``other``, are not looked at.
+        All arrays are contiguous. The first ``skip`` bytes of each row of ``one``, and the last
+        ``skip`` bytes of each row of ``other``, are ignored.
 
         Raises:
-            ValueError: the arrays differ in their bytes, or have rows of fewer.
+            ValueError: the arrays differ in size, or their rows have fewer than ``skip`` bytes.
         """
 
 
 def table_of(words: Iterable[int | np.ndarray]) -> bytes:
-    """Return a table of these numbers, and of addresses of these arrays, which it keeps not alive.
+    """Return a table of numbers and of the addresses of arrays, which it does not keep alive.
 
-    A debug build of the extensions finds the bytes of the arrays before the words, and checks that
-    it stays within them; it does not know those of an address that is given as a number.
+    A debug build of the extensions finds the sizes of the arrays before the words and checks that
+    it stays within them. It does not know the size of an address that is given as a number.
     """
     words = [*words]
     table = np.array([_address_of(word) for word in words], np.int64)
@@ -204,44 +206,44 @@ def copy_table(
     """Return the table of `Kernel.copy_rows`.
 
     Args:
-        targets: the array of each column in which slot 0 is first, or its address.
-        sources: the array of each column in which row 0 is first, or its address.
-        row_nbytes: the bytes of a row of each column.
+        targets: for each column, the array that starts with slot 0, or its address.
+        sources: for each column, the array that starts with row 0, or its address.
+        row_nbytes: for each column, the bytes of a row.
     """
     words: list[Any] = in_order("COLUMN", target=targets, source=sources, row_nbytes=row_nbytes)
     return table_of(chain.from_iterable(zip(*words, strict=True)))
 
 
 class Extension:
-    """A compiled extension, which may be missing, or switched off.
+    """A compiled extension, which may be missing or switched off.
 
     Args:
-        name: its module.
+        name: the name of its module.
     """
 
     def __init__(self, name: str) -> None:
         self.module: Any = None
-        """The extension; None if it was not built."""
+        """The extension module, or None if it was not built."""
         with suppress(ImportError):
             self.module = import_module(name)
 
     def functions(self) -> Any:
-        """Return the extension; None if it was not built, or is switched off."""
+        """Return the extension module, or None if it was not built or is switched off."""
         return self.module if fast_paths.is_on("kernel") else None
 
     def is_built(self) -> bool:
-        """Return whether it was built."""
+        """Return True if the extension was built."""
         return self.module is not None
 
     def require_names(self, block: str, names: tuple[str, ...]) -> None:
-        """Refuse an extension that has other words in a block of counts, or in another order.
+        """Raise unless the extension has the same words in a block of counts, in the same order.
 
         Args:
-            block: the name under which the extension exports its own names.
-            names: those of Python's list.
+            block: the name under which the extension exports its names.
+            names: the names in Python's list.
 
         Raises:
-            ExtensionMismatch: they differ, and the extension is not switched off.
+            ExtensionMismatch: the names differ, and the extension is not switched off.
         """
         built = self._names(block)
         if self.module is not None and built != names:
@@ -250,10 +252,10 @@ class Extension:
     def in_order(self, block: str, /, **words: Word) -> list[Word]:
         """Return the words of a table in the order in which the extension reads them.
 
-        Without the extension, which alone reads tables, their order is that of the arguments.
+        Only the extension reads tables. Without it, the order is that of the arguments.
 
         Args:
-            block: the name under which the extension exports their names.
+            block: the name under which the extension exports the names of the words.
             **words: all words of the table by name.
 
         Raises:
@@ -288,6 +290,6 @@ require_names("HEADER", ADDRESSES)
 
 
 def compiled() -> Kernel | None:
-    """Return the functions; None if they were not built, or are switched off."""
+    """Return the compiled functions, or None if they were not built or are switched off."""
     kernel: Kernel | None = EXTENSION.functions()
     return kernel

@@ -1,4 +1,4 @@
-"""The space for a storage's rows: mapped columns, and files that grow."""
+"""The space for a storage's rows: mapped columns over growing files."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _LARGEST_STEP_NBYTES = 2**28
 
 
 class MappedSpace:
-    """The columns of a storage in memory maps, which become larger as its files grow.
+    """The memory-mapped columns of a storage, which grow with its files.
 
     Args:
-        format: its files, open.
-        schema: its columns.
-        header: its header.
-        access: how files are mapped.
-        one_call: as `Columns`.
+        format: the open files of the storage.
+        schema: the schema of the storage.
+        header: the header of the storage.
+        access: the access mode of the maps.
+        one_call: see `Columns`.
     """
 
     columns: Columns
@@ -38,34 +38,36 @@ class MappedSpace:
     ) -> None:
         self.ring = ring = header.ring
         self.mutex = threading.RLock()
-        """The lock that is held while rows are appended, and while they are read from a ring."""
+        """Lock that is held while rows are appended, and while they are read from a ring."""
         self._format, self._schema, self._header = format, schema, header
         self._access, self._one_call = access, one_call
         self.warm_at = header.head + ring if ring else sys.maxsize
-        """Rows with which this process has written every slot of the ring."""
+        """The number of rows at which this process has written every slot of the ring."""
         self._remap(in_use(header.head, ring), warm=False)
 
     def follow(self) -> None:
-        """Let another process write from now on: threads of it, which do not exist here, may have
-        held the lock.
+        """Allow another process to write from now on, in a forked child.
+
+        A thread of the parent, which does not exist here, may have held the lock, so it is
+        replaced.
         """
         self._access, self.mutex = "read", threading.RLock()
         self.close()
 
     def arrays(self, head: int | None = None) -> list[np.ndarray]:
-        """Return one array [room, ...] a column, slot by slot.
+        """Return one array [room, ...] per column, indexed by slot.
 
-        They have room for the first ``head`` rows; None: for all committed rows.
+        They have room for the first ``head`` rows, or for all committed rows if it is None.
         """
         slots = in_use(self._header.head if head is None else head, self.ring)
         if slots > self.columns.room:
-            with self.mutex:  # one thread at a time
+            with self.mutex:  # only one thread remaps
                 if slots > self.columns.room:
                     self._remap(slots, warm=self.columns.warm)
         return self.columns.arrays
 
     def committed(self) -> list[np.ndarray]:
-        """Return one read-only array [slots, ...] a column, uncopied, of all slots in use."""
+        """Return a read-only view [slots, ...] per column of all slots in use."""
         slots = in_use(self._header.head, self.ring)
         arrays = [column[:slots] for column in self.arrays()]
         for array in arrays:
@@ -73,11 +75,11 @@ class MappedSpace:
         return arrays
 
     def make_for(self, count: int, stop: int) -> None:
-        """Make room for the rows ``[stop - count, stop)``, and for some more.
+        """Make room for the rows ``[stop - count, stop)``, and some more.
 
         Raises:
             BatchTooLong: the ring has fewer slots.
-            StorageFull: there is no space.
+            StorageFull: the disk has no space.
         """
         require_slots(self._format.path, self.ring, count)
         rows, room = in_use(stop, self.ring), self.columns.room
@@ -96,10 +98,10 @@ class MappedSpace:
         self._remap(rows, warm=self.columns.warm)
 
     def reserve(self, rows: int) -> None:
-        """Reserve space for ``rows`` rows in all, in a ring for no more than its slots.
+        """Reserve space for ``rows`` rows in all, limited to the slots of a ring.
 
         Raises:
-            StorageFull: there is none.
+            StorageFull: the disk has no space.
         """
         rows = in_use(rows, self.ring)
         with self.mutex:
@@ -109,7 +111,7 @@ class MappedSpace:
                 self._remap(rows, warm=self.columns.warm)
 
     def close(self) -> None:
-        """Let no commit be made that has not begun."""
+        """Prevent further commits in one call. A commit that has begun is not affected."""
         self._one_call, self.columns.one_call = False, None
 
     def _remap(self, rows: int, *, warm: bool) -> None:

@@ -1,4 +1,4 @@
-"""Buffers for batches that are read, used again when no array or tensor refers to them."""
+"""Pool of buffers for batches, which are reused once no array or tensor refers to them."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ import numpy as np
 _MOST_SHAPES = 4
 _MOST_SETS = 8
 _LARGEST_NBYTES = 2**30
-# A list's element while its references are counted.
+# The reference count of an otherwise unused list element while it is counted.
 _HELD_BY_THE_POOL = max(map(sys.getrefcount, [np.empty(0)]))
 
 
 class Room:
-    """Memory for one array a column, which stays where it is."""
+    """Memory for one array per column, at a fixed address."""
 
     __slots__ = ("arrays", "of", "table", "words")
 
     def __init__(self, arrays: list[np.ndarray]) -> None:
         self.arrays = arrays
         self.words: Any = None
-        """The addresses of the arrays, int64 in a buffer, once they were asked for."""
+        """The addresses of the arrays, int64 in a buffer, set on first use."""
         self.table: bytes | None = None
         """The kernel's table that copies from the columns ``of`` a storage to these arrays."""
         self.of: object = None
 
     @property
     def count(self) -> int:
-        """The first size of the arrays."""
+        """The first dimension of the arrays."""
         return len(self.arrays[0])
 
     @property
     def addresses(self) -> list[int]:
-        """The address of each array; asking for it takes a microsecond."""
+        """The address of each array. Each access takes a microsecond."""
         return [array.ctypes.data for array in self.arrays]
 
 
 class BufferPool:
-    """Sets of arrays, one a column. New memory costs five times as much as used memory.
+    """Pool of sets of arrays, one per column. New memory costs five times as much as used memory.
 
-    A tensor made by `torch.from_numpy` holds its array for as long as its memory
-    is in use, so an array that only the pool refers to is free.
+    A tensor from `torch.from_numpy` keeps its array alive as long as its memory is in use. An array
+    that only the pool refers to is therefore free.
 
     Args:
-        columns: dtype and shape of one row, for each column.
+        columns: the dtype and the shape of one row, for each column.
     """
 
     def __init__(self, columns: Sequence[tuple[np.dtype[Any], tuple[int, ...]]]) -> None:
@@ -58,7 +58,7 @@ class BufferPool:
         self._mutex = threading.Lock()
 
     def arrays(self, shape: tuple[int, ...]) -> list[np.ndarray]:
-        """Return one array [*shape, ...] a column, with any values."""
+        """Return one uninitialized array [*shape, ...] per column."""
         return self.room(shape)[0]
 
     def room(self, shape: tuple[int, ...]) -> tuple[list[np.ndarray], Room]:

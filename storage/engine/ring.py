@@ -1,14 +1,14 @@
-"""Slots of the rows of a ring, and which rows are valid. Pure.
+"""Slots of a ring, and the rows that are valid. Pure.
 
-Rows are numbered over all that were ever written: 0, 1, 2, ... In a ring of
-``size`` slots row r lies in slot ``r % size``. ``reserve`` counts the rows that may
-have been written and ``head`` those that are committed, so the rows
-``[reserve - size, head)`` are valid: the slots of the rows from ``head`` to ``reserve`` may
-be half overwritten. Without a ring ``size`` is 0, and row r lies in slot r.
+Row numbers count all rows ever written: 0, 1, 2, ... In a ring of ``size`` slots, row r is in slot
+``r % size``. ``reserve`` counts the rows that may have been written, and ``head`` those that are
+committed. The rows ``[reserve - size, head)`` are valid, because the slots of the rows from
+``head`` to ``reserve`` may be half overwritten. Without a ring ``size`` is 0, and row r is in slot
+r.
 
-A writer empties a ring by storing ``head + size`` as ``reserve``: no row is valid then, and later
-rows become valid one by one, until there are ``size`` of them. The row at which a writer did that
-last is the ``floor``, no larger than any valid row. Indices are counted from it, as in a new ring:
+A writer empties a ring by storing ``head + size`` as ``reserve``. No row is valid then, and later
+rows become valid one by one, until there are ``size`` of them. The row at which this last happened
+is the ``floor``, which is not above any valid row. Indices are counted from it, as in a new ring:
 row r has index ``(r - floor) % size``.
 """
 
@@ -30,12 +30,12 @@ def first_valid(reserve: int, size: int) -> int:
 
 
 def slots_of(rows: Rows, size: int) -> Rows:
-    """Return the slots in which rows lie."""
+    """Return the slots of rows."""
     return rows % size if size else rows
 
 
 def require_slots(path: Path, size: int, count: int) -> None:
-    """Raise `BatchTooLong` where a ring at ``path`` has fewer slots than ``count`` new rows."""
+    """Raise `BatchTooLong` if a ring at ``path`` has fewer slots than ``count`` new rows."""
     if 0 < size < count:
         raise BatchTooLong(
             f"{path} is a ring of {size} rows and got {count} at once, so that the first of them "
@@ -53,14 +53,14 @@ def overrun(path: Path, size: int, what: str) -> Overrun:
 
 
 def in_use(rows: int, size: int) -> int:
-    """Return the number of slots that ``rows`` rows take."""
+    """Return the number of slots that ``rows`` rows occupy."""
     return min(rows, size) if size else rows
 
 
 def pieces(start: int, stop: int, size: int) -> list[tuple[int, int, int]]:
     """Split rows ``[start, stop)``, at most ``size`` of them, into one or two runs of slots.
 
-    Each run is its first slot, its first row counted from ``start``, and its length.
+    Each run is a tuple of its first slot, its first row counted from ``start``, and its length.
     """
     count = stop - start
     slot = slots_of(start, size)
@@ -73,8 +73,8 @@ def pieces(start: int, stop: int, size: int) -> list[tuple[int, int, int]]:
 def slots_at(index: np.ndarray, head: int, reserve: int, size: int, floor: int = 0) -> np.ndarray:
     """Return the slots of the valid rows ``index`` [*], counted from 0 in the order of slots.
 
-    Index i is slot i, but half overwritten rows are left out. With a floor, slots are counted
-    from the slot of that row.
+    Index i is slot i, except that half overwritten rows are skipped. With a floor, slots are
+    counted from the slot of that row.
     """
     if floor:
         return slots_of(slots_at(index, head - floor, reserve - floor, size) + floor, size)
@@ -85,12 +85,12 @@ def slots_at(index: np.ndarray, head: int, reserve: int, size: int, floor: int =
     end = begin + torn
     if end > size:
         return index + (end - size)
-    # Before the first lap is full, nothing valid lies after the torn slots.
+    # Before the ring has wrapped, there are no valid rows after the torn slots.
     return np.where(index < begin, index, index + torn)
 
 
 def index_at(slots: np.ndarray, head: int, reserve: int, size: int, floor: int = 0) -> np.ndarray:
-    """Return the index of each of the ``slots`` [*] of valid rows: the inverse of `slots_at`."""
+    """Return the index of each slot [*] of a valid row, the inverse of `slots_at`."""
     if floor:
         return index_at(slots_of(slots - floor, size), head - floor, reserve - floor, size)
     torn = reserve - head

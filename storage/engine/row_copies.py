@@ -1,4 +1,4 @@
-"""Copies of rows for readers, whole although a writer may overwrite those of a ring meanwhile."""
+"""Consistent copies of rows for readers, even if a writer overwrites a ring meanwhile."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _NO_LOCK = nullcontext()
 
 
 class RowCopies:
-    """Copies the rows of a storage to arrays from pools, or lends them as private memory.
+    """Copier of the rows of a storage to pooled arrays, and lender of them as private memory.
 
     Args:
-        format: its files.
-        header: its header.
-        schema: its columns.
-        counts: which rows there are.
+        format: the files of the storage.
+        header: the header of the storage.
+        schema: the schema of the storage.
+        counts: the counts of the valid rows.
         space: the columns.
         lent: the lender of private memory.
     """
@@ -51,39 +51,40 @@ class RowCopies:
         self.follow()
 
     def follow(self) -> None:
-        """Begin with new pools: threads of a parent, which are not here, may have held theirs."""
+        """Create new pools, since a thread of a forked child's parent may hold the old locks."""
         self._pool = BufferPool([(c.numpy_dtype, c.shape) for c in self._schema.columns])
         self._pools: dict[Places, BufferPool] = {}
-        """The pools for reads of some of the columns, by these columns."""
+        """The pools for reads of some columns, by these columns."""
 
     def no_append(self) -> AbstractContextManager[object]:
-        """Return the lock that keeps other threads from appending to a ring of this process.
+        """Return the lock that prevents other threads of this process from appending to a ring.
 
-        Hold it while the counts are read and rows are copied. Elsewhere it does nothing: without a
-        ring rows do not change, and a writer in another process does not see this lock.
+        Hold it while the counts are read and rows are copied. In other cases it does nothing:
+        without a ring rows do not change, and a writer in another process does not use this lock.
         """
         return self._space.mutex if self._ring and not self._counts.follows else _NO_LOCK
 
     def private(
         self, slots: slice, only: Places | None = None, head: int | None = None
     ) -> list[np.ndarray]:
-        """Return arrays of slots in use, of every column or of some, that the caller may change.
+        """Return arrays of slots in use, of all columns or of ``only`` some, that the caller may
+        change.
 
-        Changes are seen in these arrays alone. ``head`` is the number of committed rows; None: read
-        it.
+        Changes are visible only in these arrays. ``head`` is the number of committed rows; None:
+        read it from the header.
         """
         space = self._space
         if head is None:
             head = self._header.head
         used = in_use(head, self._ring)
         columns = [column[:used] for column in space.arrays(head)]
-        with space.mutex:  # no append of another thread, which looks at them
+        with space.mutex:  # prevents appends of other threads, which read the leases
             return self._lent.rows(columns, slots, only, watched=bool(self._ring))
 
     def first_shown(self, seen: HeaderCounts) -> int | None:
-        """Return the first slot of the valid rows, if they lie side by side in index order.
+        """Return the first slot of the valid rows, if they are contiguous and in index order.
 
-        Return None if they do not, or may not while they are read.
+        Return None if they are not, or may change while they are read.
         """
         if not self._ring:
             return 0
@@ -104,14 +105,14 @@ class RowCopies:
     def take(
         self, index: np.ndarray, seen: HeaderCounts, only: Places | None = None
     ) -> list[np.ndarray]:
-        """Return arrays [*index.shape, ...], one a column, of the valid rows ``index`` from 0.
+        """Return arrays [*index.shape, ...], one per column, of the valid rows ``index`` from 0.
 
         The arrays come from a pool, to which they return when nothing refers to them.
 
         Args:
             index: int64, below the number of rows that were valid when ``seen`` was read.
             seen: the counts. The caller has held `no_append` since they were read.
-            only: the columns that are wanted; None: all.
+            only: the positions of the columns; None: all.
 
         Raises:
             IndexOutOfRange: another process, which writes the ring, has overwritten the rows.
@@ -124,8 +125,8 @@ class RowCopies:
     def take_into(self, index: Any, room: Room, only: Places | None) -> bool:
         """Copy the valid rows ``index`` [n], from 0, to the arrays [n, ...] of ``room``.
 
-        Return False if they are not copied by one call of the extension: there is none, another
-        process writes this ring, its indices are no slots, or ``index`` is not of int64 from 0.
+        Return False if one call of the extension cannot copy them: there is no extension, another
+        process writes this ring, its indices are not slots, or ``index`` is not int64 from 0.
         """
         numbers = plain_numbers(index)
         if numbers is None or len(numbers) != room.count:
@@ -137,14 +138,14 @@ class RowCopies:
             seen = self._counts.read()
             if seen.floor or seen.head != seen.reserve:
                 return False
-            space.arrays(seen.head)  # as many are mapped
+            space.arrays(seen.head)  # ensures that all of the rows are mapped
             rows = in_use(seen.head, self._ring)
             return space.columns.take_compiled(numbers, room, only, rows)
 
     def take_numbered(
         self, index: np.ndarray, seen: HeaderCounts, only: Places | None = None
     ) -> tuple[list[np.ndarray], np.ndarray]:
-        """Take rows of a ring as `take` does; return their numbers [*index.shape], too."""
+        """Copy rows of a ring as `take` does, and also return their numbers [*index.shape]."""
         if self._counts.follows:
             return self._take_checked(index, seen, only)
         slots = slots_at(index, seen.head, seen.reserve, self._ring, seen.floor)
@@ -156,10 +157,10 @@ class RowCopies:
         only: Places | None = None,
         head: int | None = None,
     ) -> list[np.ndarray]:
-        """Return arrays [*slots.shape, ...], one a column, of slots in use, from the pool.
+        """Return pooled arrays [*slots.shape, ...], one per column, of slots in use.
 
-        ``slots`` may be one such array for every column; ``only`` as :meth:`take`; ``head`` as
-        :meth:`private`.
+        ``slots`` may be a sequence with one array for each column. For ``only`` see :meth:`take`,
+        and for ``head`` see :meth:`private`.
         """
         columns, pool = self._space.arrays(head), self._pool
         if only is not None:
@@ -169,7 +170,7 @@ class RowCopies:
         if isinstance(slots, np.ndarray) and self._space.columns.take_compiled(slots, room, only):
             return found
         for column, where, out in zip(columns, places, found, strict=True):
-            # Indices were checked: "clip" is the mode in which NumPy writes to out directly.
+            # The indices were checked. With mode "clip", NumPy writes directly to out.
             column.take(where, axis=0, out=out, mode="clip")
         return found
 
@@ -183,7 +184,7 @@ class RowCopies:
     def _take_checked(
         self, index: np.ndarray, seen: HeaderCounts, only: Places | None
     ) -> tuple[list[np.ndarray], np.ndarray]:
-        """Copy rows, then read `reserve` again, and copy those again that were overwritten."""
+        """Copy rows, then read `reserve` again and repeat the copy of overwritten rows."""
         ring, flat = self._ring, index.reshape(-1)
         deadline = time.monotonic() + _PATIENCE_SECONDS
         seen = self._valid(flat, seen)
@@ -204,9 +205,9 @@ class RowCopies:
         return shaped, rows.reshape(index.shape)
 
     def _valid(self, index: np.ndarray, seen: HeaderCounts) -> HeaderCounts:
-        """Return ``seen`` if rows ``index`` are valid by it, else later counts by which they are.
+        """Return ``seen`` if rows ``index`` are valid by it, else later counts that include them.
 
-        For a moment, while a writer overwrites the oldest rows, fewer are valid.
+        While a writer overwrites the oldest rows, fewer rows are valid for a moment.
         """
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while index.size and (last := int(index.max())) >= (count := len(seen.span(self._ring))):

@@ -10,23 +10,23 @@ from tallyroll.storage.errors import DiskFailed, ReadOnlyStorage, StorageLocked,
 from tallyroll.storage.files.lock import WriterLock
 
 LOOK_SECONDS = 0.05
-"""Seconds between two looks of a writer whether its lock file is still there."""
+"""Seconds between two checks of a writer that its lock file still exists."""
 
 
 class RightToWrite:
-    """The writer's lock, and a look now and then whether its file is still there.
+    """The writer's lock, and a periodic check that its file still exists.
 
-    A look costs as much as copying five columns: it is not taken with every commit.
+    A check costs as much as copying five columns, so it is not made for every commit.
 
     Args:
-        lock: the lock that this process holds, None for a reader.
+        lock: the lock that this process holds, or None for a reader.
         path: the path of the storage, for messages.
     """
 
     def __init__(self, lock: WriterLock | None, path: Path) -> None:
         self._lock, self._path = lock, path
         self.look_at = 0.0
-        """The time from which on :meth:`look` is due; 0 if this process may not write."""
+        """The time from which :meth:`look` checks again; 0 if this process may not write."""
 
     @property
     def held(self) -> bool:
@@ -34,7 +34,7 @@ class RightToWrite:
         return self._lock is not None and not self._lock.lost and self._lock.stands
 
     def look(self) -> None:
-        """Raise a `WriteError` if a look is due and this process may not write."""
+        """Raise a `WriteError` if a check is due and this process may not write."""
         if (now := time.monotonic()) >= self.look_at:
             self.require()
             self.look_at = now + LOOK_SECONDS
@@ -60,7 +60,7 @@ class RightToWrite:
             )
 
     def require_there(self) -> None:
-        """Raise `DiskFailed` if this process may write, and the storage is gone."""
+        """Raise `DiskFailed` if this process may write and the storage has disappeared."""
         if self._lock is not None and not self._lock.lost:
             self._require_there()
 

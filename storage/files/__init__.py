@@ -1,1 +1,1 @@
-"""The files that every format has: header, manifest, lock, and the way to them."""
+"""Files common to all formats (header, manifest, lock), and safe access to them."""

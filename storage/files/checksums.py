@@ -1,4 +1,4 @@
-"""CRC-32 of blocks of rows by column, small enough for a manifest. Pure; knows no files."""
+"""CRC-32 of blocks of rows by column, small enough for a manifest. Pure; independent of files."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tallyroll.storage.rows.keys import Key, format_key
 from tallyroll.storage.rows.progress import MoreDone
 
 _MOST_BLOCKS = 4096
-"""Over all columns: at eight digits a block, 32 KiB."""
+"""Maximum number of blocks over all columns. At eight digits per block this is 32 KiB."""
 _FEWEST_ROWS = 256
 _DIGITS = 8
 
 
 class SlotColumn(Protocol):
-    """Values of a column by their slots: an array, or what reads as one."""
+    """Values of a column by slot: an array, or an object that can be sliced like one."""
 
     def __len__(self) -> int: ...
 
@@ -29,7 +29,7 @@ class SlotColumn(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Slots ``start`` to ``stop`` of a column, among which a value differs from what was there."""
+    """Slots ``start`` to ``stop`` of a column, where some value differs from the record."""
 
     key: Key
     start: int
@@ -41,13 +41,13 @@ def checksums(
 ) -> dict[str, Any]:
     """Return a JSON value with checksums of each column's first ``rows`` rows, in slot order.
 
-    All columns are cut into blocks of equally many rows, about 4096 blocks in all, so that the
-    value stays below 48 KiB for up to some hundred columns.
+    All columns are divided into blocks with the same number of rows, about 4096 blocks in all. The
+    value thus stays below 48 KiB for up to some hundred columns.
 
     Args:
         columns: arrays [rows or more, ...] by key.
-        rows: how many rows count.
-        progress: called with the number of bytes that were read since its last call.
+        rows: the number of rows to include.
+        progress: callback that is called with the number of bytes read since its last call.
     """
     size = _block_rows(rows, len(columns))
     return {
@@ -69,12 +69,12 @@ def mismatches(
     """Yield the blocks whose checksum differs from the ``recorded`` one, column by column.
 
     Args:
-        columns: values [rows, ...] by key, as they were given to `checksums`.
-        recorded: the value that `checksums` returned.
-        progress: called with the number of bytes that were read since its last call.
+        columns: values [rows, ...] by key, as passed to `checksums`.
+        recorded: the result of `checksums`.
+        progress: callback that is called with the number of bytes read since its last call.
 
     Raises:
-        CorruptStorage: ``recorded`` is no such value, or covers rows or columns that are not there.
+        CorruptStorage: ``recorded`` is invalid, or covers rows or columns that do not exist.
     """
     rows = rows_covered(recorded)
     size = recorded["block_rows"]
@@ -93,10 +93,10 @@ def mismatches(
 
 
 def rows_covered(recorded: Any) -> int:
-    """Number of rows that the ``recorded`` checksums are for.
+    """Return the number of rows that the ``recorded`` checksums cover.
 
     Raises:
-        CorruptStorage: they are no checksums of ours.
+        CorruptStorage: the value is not a result of `checksums`.
     """
     if isinstance(recorded, dict) and recorded.get("algorithm") == "crc32":
         rows, size = recorded.get("rows"), recorded.get("block_rows")

@@ -1,18 +1,18 @@
-"""The header: how many rows are reserved and committed, and the record of the last commit.
+"""The header: the counts of reserved and committed rows, and the record of the last commit.
 
 Layout, little-endian, offsets in bytes::
 
-    0      magic, format version, slots of the ring (0: grows), CRC of the schema, CRC of all that
+    0      magic, format version, slots of the ring (0: grows), CRC of the schema, CRC of the above
     64     reserve   count: rows that may have been written
     128    head      count: rows that are committed
-    192    which file it lies in, and whether a writer has it open (see `header_words`)
-    256    floor     count: the row at which a ring was emptied last, see `ring`; 0 if never
-    264    rewinds   count: how often rows were taken back, so that row numbers mean other rows
+    192    identity of the file, and whether a writer has it open (see `header_words`)
+    256    floor     count: the row at which a ring was last emptied, see `ring`; 0 if never
+    264    rewinds   count: number of rewinds, which assign row numbers to other rows
     4096   two record slots, which a writer uses in turn (see `record_slots`)
 
-`reserve` and `head` lie in cache lines of their own and are stored as one
-machine word each, so that a reader, also one after a kill, sees the old count or
-the new one and nothing else. They have check bits (see `header_words`).
+`reserve` and `head` are in separate cache lines, and each is stored as one machine word. A reader
+therefore sees either the old or the new count, even after a kill. Both have check bits (see
+`header_words`).
 """
 
 from __future__ import annotations
@@ -55,42 +55,43 @@ from tallyroll.storage.files.versions import FORMAT_VERSION
 
 _RESERVE, _HEAD, _FLOOR, _REWINDS = 64 // 8, 128 // 8, 256 // 8, 264 // 8
 _MOST_ROWS, _MOST_RECORDS = 2 ** (COUNT_BITS - 1), 2**62
-"""Limits below the largest count, so that a writer can add rows and records to any storage."""
+"""Limits below the largest count, so that rows and records can be added to any storage."""
 HEADER_NBYTES = RECORDS_AT + RECORDS_NBYTES
-"""Bytes of the header, a whole number of pages."""
+"""Size of the header in bytes, a whole number of pages."""
 
 CommitCounts = counts_of("head", "reserve", "floor", "sequence", "commits")
-"""Counts of a storage that a writer keeps, so that it need not read them from the file.
+"""Counts of a storage that a writer caches, so that it need not read them from the file.
 
-Head, reserve and floor are -1 where another process writes, so that they must be read. ``sequence``
-is that of the last record, and ``commits`` those of rows through this header.
+Head, reserve and floor are -1 if another process writes, in which case they must be read.
+``sequence`` is the sequence of the last record, and ``commits`` the number of row commits through
+this header.
 """
 
 
 ADDRESSES = ("reserve", "head", "even_record", "odd_record")
-"""The words of `Header.addresses`. A record is in the slot of its sequence, an even or odd one."""
+"""The words of `Header.addresses`. A record's slot depends on the parity of its sequence."""
 
 
 def header_bytes(schema_crc: int, *, ring: int = 0) -> bytes:
-    """Return a new header without rows or record: of ``ring`` slots, 0 for one that grows."""
+    """Return a new header without rows or record, for ``ring`` slots, or 0 to grow."""
     return identity_bytes(schema_crc, ring).ljust(HEADER_NBYTES, b"\0")
 
 
 class Header:
-    """A header mapped from the start of a file.
+    """Header that is mapped from the start of a file.
 
     Args:
-        open_file: opens the file with the flags that it is given.
-        path: its path, for messages.
-        schema_crc: CRC-32 of the schema that the manifest declares.
-        writable: map it for writing.
+        open_file: opens the file with given flags and returns a descriptor.
+        path: the path of the file, for messages.
+        schema_crc: the CRC-32 of the schema that the manifest declares.
+        writable: map the header for writing.
         version: the version that the manifest declares.
         accept_copy: open a copy that was made while a writer had the storage open.
 
     Raises:
-        CorruptStorage: the file is missing, cut short or damaged.
-        FormatVersionMismatch: written by another version.
-        CopyOfOpenStorage: it is such a copy, and ``accept_copy`` is False.
+        CorruptStorage: the file is missing, truncated or damaged.
+        FormatVersionMismatch: the file was written by another version.
+        CopyOfOpenStorage: the file is such a copy, and ``accept_copy`` is False.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Header:
         self.known = CommitCounts()
         self.follow()
         self._spelt = (0, word_of(0))
-        """The count that was stored last as reserve, and its word, mostly stored as head next."""
+        """Cache of the last reserve and its word, which is usually stored as head next."""
         try:
             self._map = _mapped(self._file, path, writable=writable)
             self.ring = ring_of(
@@ -124,9 +125,9 @@ class Header:
             self.close()
             raise
         if not writable:
-            self.close()  # the map is all that it takes
+            self.close()  # a reader needs only the map
             return
-        known = self.known  # only this writer changes the counts from here on
+        known = self.known  # from here on, only this writer changes the counts
         known.reserve, known.head, known.floor = self.reserve, self.head, self.floor
         self._rewinds = self.rewinds
         base = np.frombuffer(self._map, np.uint8).ctypes.data
@@ -138,11 +139,11 @@ class Header:
             "odd_record": odd,
         }
         self.addresses = struct.pack("=4q", *(base + places[name] for name in ADDRESSES))
-        """The addresses of these, in the order of `ADDRESSES`; the map owns the memory."""
+        """The addresses of the words in `ADDRESSES`, in order. The map owns the memory."""
 
     def _require_original(self, *, accept_copy: bool) -> None:
         closed_at = self._count(CLOSED_AT)
-        # The mark first: a writer stores which file is its own before it sets the mark.
+        # Read the mark first: a writer stores the identity of its file before it sets the mark.
         if not self.open or accept_copy:
             return
         born, now = self._count(BORN), born_at(self._file)
@@ -162,12 +163,12 @@ class Header:
 
     def _require_possible(self) -> None:
         wrong = self._impossible()
-        if wrong and self._impossible() == wrong:  # and not between two stores of a rewind
+        if wrong and self._impossible() == wrong:  # recheck, in case a rewind was in progress
             raise CorruptStorage(f"{self._path} says {wrong}. Restore it from a copy.")
 
     def _impossible(self) -> str:
-        # A reader may look while they change: in this order, each is never too large, unless rows
-        # are taken back at that moment.
+        # The counts may change during these reads. In this order no count is too large, except
+        # during a rewind.
         floor = self.floor
         head = self.head
         reserve = self.reserve
@@ -206,7 +207,7 @@ class Header:
         return count
 
     def follow(self) -> None:
-        """Read the counts from the file every time: another process writes now."""
+        """Read the counts from the file each time, because another process writes now."""
         self.known.head = self.known.reserve = self.known.floor = self._rewinds = -1
 
     @property
@@ -223,7 +224,7 @@ class Header:
 
     @property
     def head(self) -> int:
-        """The number of rows that are committed."""
+        """The number of committed rows."""
         head = self.known.head
         return head if head >= 0 else self._count(_HEAD)
 
@@ -235,70 +236,70 @@ class Header:
 
     @property
     def counts(self) -> tuple[int, int] | None:
-        """Head and reserve of a writer; None if another process may change them."""
+        """Head and reserve of a writer, or None if another process may change them."""
         head, reserve = self.known.head, self.known.reserve
         return None if head < 0 or reserve < 0 else (head, reserve)
 
     @property
     def floor(self) -> int:
-        """The row at which the ring was emptied last, 0 if it never was."""
+        """The row at which the ring was last emptied, or 0."""
         floor = self.known.floor
         return floor if floor >= 0 else self._count(_FLOOR)
 
     def set_floor(self, row: int) -> None:
-        """Store ``row`` as the floor, once no row below it is valid."""
+        """Store ``row`` as the floor. No row below it may be valid any more."""
         self._words[_FLOOR] = word_of(row)
         self.known.floor = row
 
     @property
     def rewinds(self) -> int:
-        """How often rows were taken back."""
+        """The number of rewinds."""
         return self._rewinds if self._rewinds >= 0 else self._count(_REWINDS)
 
     def set_rewinds(self, count: int) -> None:
-        """Store how often rows were taken back."""
+        """Store the number of rewinds."""
         self._words[_REWINDS] = word_of(count)
         self._rewinds = count
 
     @property
     def open(self) -> bool:
-        """True if a writer has the storage open, or did not close it; False of version 2."""
+        """True if a writer has the storage open or did not close it. Always False in version 2."""
         return self._knows_file and self._count(OPEN) != 0
 
     def begin_writing(self) -> None:
         """Mark the storage as open for writing, in this file.
 
-        If the last writer did not close the storage, a record that it did not finish is wiped.
+        If the last writer did not close the storage, wipe its unfinished record.
         """
         if self._left_open:
             self.records.forget_torn()
         if self._knows_file:
-            # Without the mark any file may be opened; with it only the file named here.
+            # Without the mark any file may be opened; with it, only the file that is named here.
             self._words[INODE] = word_of(inode_of(self._file))
             self._words[BORN] = word_of(born_at(self._file))
             self._words[OPEN] = word_of(1)
 
     def end_writing(self) -> None:
-        """Take the mark away: the files hold all committed rows, and nothing else."""
+        """Remove the mark. The files must contain exactly the committed rows."""
         if self._knows_file:
             self._words[CLOSED_AT] = word_of(self.head)
             self._words[OPEN] = word_of(0)
 
     def sync(self) -> None:
-        """Return when the header is on the disk."""
+        """Wait until the header is on the disk."""
         with translated(self._path):
             os.fdatasync(self._file)
 
     @property
     def record(self) -> tuple[int, bytes] | None:
-        """The newest intact record, with the number of rows that were committed with it."""
+        """The newest intact record, with the number of rows committed with it."""
         return self.records.with_rows(self.head)
 
     def write_record(self, payload: bytes, head: int) -> None:
         """Write ``payload``, which becomes valid when ``head`` rows are committed.
 
         Raises:
-            RecordTooLarge: more than `RECORD_LIMIT` bytes.
+            RecordTooLarge: the payload has more than `RECORD_LIMIT` bytes.
         """
         if len(payload) > RECORD_LIMIT:
             check_record_size(payload)
@@ -307,29 +308,29 @@ class Header:
         self.known.sequence = sequence
 
     def forget_uncommitted(self) -> None:
-        """Wipe records of rows that were never committed: later rows will take their place."""
+        """Wipe records of rows that were never committed, since later rows take their numbers."""
         self.records.forget_after(self.head)
         self.known.sequence = self.records.newest
 
-    # --- rows that are taken back -----------------------------------------------------------------
+    # --- rewinds ----------------------------------------------------------------------------------
 
     def begin_rewind(self, rewind: Rewind) -> None:
-        """Write the record of a rewind, which is decided when ``head`` is stored as its rows."""
+        """Write the record of a rewind. Storing its rows as ``head`` then commits the rewind."""
         check_record_size(rewind.payload)
         self.known.sequence += 1
         self.records.write_rewind(self.known.sequence, rewind)
 
     @property
     def undone(self) -> Rewind | None:
-        """The rewind that was decided, and is not finished; None: there is none."""
+        """The rewind that is committed and not yet finished, or None."""
         rewind = self.records.rewind
         return rewind if rewind is not None and self.head <= rewind.rows else None
 
     def finish_rewind(self) -> None:
-        """Let rows be added after a rewind; or forget one that was never decided.
+        """Allow appends after a rewind, or discard a rewind that was never committed.
 
-        In a ring, slots of rows that were taken back stay reserved: the rows that they had
-        replaced are gone. Where none of those that stay is left, it begins as an empty one.
+        In a ring, the slots of rewound rows stay reserved, because the rows that they had replaced
+        are lost. If no remaining row is valid, the ring starts as an empty one.
         """
         rewind, head, ring = self.undone, self.head, self.ring
         if rewind is None:
@@ -339,9 +340,9 @@ class Header:
         if not ring:
             self.reserve = head
         elif self.reserve >= head + ring or self.floor > head:
-            self.set_floor(head)  # first, so that a reader never finds it above the rows
+            self.set_floor(head)  # first, so that a reader never finds the floor above the rows
             self.reserve = head + ring
-        elif self.reserve > ring:  # indices count from the oldest row, as a writer's do
+        elif self.reserve > ring:  # count indices from the oldest row, as a writer does
             self.set_floor(self.reserve - ring)
         self.set_rewinds(rewind.number)
         if rewind.at >= 0:
@@ -351,7 +352,7 @@ class Header:
         self.forget_uncommitted()
 
     def close(self) -> None:
-        """Close the file. The map is unmapped when nothing refers to it."""
+        """Close the file. The map is unmapped once nothing refers to it."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
@@ -386,6 +387,6 @@ def _mapped(file: int, path: Path, *, writable: bool) -> mmap.mmap:
 
 
 def committed_counts(header: bytes) -> tuple[int, int]:
-    """Return ``reserve`` and ``head`` from the bytes of a header; 0 for bytes that are missing."""
+    """Return ``reserve`` and ``head`` from the bytes of a header. Missing bytes count as 0."""
     words = np.frombuffer(header[: 8 * (_HEAD + 1)].ljust(8 * (_HEAD + 1), b"\0"), np.uint64)
     return int(words[_RESERVE]) & COUNT, int(words[_HEAD]) & COUNT

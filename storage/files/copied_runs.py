@@ -1,15 +1,15 @@
-"""Entries of a manifest's runs for rows that were copied from another storage.
+"""Manifest entries of rows that were copied from another storage.
 
 Such an entry is ``{"first_row": 0, "copied_from": {"id": ..., "rows": [first, last]},
-"runs": [...]}``. ``rows`` is a range of the other storage that has all that were copied; its
-last one is None where they are copied in pieces, until the writer knows. ``runs`` are the entries
-there of the runs that made them, with the numbers of rows that they have there.
-``runs_left_out`` says how many more there were, ``unchanged`` that no program had the rows in its
-hands on their way. ``copied_from`` may have more: ``rewinds`` counts how often the other storage
-had taken rows back by then, ``ids_moved_by`` is the number by which trajectory ids are larger than
-there (None: they were numbered again), and ``sources`` are the storages of which the other one is a
-view or a union, as such mappings (None: some are not named). After `_MOST_COPIES` one last entry,
-``{"first_row": n, "copies_left_out": true}``, is of all rows that come from elsewhere.
+"runs": [...]}``. ``rows`` is a range of source rows that contains all copied rows. Its end is None
+while rows are copied in pieces, until the writer knows the last row. ``runs`` are the source's
+entries of the runs that made the rows, with their row numbers in the source. ``runs_left_out`` is
+the number of further runs, and ``unchanged`` means that no program could change the rows on the
+way. ``copied_from`` may have more fields: ``rewinds`` is the number of rewinds of the source by
+then. ``ids_moved_by`` is the offset that was added to trajectory ids (None: they were renumbered
+individually). ``sources`` are the storages behind a source that is a view or a union, in the same
+form (None: some are not named). After `_MOST_COPIES` copies, one last entry,
+``{"first_row": n, "copies_left_out": true}``, covers all rows that come from elsewhere.
 """
 
 from __future__ import annotations
@@ -29,47 +29,47 @@ LEFT_OUT = "copies_left_out"
 FIRST_ROW_OF_RUN = "first_row_of_run"
 _RUNS, _RUNS_LEFT_OUT = "runs", "runs_left_out"
 _UNCHANGED = "unchanged"
-"""True if no program had the rows in its hands on their way, which may have changed them."""
+"""True if no program had access to the rows on the way, which could have changed them."""
 _OURS = (COPIED, _RUNS, _RUNS_LEFT_OUT, _UNCHANGED)
 PACKED = "packed_from"
-"""The key of a packed storage's manifest under which it names the storage that was packed."""
+"""The key of a packed storage's manifest that names the storage that was packed."""
 SOURCES, MOVED, REWINDS = "sources", "ids_moved_by", "rewinds"
 _MOST_SOURCES = 64
 
 ENTRY_NBYTES = 2**14
 _ALL_NBYTES = 2**17
-"""Bytes of all copies in a manifest: the runs of collectors have to fit beside them."""
+"""Maximum bytes of all copies in a manifest, which leaves room for the runs of collectors."""
 _MOST_COPIES = 256
 _DEEPEST = 24
 
 
 def is_copied(entry: Mapping[str, Any]) -> bool:
-    """Return whether the entry is of copied rows; others may use the word for their own."""
+    """Return True if the entry is of copied rows. Other writers may use the key differently."""
     return COPIED in entry and rows_copied(entry) is not None
 
 
 def is_collected(entry: Mapping[str, Any]) -> bool:
-    """Return whether the entry is a collector's, whose record counts its rows."""
+    """Return True if the entry is of a collector, whose record counts its rows."""
     return FIRST_ROW_OF_RUN in entry
 
 
 def goes_on(before: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
-    """Return whether `extend` made ``entry``: trajectories of ``before`` may go on in it."""
+    """Return True if `extend` made ``entry`` and may have continued trajectories of ``before``."""
     made = is_copied(entry) or LEFT_OUT in entry
     made = made or (is_copied(before) and entry.keys() == {"first_row"})
     return made and not is_collected(before)
 
 
 def copied_runs(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the runs that made the rows of a copy, as far as the entry has them."""
+    """Return the runs that made the rows of a copy, as far as the entry lists them."""
     found = entry.get(_RUNS)
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
 def all_makers(entry: Mapping[str, Any], *, unchanged: bool = False) -> list[Mapping[str, Any]]:
-    """Return the runs that made an entry's rows, none where one of them is not known.
+    """Return the runs that made an entry's rows, or an empty list if one of them is unknown.
 
-    ``unchanged``: of rows that are certainly as these runs made them; none of others.
+    With ``unchanged``, the list is also empty unless the rows are certainly unchanged since then.
     """
     if not is_copied(entry):
         return [entry]
@@ -79,18 +79,18 @@ def all_makers(entry: Mapping[str, Any], *, unchanged: bool = False) -> list[Map
 
 
 def is_unchanged(entry: Mapping[str, Any]) -> bool:
-    """Return whether the rows of a copy are certainly those that were there."""
+    """Return True if the rows of a copy are certainly the same as in the source."""
     return entry.get(_UNCHANGED) is True
 
 
 def runs_left_out(entry: Mapping[str, Any]) -> int:
-    """Return how many runs the entry of a copy leaves out."""
+    """Return the number of runs that the entry of a copy leaves out."""
     count = entry.get(_RUNS_LEFT_OUT)
     return count if type(count) is int and count > 0 else 0
 
 
 def rows_copied(entry: Mapping[str, Any]) -> tuple[str, int, int | None] | None:
-    """Return the storage that rows were copied from, and the first and the last of them there."""
+    """Return the id of the source of copied rows, and their first and last row numbers there."""
     source = entry.get(COPIED)
     if not isinstance(source, dict) or not isinstance(id := source.get("id"), str):
         return None
@@ -103,7 +103,7 @@ def rows_copied(entry: Mapping[str, Any]) -> tuple[str, int, int | None] | None:
 
 
 def bounded(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the source that the entry of a copy names, without unknown or oversized values."""
+    """Return the source in the entry of a copy, without unknown or oversized values."""
     said, found = entry[COPIED], rows_copied(entry)
     assert found is not None
     id, first, last = found
@@ -119,7 +119,7 @@ def bounded(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copied_span(entry: Mapping[str, Any], id: str) -> range | None:
-    """Return the rows of storage ``id`` in the entry, empty if it does not name the last one."""
+    """Return the rows of storage ``id`` in the entry; empty if the last row is not recorded."""
     found = rows_copied(entry)
     if found is None or found[0] != id:
         return None
@@ -130,9 +130,9 @@ def copied_span(entry: Mapping[str, Any], id: str) -> range | None:
 def source_of(
     manifest: Mapping[str, Any], rows: list[int | None], ids_moved_by: int | None = 0
 ) -> dict[str, Any]:
-    """Return the part of an entry that names the storage from which ``rows`` were copied.
+    """Return the part of an entry that names the source of copied ``rows``.
 
-    ``ids_moved_by`` is the difference of trajectory ids from those there; None: it is unknown.
+    ``ids_moved_by`` is the offset of trajectory ids from those in the source, or None if unknown.
     """
     found: dict[str, Any] = {"id": manifest["id"], "rows": rows}
     if rewinds := manifest.get("rewinds"):
@@ -145,7 +145,7 @@ def source_of(
 
 
 def sources_of(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the storages whose rows a view, a union or a packed storage has, as `source_of`."""
+    """Return the source storages of a view, a union or a packed storage; see `source_of`."""
     found = list(manifest.get(SOURCES, ()))
     packed = manifest.get(PACKED)
     if isinstance(packed, Mapping):
@@ -163,10 +163,14 @@ def copy_entry(
     *,
     unchanged: bool = False,
 ) -> Entry:
-    """``entry`` as one of rows that ``runs`` made and that were copied from a storage.
+    """Return ``entry`` extended by the source and the runs of copied rows.
 
-    It has the newest runs, as many as fit into ``room`` bytes. ``source`` is a result of
-    `source_of`. ``unchanged``: the rows are as they were there.
+    Args:
+        entry: the entry of the rows.
+        source: a result of `source_of`.
+        runs: the runs that made the rows. The newest ones are kept, as many as fit.
+        room: the maximum number of bytes of the runs.
+        unchanged: the rows are the same as in the source.
     """
     kept = _that_fit(runs, room)
     more: Entry = {_RUNS_LEFT_OUT: len(runs) - len(kept)} if len(kept) < len(runs) else {}
@@ -179,13 +183,13 @@ def copy_entry(
 
 
 def without_copy(entry: Mapping[str, Any]) -> Entry:
-    """``entry`` without what it says of a copy."""
+    """Return ``entry`` without the fields that describe a copy."""
     ours = _OURS if is_copied(entry) else ()
     return {name: value for name, value in entry.items() if name not in ours}
 
 
 def makers(runs: Sequence[Mapping[str, Any]], span: range) -> tuple[list[Any], range]:
-    """Return the entries of ``runs`` that made rows of ``span``, and all rows of these entries."""
+    """Return the entries of ``runs`` that made rows of ``span``, and the range of their rows."""
     stops = [*(run["first_row"] for run in runs), 2**62][1:]
     found = [
         (run, stop)
@@ -198,7 +202,7 @@ def makers(runs: Sequence[Mapping[str, Any]], span: range) -> tuple[list[Any], r
 
 
 def room_beside(others: Sequence[Mapping[str, Any]], most: int = ENTRY_NBYTES) -> int:
-    """Return the bytes of runs that one more copy may have, where a manifest has ``others``."""
+    """Return the maximum bytes of runs of one more copy, in a manifest that has ``others``."""
     copies = sum(len(json.dumps(each)) for each in others if is_copied(each))
     return min(most, _ALL_NBYTES - copies)
 
@@ -218,12 +222,12 @@ def _that_fit(runs: Sequence[Any], room: int) -> list[Any]:
 
 
 def has_room(entries: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether there is space for one more copy among ``entries``."""
+    """Return True if there is room for one more copy among ``entries``."""
     return sum(map(is_copied, entries)) < _MOST_COPIES
 
 
 def _nbytes_of(run: Any) -> float:
-    """Return bytes of its JSON; infinitely many where it is none, or nested too deep."""
+    """Return the bytes of the JSON of a run; infinity if it is invalid or nested too deeply."""
     if is_deep(run):
         return math.inf
     try:
@@ -233,7 +237,7 @@ def _nbytes_of(run: Any) -> float:
 
 
 def is_deep(value: Any, levels: int = _DEEPEST) -> bool:
-    """Return whether a JSON value is nested deeper than entries of runs may be."""
+    """Return True if a JSON value is nested more deeply than entries of runs may be."""
     inner = value.values() if isinstance(value, dict) else value
     if not isinstance(value, dict | list | tuple):
         return False

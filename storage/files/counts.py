@@ -1,7 +1,7 @@
-"""Whole numbers by name, side by side in memory, where compiled code finds them by address.
+"""Named integers in contiguous memory, which compiled code accesses by address.
 
-One list of names gives the order of the words, in Python and in the extension: see `kernel`, which
-compares both.
+One list of names defines the order of the words in Python and in the extension. `kernel` compares
+the two lists.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import numpy as np
 
 
 class Counts(ctypes.Structure):
-    """A block of counts of 64 bits, 0 at first, that are read and set as attributes.
+    """Block of 64-bit counts, initially 0, that are read and set as attributes.
 
-    A larger number wraps round: the code that sets it must know that it fits.
+    Larger numbers wrap around, so the code that sets a count must ensure that it fits.
     """
 
     names: ClassVar[tuple[str, ...]]
     """The names of the counts, in the order of their words."""
     words: np.ndarray
-    """The same numbers, int64 [name]."""
+    """The counts as an array, int64 [name]."""
     address: int
-    """The address of the first word; the block owns the memory."""
+    """The address of the first word. The block owns the memory."""
 
     def __new__(cls) -> Self:
-        """Take the memory of an array, which NumPy and the extension see too."""
+        """Allocate the block in an array, which NumPy and the extension share."""
         words = np.zeros(len(cls.names), np.int64)
         block = cls.from_buffer(words.data)
         block.words, block.address = words, ctypes.addressof(block)
@@ -38,6 +38,6 @@ class Counts(ctypes.Structure):
 
 
 def counts_of(*names: str) -> type[Counts]:
-    """Return a class of blocks that have these counts, in this order."""
+    """Return a class of blocks with these counts, in this order."""
     fields = [(name, ctypes.c_int64) for name in names]
     return type("Counts", (Counts,), {"_fields_": fields, "names": names})

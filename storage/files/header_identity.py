@@ -23,16 +23,16 @@ _MOST_SLOTS = 2 ** (COUNT_BITS - 2)
 
 
 def identity_bytes(schema_crc: int, ring: int) -> bytes:
-    """Return the first bytes for a ring of so many slots, 0 for a storage that grows."""
+    """Return the first bytes of a header for a ring of ``ring`` slots, or 0 for no ring."""
     identity = _IDENTITY.pack(_MAGIC, FORMAT_VERSION, ring, schema_crc)
     return identity + _CHECKSUM.pack(zlib.crc32(identity))
 
 
 def refuse_newer(header: bytes, path: Path) -> None:
-    """Raise `FormatVersionMismatch` for the first bytes of a later version's header.
+    """Raise `FormatVersionMismatch` if the header is of a later version.
 
-    A later header may be laid out differently. In one of ours whose version is damaged, the
-    checksum fits a known version.
+    A later header may be laid out differently. If the version of one of our headers is damaged, its
+    checksum still matches a known version.
     """
     content = header[: _IDENTITY.size + _CHECKSUM.size].ljust(_IDENTITY.size + _CHECKSUM.size)
     magic, version, *rest = _IDENTITY.unpack_from(content)
@@ -45,11 +45,11 @@ def refuse_newer(header: bytes, path: Path) -> None:
 
 
 def ring_of(header: bytes, path: Path, *, schema_crc: int, version: int) -> int:
-    """Check the first bytes of a header; return the slots of the ring.
+    """Check the first bytes of a header and return the number of slots of the ring.
 
     Raises:
-        CorruptStorage: they are damaged, or of another version or schema than the manifest's.
-        FormatVersionMismatch: they are of a version that is not read.
+        CorruptStorage: the bytes are damaged, or their version or schema differs from the manifest.
+        FormatVersionMismatch: the version is not supported.
     """
     identity = header[: _IDENTITY.size]
     magic, found, ring, crc = _IDENTITY.unpack(identity)

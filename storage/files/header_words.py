@@ -1,19 +1,19 @@
-"""The machine words of a header, and those that show that a file is a copy.
+"""The machine words of a header, and those that reveal that a file is a copy.
 
 Each word is a count with check bits, so that a reader detects a flipped bit.
 
-Files that are copied one by one while a writer adds rows are of different moments: the header may
-count rows that were not there yet when the columns were copied. So the header says that it is open
-for writing, and which file it lies in, which a copy of it cannot be. Offsets in bytes::
+Files that are copied one by one while a writer adds rows show different moments: the header may
+count rows that did not exist when the columns were copied. The header therefore records that it is
+open for writing, and the identity of its file, which differs for a copy. Offsets in bytes::
 
-    192    1 from the moment that a writer opens the storage until it has closed it, else 0
+    192    1 while a writer has the storage open, else 0
     200    inode of the file
-    208    when the file was made, in seconds; 0 if the file system does not say
-    216    rows that were committed at the last clean close
+    208    creation time of the file, in seconds; 0 if the file system does not provide it
+    216    number of committed rows at the last clean close
 
 Another file may have the same inode number by chance, on another file system or after the original
-was deleted; it will not have been made in the same second as well. Both numbers stay the same when
-a file is renamed, and when the machine is restarted.
+was deleted. It is very unlikely to have been created in the same second as well. Renaming the file
+or restarting the machine changes neither number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import os
 
 COUNT_BITS = 48
 COUNT = (1 << COUNT_BITS) - 1
-"""The bits of a word that are its count."""
+"""The bits of a word that hold its count."""
 
 OPEN, INODE, BORN, CLOSED_AT = 192 // 8, 200 // 8, 208 // 8, 216 // 8
 
@@ -33,18 +33,18 @@ _STATX_NBYTES, _BTIME_AT = 256, 80
 
 
 def word_of(count: int) -> int:
-    """Return a count below 2**48 with its check bits: the CRC of the count in the upper 16."""
+    """Return a count below 2**48 with its CRC in the upper 16 bits."""
     return count | binascii.crc_hqx(count.to_bytes(6, "little"), 0) << COUNT_BITS
 
 
 def count_of(word: int) -> int | None:
-    """Return the count in a word; None if its check bits do not fit."""
+    """Return the count in a word, or None if its check bits do not match."""
     count = word & COUNT
     return count if word_of(count) == word else None
 
 
 def born_at(file: int) -> int:
-    """Return when an open file was made, in seconds since 1970; 0 if the system does not say."""
+    """Return the creation time of an open file, in seconds since 1970, or 0 if unknown."""
     try:
         statx = ctypes.CDLL(None).statx
     except (OSError, AttributeError):
@@ -58,15 +58,15 @@ def born_at(file: int) -> int:
 
 
 def inode_of(file: int) -> int:
-    """Return the number of an open file's inode, as a count."""
+    """Return the inode number of an open file, folded to the bits of a count."""
     inode = os.fstat(file).st_ino
     return (inode ^ inode >> COUNT_BITS) & COUNT
 
 
 def moved_into(file: int, header: bytes) -> bytes:
-    """Return a header's bytes for another ``file`` that takes the place of its own.
+    """Return the bytes of a header for ``file``, which replaces the header's own file.
 
-    Only the words that name the file change; a header without them stays as it is.
+    Only the words that identify the file change. A header without them is returned unchanged.
     """
     words = memoryview(bytearray(header)).cast("Q")
     if words[INODE]:

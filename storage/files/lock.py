@@ -1,7 +1,7 @@
-"""Locks on open files, by ``flock(2)``, that end with their process.
+"""Locks on open files with ``flock(2)``, which end with their process.
 
-A forked child does not inherit them. A storage's writer holds its lock. The weights that workers
-share are locked likewise.
+A forked child does not inherit them. The writer of a storage holds its lock. Locks also protect
+the weights that workers share.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ except ImportError as error:  # Windows
 _ORDERED = ("x86_64", "AMD64")
 _PATIENCE_SECONDS = 0.01
 _PAUSES = (0.00005, 0.002)
-"""Seconds between two tries: the first pause, and the longest one."""
+"""The first and the longest pause between two tries, in seconds."""
 
 
 class ForkAware(Protocol):
-    """An object in `held`, whose `forked` is called in every child that this process forks."""
+    """Object in `held` whose `forked` is called in every child that this process forks."""
 
     def forked(self) -> None:
-        """Give up the parent's lock: the child's descriptor would hold it after the parent ends."""
+        """Drop the parent's lock, which the child would hold beyond the parent's end."""
 
 
 held: weakref.WeakSet[ForkAware] = weakref.WeakSet()
@@ -54,7 +54,7 @@ os.register_at_fork(after_in_child=_tell)
 
 
 def _caller() -> str:
-    """Return the file and line outside of this package that called into it."""
+    """Return the file and line outside this package that called into it."""
     frame = inspect.currentframe()
     while frame and frame.f_back and frame.f_globals.get("__name__", "").startswith("tallyroll."):
         frame = frame.f_back
@@ -66,10 +66,10 @@ def _identity_of(found: os.stat_result) -> tuple[int, int]:
 
 
 def acquire(file: int, kind: int, seconds: float) -> None:
-    """Lock an open file, LOCK_SH beside others or LOCK_EX alone.
+    """Lock an open file, shared (LOCK_SH) or exclusive (LOCK_EX), and retry for some seconds.
 
     Raises:
-        BlockingIOError: others held it for all these seconds.
+        BlockingIOError: another process held the lock for all of that time.
         OSError: the file system refuses.
     """
     deadline = time.monotonic() + seconds
@@ -85,7 +85,7 @@ def acquire(file: int, kind: int, seconds: float) -> None:
 
 
 def is_held(inside: Inside, path: Path) -> bool:
-    """Return whether a living writer holds the lock; True as well if the lock cannot be tried."""
+    """Return True if a living writer holds the lock, or if the lock cannot be tested."""
     try:
         file = inside.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -93,38 +93,38 @@ def is_held(inside: Inside, path: Path) -> bool:
     except OSError as error:
         return error.errno not in OTHER_KINDS
     try:
-        # For a moment no writer can acquire it: `acquire` tries again.
+        # For a moment no writer can acquire the lock, so `acquire` retries.
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
     finally:
-        with contextlib.suppress(OSError):  # it is closed all the same
+        with contextlib.suppress(OSError):  # the file is closed even if this fails
             os.close(file)
     return False
 
 
 class WriterLock:
-    """The exclusive right to write, held from construction until `release`.
+    """Exclusive right to write, held from construction until `release`.
 
-    In a child that is forked meanwhile, `lost` is set and nothing is held, so that
-    the lock ends when this process ends.
+    In a forked child, `lost` is set and the lock is dropped, so that it ends when this process
+    ends.
 
     Raises:
-        StorageLocked: another writer holds it.
+        StorageLocked: another writer holds the lock.
         NotWritable: the lock file cannot be opened for writing.
-        UnsupportedPlatform: the file system has no working locks.
+        UnsupportedPlatform: the file system does not support locks.
     """
 
     def __init__(self, inside: Inside, path: Path) -> None:
         self.lost = self.made = self.released = False
-        """`made`: the lock file was missing, so that a writer that lost its own may still write."""
+        """`made`: the lock file was missing. A writer that lost its file may still write."""
         self.when_lost: Callable[[], None] | None = None
-        """Called in a forked child."""
+        """Callback in a forked child."""
         self._inside, self._path = inside, os.fspath(path)
         self._file = -1
         try:
             self._open(path)
-            while not self.stands:  # a failed creation removed it before we had it
+            while not self.stands:  # a failed creation removed the file before it was locked
                 self._close()
                 self._open(path)
             self.opened_at = _caller()
@@ -154,7 +154,7 @@ class WriterLock:
 
     @property
     def stands(self) -> bool:
-        """True while the lock file is where it was: without it a second writer could start."""
+        """True while the lock file is at its path. Otherwise a second writer could start."""
         try:
             return _identity_of(os.lstat(self._path)) == self.identity
         except OSError:
@@ -162,7 +162,7 @@ class WriterLock:
 
     def _acquire(self, path: Path) -> None:
         try:
-            # A reader may have looked at it for a moment, see is_held.
+            # A reader may hold it for a moment, see is_held.
             acquire(self._file, fcntl.LOCK_EX, _PATIENCE_SECONDS)
         except BlockingIOError as error:
             if (other := self._held_here()) is not None:
@@ -184,12 +184,12 @@ class WriterLock:
                 f"the file system of {path} cannot lock files ({error.strerror}), and without "
                 "locks two writers would destroy each other's rows. Use a local file system."
             ) from error
-        # Written in place, for messages only: a full disk must not keep a writer out.
+        # The process id is used only in messages, so a full disk must not prevent writing.
         with contextlib.suppress(OSError):
             os.pwrite(self._file, f"{os.getpid():<31}\n".encode(), 0)
 
     def _held_here(self) -> WriterLock | None:
-        # By the file, not by the number in it: another container may have the same process id.
+        # Compare files instead of process ids, which another container may reuse.
         wanted = _identity_of(os.fstat(self._file))
         locks = (each for each in list(held) if isinstance(each, WriterLock) and each is not self)
         return next((each for each in locks if each.identity == wanted), None)
@@ -203,7 +203,7 @@ class WriterLock:
             self._close()
 
     def forked(self) -> None:
-        """Give up the parent's lock, in a child that it forked."""
+        """Drop the parent's lock in a forked child."""
         held.discard(self)
         self.lost = True
         self._close()
@@ -212,11 +212,11 @@ class WriterLock:
 
 
 class ReaderLock:
-    """A lock that keeps writers away from a ring that is read, on processors that need it.
+    """Lock that keeps writers away from a ring that is being read, where the CPU requires it.
 
-    A reader that looks at ``reserve`` again after copying must see stores in the order in
-    which the writer made them. x86-64 guarantees that, so that the lock does nothing there;
-    other processors do not.
+    A reader that checks ``reserve`` again after copying must see stores in the order in which the
+    writer made them. x86-64 guarantees this, so that the lock does nothing there. Other CPUs do
+    not.
 
     Raises:
         UnsupportedPlatform: a writer holds the storage.

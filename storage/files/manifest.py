@@ -1,4 +1,4 @@
-"""The manifest: a storage's format, columns, and the runs that wrote it. JSON, never code."""
+"""The manifest: a storage's format, columns and runs, as JSON."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tallyroll.storage.files.versions import FORMAT_VERSION, READABLE, require_r
 from tallyroll.storage.rows.schema import Schema
 
 Manifest = dict[str, Any]
-"""``format``, ``format_version``, ``id``, ``created``, ``schema``, ``runs``."""
+"""Mapping with ``format``, ``format_version``, ``id``, ``created``, ``schema``, ``runs``."""
 
 MANIFEST_LIMIT = JSON_LIMIT // 2
-"""The most bytes of a manifest."""
+"""Maximum size of a manifest in bytes."""
 
 _SEAL = "crc32"
 _SEPARATOR = ", "
@@ -32,15 +32,15 @@ _FIELDS = {"format": str, "format_version": int, "id": str, "created": str, "run
 
 
 SHARDED: Final = "tallyroll.sharded"
-"""The format of a storage whose workers write the rows, each to a shard of its own."""
+"""The format of a storage in which each worker writes rows to its own shard."""
 UNVERSIONED: Final = "unversioned_weights"
-"""The field of a run's entry that notes weights which changed without a new policy version."""
+"""The field of a run's entry that records weights that changed without a new policy version."""
 
 
 def new_manifest(
     format_name: str, schema: Schema, runs: list[Any], id: str | None = None
 ) -> Manifest:
-    """Return the manifest of a new storage; ``id`` is given for a copy of another one."""
+    """Return the manifest of a new storage. A copy of another storage passes its ``id``."""
     return {
         "format": format_name,
         "format_version": FORMAT_VERSION,
@@ -52,10 +52,10 @@ def new_manifest(
 
 
 def run_of(first_row: int, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's entry: ``provenance`` as JSON, with the row that the run begins at.
+    """Return a run's entry: ``provenance`` as JSON, with the first row of the run.
 
     Raises:
-        InvalidProvenance: it cannot be written as JSON.
+        InvalidProvenance: ``provenance`` cannot be serialized as JSON.
     """
     try:
         run = json.loads(json.dumps(dict(provenance), allow_nan=False))
@@ -79,7 +79,7 @@ def sealed(manifest: Manifest) -> Manifest:
 
 
 def seal_fits(manifest: Manifest) -> bool:
-    """Return whether a mapping is as `sealed` returned it."""
+    """Return True if the checksum of a sealed mapping matches."""
     rest = {name: value for name, value in manifest.items() if name != _SEAL}
     return bool(manifest.get(_SEAL) == _crc(rest))
 
@@ -92,9 +92,9 @@ def read_manifest(inside: Inside, path: Path) -> Manifest:
     """Read and check a manifest.
 
     Raises:
-        NotAStorage: there is none, or it is another program's.
-        CorruptStorage: it is damaged.
-        FormatVersionMismatch: another version wrote it.
+        NotAStorage: the manifest is missing, or another program's.
+        CorruptStorage: the manifest is damaged.
+        FormatVersionMismatch: another version wrote the manifest.
     """
     try:
         content = inside.read(path, MANIFEST_LIMIT)
@@ -113,7 +113,7 @@ def read_manifest(inside: Inside, path: Path) -> Manifest:
 
 
 def parse_manifest(content: bytes, path: Path) -> Manifest:
-    """Return the manifest in ``content``, read from ``path``; raise as `read_manifest` does."""
+    """Parse the content of a manifest, read from ``path``; raise as `read_manifest` does."""
     try:
         manifest = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -145,7 +145,7 @@ def parse_manifest(content: bytes, path: Path) -> Manifest:
 
 
 def _fits_another_version(manifest: Manifest) -> bool:
-    """Return whether another version fits the checksum: then the version is damaged."""
+    """Return True if the checksum matches for another version, so that the version is damaged."""
     rest = {name: value for name, value in manifest.items() if name != _SEAL}
     return manifest.get(_SEAL) in [_crc({**rest, "format_version": known}) for known in READABLE]
 
@@ -163,9 +163,9 @@ def _is_run(run: Any) -> bool:
 
 
 def exported(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's entry for other programs: no host, and no folder of a policy's file.
+    """Return a run's entry for other programs, without the host and the folder of a policy's file.
 
-    So are the entries of runs that made rows which were copied, within it.
+    Nested entries, of runs whose rows were copied, are treated in the same way.
     """
     entry = dict(run)
     if isinstance(made := entry.get("made"), dict):
@@ -179,10 +179,11 @@ def exported(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attributes_of(manifest: Manifest, limit: int | None = None) -> dict[str, str]:
-    """Return the attributes that show a manifest to other libraries: JSON texts.
+    """Return the attributes that show a manifest to other libraries, as JSON texts.
 
-    ``schema`` is its schema, and ``provenance`` what it is and the runs that wrote it,
-    as many of the newest as fit into ``limit`` bytes, without the events of each.
+    ``schema`` is the schema. ``provenance`` has the identity of the storage and the runs that wrote
+    it, without their events. With ``limit``, only the newest runs that fit into so many bytes are
+    kept.
     """
     provenance = {name: manifest[name] for name in _FIELDS}
     provenance["runs"] = [exported(without_events(run)) for run in provenance["runs"]]
@@ -201,10 +202,10 @@ def attributes_of(manifest: Manifest, limit: int | None = None) -> dict[str, str
 def write_manifest(
     inside: Inside, path: Path, manifest: Manifest, *, durable: bool = False
 ) -> None:
-    """Replace the manifest at ``path``, whole or not at all.
+    """Replace the manifest at ``path`` atomically.
 
     Raises:
-        InvalidProvenance: it has more than `MANIFEST_LIMIT` bytes.
+        InvalidProvenance: the manifest has more than `MANIFEST_LIMIT` bytes.
     """
     content = json.dumps(sealed(manifest)).encode()
     if len(content) > MANIFEST_LIMIT:

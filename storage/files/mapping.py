@@ -1,7 +1,7 @@
-"""Files mapped side by side, so that a column of many files is one array.
+"""Contiguous maps of several files, so that a column of many files is one array.
 
-Address space is reserved by an anonymous map, of which Python's `mmap` object is the
-owner: it unmaps all of it when the last array on it is gone. Files are mapped over it.
+An anonymous map reserves the address space, and files are mapped over it. Python's `mmap` object
+owns the map and unmaps all of it when the last array on it is freed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 Access: TypeAlias = Literal["read", "write", "private"]
-"""How rows are mapped; changes to a private map stay in this process."""
+"""The access mode of mapped rows. Changes to a private map stay in this process."""
 
-# Not named by Python 3.11. Without it Linux counts a private map against free memory.
+# Python 3.11 lacks the name. Without the flag, Linux counts a private map against free memory.
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 PAGE_NBYTES = mmap.ALLOCATIONGRANULARITY
-"""The granularity of maps: a file mapped over a region begins and ends at multiples of it."""
+"""The granularity of maps. A file mapped over a region begins and ends at its multiples."""
 
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
@@ -50,10 +50,10 @@ def _mode(access: Access) -> tuple[int, int]:
 
 
 def map_file(file: int, nbytes: int, access: Access) -> Region:
-    """Map the first ``nbytes`` bytes of a file, or all with 0. You may close the file then.
+    """Map the first ``nbytes`` bytes of a file, or all of it with 0. The file may then be closed.
 
     Raises:
-        ValueError: it is shorter.
+        ValueError: the file is shorter, or empty.
         OSError: the system refuses.
     """
     size = os.fstat(file).st_size
@@ -65,32 +65,32 @@ def map_file(file: int, nbytes: int, access: Access) -> Region:
 
 
 def pages(nbytes: int) -> int:
-    """So many bytes, and those up to the end of their last page."""
+    """Return ``nbytes`` rounded up to whole pages."""
     return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
 
 class Region:
     """Address space for ``nbytes`` bytes, into which files are mapped one after the other.
 
-    It holds no descriptor: those that `mmap` duplicates for its files are as many as the maps.
+    It holds no file descriptors. `mmap` would duplicate one for each map.
 
     Args:
-        nbytes: it costs nothing until files are mapped.
-        access: how they are mapped.
+        nbytes: the size, which takes no memory until files are mapped.
+        access: the access mode of the maps.
 
     Raises:
-        OSError: the system does not give that much.
+        OSError: the system does not provide that much address space.
     """
 
     def __init__(self, nbytes: int, access: Access) -> None:
         self.nbytes = nbytes
         self.mapped = self.maps = 0
-        """Bytes up to the end of the last file that is mapped, and the number of these."""
+        """The end of the last mapped file in bytes, and the number of mapped files."""
         self._access = access
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         self.memory = mmap.mmap(-1, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        """All of it; where nothing is mapped, zeros. Of what is mapped to be read, it is to be
-        read."""
+        """The whole region. Unmapped parts are zeros. Parts that are mapped for reading must not be
+        written."""
         self.address = int(np.frombuffer(self.memory, np.uint8).ctypes.data)
 
     def add(self, file: int, nbytes: int, at: int | None = None) -> None:
@@ -108,37 +108,38 @@ class Region:
         where = self.address + at
         if _libc.mmap(where, nbytes, prot, flags | _MAP_FIXED, file, 0) == _FAILED:
             code = ctypes.get_errno()
-            # The kernel may have unmapped what was there: no hole is left to others.
+            # The kernel may have unmapped the previous map. Cover the hole, so that it is not
+            # reused.
             cover = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
             _libc.mmap(where, nbytes, _PROT_NONE, cover, -1, 0)
             raise OSError(code, os.strerror(code))
         self.mapped, self.maps = max(self.mapped, at + nbytes), self.maps + 1
 
     def array(self, dtype: np.dtype[np.generic], shape: tuple[int, ...], at: int = 0) -> np.ndarray:
-        """Return an array from byte ``at``, within the mapped part; it keeps the region alive."""
+        """Return an array from byte ``at``, within the mapped part. It keeps the region alive."""
         found: np.ndarray = np.ndarray(shape, dtype, buffer=self.memory, offset=at)
         if at + found.nbytes > self.mapped:
             raise ValueError(f"{at + found.nbytes} bytes of {self.mapped} that are mapped.")
         if self._access == "read":
-            found.flags.writeable = False  # the pages are not
+            found.flags.writeable = False  # its pages are read-only
         return found
 
     def sync(self, start: int) -> None:
-        """Return when the files from byte ``start`` on are on the disk; ``start`` may be early."""
+        """Wait until the files from byte ``start``, rounded down to a page, are on the disk."""
         start -= start % PAGE_NBYTES
         if self.mapped > start:
             self.memory.flush(start, self.mapped - start)
 
     def renew(self) -> bool:
-        """Undo all changes to a private region, so that it shows the files again.
+        """Discard all changes to a private region, so that it shows the files again.
 
-        False where the system does not do that.
+        Return False if the system does not support this.
         """
-        if sys.platform != "linux":  # elsewhere it is a hint
+        if sys.platform != "linux":  # elsewhere the advice is only a hint
             return False
         try:
             self.memory.madvise(mmap.MADV_DONTNEED)
-        except (OSError, ValueError):  # ValueError: it is closed, at the exit of the interpreter
+        except (OSError, ValueError):  # ValueError: closed at the exit of the interpreter
             return False
         return True
 
@@ -151,11 +152,11 @@ class Area:
     starts: tuple[int, ...]
     """The byte at which each column begins."""
     room: int
-    """Rows of each that are mapped."""
+    """The number of mapped rows of each column."""
 
 
 def maps_left() -> int:
-    """Number of maps that this process may still make, with some kept back for others."""
+    """Return the number of maps that this process may still make, less a reserve for others."""
     try:
         most = int(Path("/proc/sys/vm/max_map_count").read_text())
         with open("/proc/self/maps", "rb") as maps:

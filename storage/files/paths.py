@@ -1,4 +1,4 @@
-"""Paths of storages: free space, directories, and errors of the file system in our words."""
+"""Paths of storages: checks, free space, directories, and conversion of system errors."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-"""Errors of a file system, a user's quota or a file that has no space left."""
+"""Errors that mean that a file system, a quota or a file has no space left."""
 OTHER_KINDS = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EMLINK}
-"""Errors of a path that is a link, or no plain file."""
+"""Errors that mean that a path is a link, or not a plain file."""
 _SCHEMES = "s3a?|gc?s|az|abfss?|adl|wasbs?|r2|oss|hdfs|hf|dbfs|memory|file|ftps?|https?"
 _ADDRESS = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]+)://|({_SCHEMES}):/", re.IGNORECASE)
-"""The beginning of an address; `pathlib` keeps one of the slashes."""
+"""Pattern of the beginning of an address; `pathlib` keeps only one of the slashes."""
 _SIGNS = re.compile(r"[*?[]")
 _UNABLE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV}
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path in a file system that its user means; ``~`` at its start is the home.
+    """Return a user's path in a file system, with ``~`` at its start expanded.
 
     Raises:
-        InvalidAddress: it is an address, such as ``s3://BUCKET/KEY``, for which a folder of the
-            name ``s3:`` would be made. The message repeats the scheme alone.
+        InvalidAddress: the path is an address, such as ``s3://BUCKET/KEY``, for which a folder
+            named ``s3:`` would be created. The message repeats only the scheme.
     """
     if found := _ADDRESS.match(os.fspath(path)):
         raise InvalidAddress(
@@ -56,12 +56,12 @@ def user_path(path: str | os.PathLike[str]) -> Path:
 
 
 def is_address(path: str | os.PathLike[str]) -> bool:
-    """Return True if ``path`` begins as an address does, such as ``s3://``."""
+    """Return True if ``path`` begins like an address, such as ``s3://``."""
     return _ADDRESS.match(os.fspath(path)) is not None
 
 
 def is_pattern(path: object) -> bool:
-    """Return True if a path is to be matched with files: nothing has it as its name."""
+    """Return True if a path is a pattern to match with files, and no file has that name."""
     if not isinstance(path, str | os.PathLike):
         return False
     text = os.fspath(path)
@@ -69,7 +69,7 @@ def is_pattern(path: object) -> bool:
 
 
 def refuse_nothing(path: Path, what_to_do: str) -> None:
-    """Raise `StorageMissing`, which ends with ``what_to_do``, where nothing is at ``path``."""
+    """Raise `StorageMissing`, with the remedy ``what_to_do``, if nothing exists at ``path``."""
     if path.exists():
         return
     if path.is_symlink():
@@ -82,7 +82,7 @@ def refuse_nothing(path: Path, what_to_do: str) -> None:
 def refuse_impossible(path: Path) -> None:
     """Raise `NotWritable` for a path that no file can have."""
     try:
-        # Not exists(): that says False to some of these errors.
+        # exists() would return False for some of these errors.
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         return
@@ -93,7 +93,7 @@ def refuse_impossible(path: Path) -> None:
 
 
 def require_creatable(path: Path) -> None:
-    """Raise `NotWritable` or `PathIsFile` unless a directory may be made, or written to."""
+    """Raise `NotWritable` or `PathIsFile` unless a directory can be created or written to."""
     for place in (path, *path.parents):
         if place.is_dir():
             if not os.access(place, os.W_OK | os.X_OK):
@@ -112,7 +112,7 @@ def require_creatable(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it."""
+    """Create a directory and its parents."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -124,7 +124,7 @@ def make_directory(path: Path) -> None:
 
 
 def sync_above(path: Path) -> None:
-    """Return when the names that lead to ``path``, on its file system, are on the disk.
+    """Wait until the names that lead to ``path``, on its file system, are on the disk.
 
     Raises:
         DiskFailed: the system cannot write them.
@@ -135,7 +135,7 @@ def sync_above(path: Path) -> None:
         for above in real.parents:
             if os.stat(above).st_dev != device:
                 break
-            with contextlib.suppress(PermissionError):  # nothing was made there by this user
+            with contextlib.suppress(PermissionError):  # this user created nothing there
                 _sync_directory(above)
 
 
@@ -143,22 +143,22 @@ def _sync_directory(path: Path) -> None:
     try:
         Inside(path).sync_directory(path)
     except OSError as error:
-        if error.errno not in {errno.EINVAL, errno.EROFS}:  # it has nothing to write
+        if error.errno not in {errno.EINVAL, errno.EROFS}:  # the directory has nothing to write
             raise
 
 
 def open_column(inside: Inside, path: Path, flags: int) -> int:
-    """Return a descriptor of a column's file, or with O_DIRECTORY of its directory.
+    """Return a descriptor of a column's file or, with O_DIRECTORY, of its directory.
 
     Args:
         inside: the storage's files.
-        path: the one that is wanted.
-        flags: of `os.open`.
+        path: the path to open.
+        flags: the flags of `os.open`.
 
     Raises:
-        CorruptStorage: it is missing, or something else is there.
-        NotWritable: permission denied.
-        DiskFailed: the system cannot.
+        CorruptStorage: the file is missing, or something else is at the path.
+        NotWritable: permission is denied.
+        DiskFailed: the system cannot open it.
     """
     try:
         return inside.open_directory(path) if flags & os.O_DIRECTORY else inside.open(path, flags)
@@ -171,20 +171,20 @@ def open_column(inside: Inside, path: Path, flags: int) -> int:
 
 
 def free_bytes(path: Path) -> int:
-    """Return bytes that this user may write where ``path`` is, or would be."""
+    """Return the number of bytes that this user may write at ``path``, which need not exist."""
     found = os.statvfs(nearest(path.absolute()))
-    # A file system without blocks, such as /proc, does not say.
+    # A file system without blocks, such as /proc, does not report free space.
     return found.f_bavail * found.f_frsize if found.f_blocks else 2**63 - 1
 
 
 def nearest(path: Path) -> Path:
-    """``path``, or the nearest directory above it that there is."""
+    """Return ``path`` or its nearest existing parent."""
     return next((each for each in (path, *path.parents) if each.exists()), Path("/"))
 
 
 @contextlib.contextmanager
 def translated(path: Path, nbytes: int = 0) -> Iterator[None]:
-    """Raise errors of the system within it as `failed` tells them."""
+    """Convert errors of the system within the context to errors of `failed`."""
     try:
         yield
     except OSError as error:
@@ -194,13 +194,13 @@ def translated(path: Path, nbytes: int = 0) -> Iterator[None]:
 def told(
     method: Callable[Concatenate[Any, _Args], _Result],
 ) -> Callable[Concatenate[Any, _Args], _Result]:
-    """Return a method of an object with a ``path``, `translated`. Too slow for every row."""
+    """Decorate a method of an object with a ``path`` like `translated`; too slow for every row."""
 
     @functools.wraps(method)
     def wrapper(self: Any, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         try:
             return method(self, *args, **kwargs)
-        except OSError as error:  # a constructor has no path before
+        except OSError as error:  # evaluated late, because a constructor sets the path
             raise failed(self.path, error, 0) from error
 
     return wrapper
@@ -209,7 +209,7 @@ def told(
 def failed(
     path: Path, error: OSError, nbytes: int
 ) -> StorageFull | TooManyFiles | UnsupportedPlatform | NotWritable | CorruptStorage | DiskFailed:
-    """Return our error for one of the file system, at a ``path`` that needed ``nbytes``."""
+    """Return the Tallyroll error for a system error at ``path``, which needed ``nbytes``."""
     if error.errno in FULL:
         return StorageFull(
             f"{path} {_shortage(path, error, nbytes)} ({error.strerror}). Committed rows are "
@@ -251,7 +251,7 @@ def failed(
 
 
 def _shortage(path: Path, error: OSError, nbytes: int) -> str:
-    """Return the part of a sentence that says which limit was reached, if the system tells."""
+    """Return a phrase that names the limit that was reached, if the system reveals it."""
     try:
         found, free = os.statvfs(nearest(path.absolute())), str(free_bytes(path))
     except OSError:
@@ -270,7 +270,7 @@ def _shortage(path: Path, error: OSError, nbytes: int) -> str:
 
 
 def _named_in(error: OSError, path: Path) -> Path:
-    """Return the path that an error names; ``path`` if it names none, or a file descriptor."""
+    """Return the path that an error names, or ``path`` if it names none or a file descriptor."""
     for name in (error.filename2, error.filename):
         if isinstance(name, str | bytes | os.PathLike):
             return Path(os.fsdecode(name))
@@ -278,7 +278,7 @@ def _named_in(error: OSError, path: Path) -> Path:
 
 
 def _other_kind(path: Path, error: OSError) -> str:
-    """Return a sentence for a link, or what is no plain file, in the place of a storage's file."""
+    """Return a sentence about a link, or another kind of file, in place of a storage's file."""
     what = _named_in(error, path)
     if what.is_symlink() or error.errno == errno.EMLINK:
         link = "a link" if what.is_symlink() else "a file that has another name, too"

@@ -1,12 +1,12 @@
-"""The two slots of a header in which records are written in turn.
+"""The two slots of a header, to which records are written in turn.
 
-A slot has: sequence, head at write, length, CRC, payload. A torn record fails its CRC, and the
-older one is left.
+A slot consists of sequence, head at the write, length, CRC and payload. A torn record fails its
+CRC, and the older one remains.
 
-The record of a rewind has ``-1 - rows`` in the place of the head, where ``rows`` are those that are
-to stay, and its payload begins with the rewind's number and the rows that the record was written
-with. It counts only once no more rows are committed: so one store, of the head, replaces rows and
-record together.
+The record of a rewind stores ``-1 - rows`` in place of the head, where ``rows`` is the number of
+rows to keep. Its payload begins with the number of the rewind and the number of rows of the
+restored record. It counts only while at most ``rows`` rows are committed. A single store, of the
+head, thus replaces rows and record together.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from typing import NamedTuple
 from tallyroll.storage.errors import RecordTooLarge
 
 RECORD_LIMIT = 65536
-"""The most bytes that a commit record may have."""
+"""Maximum size of a commit record in bytes."""
 RECORDS_AT, _SLOT_NBYTES = 4096, 69632
 RECORDS_NBYTES = 2 * _SLOT_NBYTES
-"""Bytes of both slots, a whole number of pages."""
+"""Size of both slots in bytes, a whole number of pages."""
 
 _SLOT, _CHECKED, _SEQUENCE = struct.Struct("<qqqI"), struct.Struct("<qqq"), struct.Struct("<q")
 _REWIND = struct.Struct("<qq")
 _SLOT_HEAD_NBYTES, _SEQUENCE_NBYTES = _SLOT.size, _SEQUENCE.size
 STARTS = RECORDS_AT, RECORDS_AT + _SLOT_NBYTES
-"""Where the slots begin."""
+"""The offsets of the slots."""
 
 Record = tuple[int, int, bytes]
-"""The sequence of a record, the rows that are committed with it, and its payload."""
+"""The sequence of a record, the number of rows committed with it, and its payload."""
 
 
 class Rewind(NamedTuple):
-    """A rewind that was begun, and not finished."""
+    """A rewind that has begun and is not finished."""
 
     number: int
-    """How often rows were taken back, this time included."""
+    """The number of rewinds, including this one."""
     rows: int
-    """The rows that are to stay."""
+    """The number of rows to keep."""
     at: int
-    """The rows that the record was written with; -1: there is to be none."""
+    """The number of rows at which the restored record was written, or -1 for no record."""
     payload: bytes
-    """The record."""
+    """The payload of the restored record."""
 
 
 class RecordSlots:
@@ -60,7 +60,7 @@ class RecordSlots:
 
     @property
     def intact(self) -> list[Record]:
-        """The records that pass their check, the newest first; not that of a rewind."""
+        """The records that pass their check, newest first, except those of rewinds."""
         return [each for each in self._all if each[1] >= 0]
 
     @property
@@ -69,11 +69,11 @@ class RecordSlots:
 
     @property
     def rewind(self) -> Rewind | None:
-        """The rewind whose record is the newest; None: a record of rows is."""
+        """The rewind, if its record is the newest, else None."""
         return _rewind_of(self._all)
 
     def with_rows(self, head: int) -> tuple[int, bytes] | None:
-        """Return the record that counts where ``head`` rows are committed, with its own rows."""
+        """Return the record that is valid for ``head`` committed rows, with its own row count."""
         every = self._all
         rewind = _rewind_of(every)
         if rewind is not None and head <= rewind.rows:
@@ -81,7 +81,7 @@ class RecordSlots:
         return next(((rows, found) for _, rows, found in every if 0 <= rows <= head), None)
 
     def write_rewind(self, sequence: int, rewind: Rewind) -> None:
-        """Write the record of a rewind into the slot whose turn it is."""
+        """Write the record of a rewind to the slot for its sequence."""
         payload = _REWIND.pack(rewind.number, rewind.at) + rewind.payload
         self.write(sequence, -1 - rewind.rows, payload)
 
@@ -89,18 +89,19 @@ class RecordSlots:
     def damaged(self) -> bool:
         """True if a record newer than the newest intact one fails its check.
 
-        A kill while a record is written does not count: it leaves an older sequence in the slot.
+        A kill during the write of a record does not count, because it leaves the older sequence in
+        the slot.
         """
         begun = [_SLOT.unpack_from(self._memory, start)[0] for start in STARTS]
         return bool(max(begun) > self.newest)
 
     @property
     def newest(self) -> int:
-        """The sequence of the newest intact record, 0 if there is none."""
+        """The sequence of the newest intact record, or 0."""
         return max((sequence for sequence, _, _ in self._all), default=0)
 
     def read(self, index: int) -> Record | None:
-        """Return the record of a slot; None if it fails its check, or there is none."""
+        """Return the record of a slot, or None if it is empty or fails its check."""
         start = STARTS[index]
         sequence, head, length, _ = _SLOT.unpack_from(self._memory, start)
         if sequence < 1 or not 0 <= length <= RECORD_LIMIT + _REWIND.size:
@@ -112,17 +113,17 @@ class RecordSlots:
         return sequence, head, payload
 
     def seal(self, sequence: int, head: int, payload: bytes) -> bytes:
-        """Return the bytes of a slot before the payload."""
+        """Return the bytes of a slot that precede the payload."""
         length = len(payload)
         crc = zlib.crc32(payload, zlib.crc32(_CHECKED.pack(sequence, head, length)))
         return _SLOT.pack(sequence, head, length, crc)
 
     def write(self, sequence: int, head: int, payload: bytes) -> None:
-        """Write a record into the slot whose turn it is."""
+        """Write a record to the slot for its sequence."""
         seal, start = self.seal(sequence, head, payload), STARTS[sequence % 2]
         body = start + _SLOT_HEAD_NBYTES
         self._memory[body : body + len(payload)] = payload
-        # The sequence last: a kill before it leaves an older one, and no sign of damage.
+        # Write the sequence last. An earlier kill leaves the older sequence and no sign of damage.
         self._memory[start + _SEQUENCE_NBYTES : body] = seal[_SEQUENCE_NBYTES:]
         _SEQUENCE.pack_into(self._memory, start, sequence)
 
@@ -149,7 +150,7 @@ class RecordSlots:
 
 
 def _rewind_of(records: list[Record]) -> Rewind | None:
-    """Return the rewind whose record is the first of some; None: there is none."""
+    """Return the rewind whose record is the first of ``records``, or None."""
     for _, head, payload in records[:1]:
         if head < 0 and len(payload) >= _REWIND.size:
             number, at = _REWIND.unpack_from(payload)
@@ -158,10 +159,10 @@ def _rewind_of(records: list[Record]) -> Rewind | None:
 
 
 def check_record_size(payload: bytes) -> None:
-    """Refuse a payload that does not fit into a record slot.
+    """Raise if a payload does not fit into a record slot.
 
     Raises:
-        RecordTooLarge: more than `RECORD_LIMIT` bytes.
+        RecordTooLarge: the payload has more than `RECORD_LIMIT` bytes.
     """
     if len(payload) > RECORD_LIMIT:
         raise RecordTooLarge(

@@ -1,4 +1,4 @@
-"""How many rows each rewind of a storage left, as its manifest keeps it. Pure."""
+"""The number of rows that each rewind of a storage left, as its manifest records it. Pure."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _HISTORY = "rewinds"
 
 
 def least_kept(manifest: Manifest, since: int, until: int) -> int | None:
-    """Return the least number of rows that rewinds left; None if there was none.
+    """Return the smallest number of rows that a range of rewinds left, or None if it is empty.
 
     Args:
-        manifest: has the numbers, of the first rewind first.
-        since: rewinds that are not asked for.
-        until: rewinds that there were.
+        manifest: the manifest, which has the numbers, first rewind first.
+        since: the number of rewinds to skip.
+        until: the number of rewinds in all.
     """
     left = _history_of(manifest)
-    # What a damaged manifest does not say may have left no row.
+    # If a damaged manifest lacks a number, assume that the rewind left no row.
     found = [each if type(each) is int else 0 for each in left[since:until]]
     if since < until and len(left) < until:
         found.append(0)
@@ -33,12 +33,12 @@ def _history_of(manifest: Manifest) -> list[Any]:
 
 
 def numbers_fault(manifest: Manifest, done: int, undone: Rewind | None) -> str | None:
-    """Return a sentence if the header counts rewinds that the manifest cannot follow, or None.
+    """Return a sentence if the header counts rewinds that the manifest lacks, else None.
 
     Args:
-        manifest: has the rows that each rewind left.
-        done: rewinds that the header counts.
-        undone: the rewind that is decided and not finished, whose number is one more at most.
+        manifest: the manifest, which has the number of rows that each rewind left.
+        done: the number of rewinds in the header.
+        undone: the rewind that is committed and not finished, whose number is at most one more.
     """
     known = len(_history_of(manifest))
     if done > known:
@@ -49,9 +49,9 @@ def numbers_fault(manifest: Manifest, done: int, undone: Rewind | None) -> str |
 
 
 def settled(manifest: Manifest, rewind: Rewind) -> Manifest:
-    """Return the manifest without the runs that have no rows left, and with the rewind.
+    """Return the manifest with the rewind, and without the runs that have no rows left.
 
-    Its number is one that `numbers_fault` accepts.
+    The number of the rewind must be one that `numbers_fault` accepts.
     """
     before = _history_of(manifest)[: rewind.number - 1]
     return {**without_runs_from(manifest, rewind.rows), _HISTORY: [*before, rewind.rows]}
@@ -60,11 +60,11 @@ def settled(manifest: Manifest, rewind: Rewind) -> Manifest:
 def without_runs_from(manifest: Manifest, row: int) -> Manifest:
     """Return the manifest without the runs that have no rows before ``row``, and later events."""
     runs: list[Any] = manifest["runs"]
-    # A storage has one entry at least.
+    # A storage keeps at least one entry.
     left = [run for run in runs if run["first_row"] < row] or runs[:1]
     return {**manifest, "runs": [before_row(run, row) for run in left]}
 
 
 def with_history_of(manifest: Manifest, source: Manifest) -> Manifest:
-    """Return a manifest with the history of another storage's."""
+    """Return a manifest with the rewind history of another one."""
     return {**manifest, _HISTORY: _history_of(source)}

@@ -1,8 +1,8 @@
-"""Calls of a run that changed its environments, as a storage keeps them. Pure.
+"""Events of a run, the calls that changed its environments, in stored form. Pure.
 
-As kept an event lacks what follows: ``row``, where it is ``at`` transitions after the run's first
-row, ``kwargs`` that are empty, and ``lanes`` where they are all. What else an event has stays as
-it is. `tallyroll.storage.readers.event_file` has the file that they lie in.
+A stored event omits values that can be derived: ``row``, if it is ``at`` transitions after the
+run's first row, empty ``kwargs``, and ``lanes`` if they are all lanes. Other fields are stored
+unchanged. `tallyroll.storage.readers.event_file` has the file of the events.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ Event = dict[str, Any]
 
 EVENTS: Final = "events"
 IN_FILE: Final = "events_in_file"
-"""The name of a run's events in the file, in its entry in the manifest."""
+"""The field of a run's entry that holds the name of its events in the file."""
 LEFT_OUT: Final = "events_left_out"
-"""True if a run has more events than are kept."""
+"""True if a run has more events than are stored."""
 EVENTS_NBYTES: Final = 2**26
-"""Bytes of all events of a storage; in memory they take up to ten times as many."""
+"""Maximum bytes of all events of a storage, which take up to ten times as much in memory."""
 _FIRST_ROW_OF_RUN: Final = "first_row_of_run"
 _MOST: Final = 2**62
 _LEAST_NBYTES: Final = len('{"at":0,"call":"env_set","name":"","args":[]}')
 
 
 def kept(event: Mapping[str, Any], run: Mapping[str, Any]) -> Event:
-    """Return an event as it is kept, of the entry ``run``."""
+    """Return the stored form of an event of the entry ``run``."""
     usual = {"kwargs": {}, "lanes": None, "row": _first_row(run) + event["at"]}
     return {name: each for name, each in event.items() if usual.get(name, event) != each}
 
 
 def events_of(run: Mapping[str, Any], stop: int = _MOST) -> list[Event]:
-    """Return the events of an entry that were made before row ``stop``, or when it was the next.
+    """Return the events of an entry that occurred before row ``stop``, or when it was next.
 
-    What is no event, in files that were damaged or crafted, is left out.
+    Invalid values, from damaged or crafted files, are left out.
     """
     found = run.get(EVENTS)
     if not isinstance(found, list):
@@ -50,7 +50,7 @@ def events_of(run: Mapping[str, Any], stop: int = _MOST) -> list[Event]:
 
 
 def is_event(event: Any) -> bool:
-    """Return whether a JSON value is an event."""
+    """Return True if a JSON value is an event."""
     if not isinstance(event, dict) or not _is_count(event.get("at")):
         return False
     return (
@@ -73,7 +73,7 @@ def _first_row(run: Mapping[str, Any]) -> int:
 
 
 def shown(runs: Sequence[Mapping[str, Any]], head: int) -> list[dict[str, Any]]:
-    """Return entries with whole events, of ``head`` rows; those of runs that were copied too."""
+    """Return entries for ``head`` rows with complete events, also in entries of copied runs."""
     stops = [*(run["first_row"] for run in runs), head][1:]
     return [_shown(run, stop) for run, stop in zip(runs, stops, strict=True)]
 
@@ -88,7 +88,7 @@ def _shown(run: Mapping[str, Any], stop: int = _MOST) -> dict[str, Any]:
 
 
 def before_row(run: Mapping[str, Any], row: int) -> dict[str, Any]:
-    """Return an entry without the events that were made when row ``row`` was there, or was next."""
+    """Return an entry without events that occurred at row ``row``, when it was next, or later."""
     found = run.get(EVENTS)
     if not isinstance(found, list):
         return dict(run)
@@ -98,12 +98,12 @@ def before_row(run: Mapping[str, Any], row: int) -> dict[str, Any]:
 
 
 def without_name(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry that has its events, wherever they were kept."""
+    """Return an entry without the name of its events in the file."""
     return {name: each for name, each in run.items() if name != IN_FILE}
 
 
 def inline(run: Mapping[str, Any], room: float) -> dict[str, Any]:
-    """Return an entry with events of its own, without them where they have more bytes than room."""
+    """Return an entry with a copy of its events, or without them if they exceed ``room`` bytes."""
     events = run.get(EVENTS)
     if not isinstance(events, list):
         return without_name(run)
@@ -113,7 +113,7 @@ def inline(run: Mapping[str, Any], room: float) -> dict[str, Any]:
 
 
 def without_events(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry that says of its events only that it has some, where it has."""
+    """Return an entry that records only that it has events, if it has some."""
     if not run.get(EVENTS) and IN_FILE not in run:
         return dict(run)
     rest = {name: each for name, each in run.items() if name not in (EVENTS, IN_FILE)}

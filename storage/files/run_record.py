@@ -1,4 +1,4 @@
-"""The record that a collector commits with its rows: the counts of its run. Pure."""
+"""The record that a collector commits with its rows, which counts its run. Pure."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Counts of a run when ``at`` rows were committed; -1 if a record does not say."""
+    """Counts of a run when ``at`` rows were committed. Missing numbers are -1."""
 
     at: int
-    """Rows committed when the record was written."""
+    """The number of rows committed when the record was written."""
     first_row: int
     """The first row of the run."""
     stored_before: int
-    """Rows of the run in another storage: the run went on from a loaded state."""
+    """Rows of the run in another storage, if the run continued from a loaded state."""
     seed: int
     incarnation: int
     ledger: dict[str, int]
     open: int
-    """Trajectories that go on after these rows."""
+    """The number of trajectories that continue after these rows."""
     next_id: int
-    """A number larger than any trajectory id so far; any number in a damaged record."""
+    """A number above every trajectory id so far; arbitrary in a damaged record."""
     policy_version: int = -1
-    """The largest policy version of rows that were taken back; no record of later rows says it."""
+    """The largest policy version of rewound rows, which no record of later rows contains."""
 
     @classmethod
     def parse(cls, record: tuple[int, bytes] | None) -> Self | None:
-        """Read a storage's record; return None without one, or if no collector wrote it."""
+        """Parse a storage's record; return None if there is none, or if no collector wrote it."""
         if record is None:
             return None
         at, payload = record
@@ -53,16 +53,16 @@ class RunRecord:
 
     @property
     def is_whole(self) -> bool:
-        """True if the record has all numbers that a run needs to be continued, all possible."""
+        """True if the record has all numbers that are required to continue a run, all valid."""
         numbers = (self.first_row, self.stored_before, self.seed, self.incarnation, self.open)
         return all(0 <= number < 2**62 for number in (*numbers, *self.ledger.values()))
 
 
 def record_after(payload: bytes, *, next_id: int, incarnation: int, policy_version: int) -> bytes:
-    """Return the payload of an earlier record, for the time after its later rows were taken back.
+    """Return the payload of an earlier record after a rewind to it.
 
-    Ids, incarnations and versions only grow: it gets those of today, where they are larger. The
-    payload of a record that no collector wrote stays as it is.
+    Ids, incarnations and versions only grow, so the current values replace smaller ones. A payload
+    that no collector wrote is returned unchanged.
     """
     record = RunRecord.parse((0, payload))
     if record is None:
@@ -75,14 +75,14 @@ def record_after(payload: bytes, *, next_id: int, incarnation: int, policy_versi
 
 
 def record_with_version(payload: bytes, policy_version: int) -> bytes:
-    """Return the payload of a record that `record_bytes` made, with a policy version."""
+    """Return the payload of a record from `record_bytes`, extended by a policy version."""
     return b'%b, "policy_version": %d}' % (payload[:-1], policy_version)
 
 
 def record_without(payload: bytes, counts: Mapping[str, int]) -> bytes:
-    """Return the payload of a record whose ledger has so much less of some ``counts``.
+    """Return the payload of a record with ``counts`` subtracted from its ledger.
 
-    The payload of a record that no collector wrote stays as it is.
+    A payload that no collector wrote is returned unchanged.
     """
     if RunRecord.parse((0, payload)) is None:
         return payload
@@ -97,7 +97,7 @@ def record_bytes(counts: tuple[str, ...]) -> bytes:
     """Return the bytes of a record with ``%d`` for each of its numbers, in this order.
 
     ``counts`` are the names of the ledger's counts. The caller fills in the numbers with ``%``,
-    which is quick: every commit has a record, and may be one step of an environment.
+    which is fast. Every commit has a record, and may be a single step of an environment.
     """
     record = {
         "first_row_of_run": 0,
@@ -114,12 +114,12 @@ def record_bytes(counts: tuple[str, ...]) -> bytes:
 def record_template(
     counts: tuple[str, ...], first_row: int, stored_before: int, seed: int | None
 ) -> bytes:
-    """Return the bytes of a record of one run, with ``%d`` for each number that changes in it."""
+    """Return the bytes of one run's record, with ``%d`` for each number that changes."""
     fixed = first_row, stored_before, -1 if seed is None else seed
     spelt = record_bytes(counts).replace(b"%d", b"%b")
     return spelt % (*(b"%d" % number for number in fixed), *[b"%d"] * (len(counts) + 3))
 
 
 def is_count(value: Any) -> bool:
-    """Return whether a value is a whole number of 64 bits; `verify` reports negative ones."""
+    """Return True if a value is a 64-bit integer. `verify` reports negative ones."""
     return type(value) is int and -(2**63) <= value < 2**63

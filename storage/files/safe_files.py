@@ -1,7 +1,7 @@
-"""The one way to the files of a storage: through no link, and to plain files alone.
+"""Safe access to the files of a storage, which follows no links and opens only plain files.
 
-Another user who can write to a storage's directory may have put a link to a third user's file
-there. The path that a user names may be a link, or contain links; the paths below it may not.
+Another user with write access to a storage's directory may have put a link to a third user's file
+there. A path that the user names may be or contain a link; paths below it may not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from tallyroll.storage.errors import TooManyFiles
 
 JSON_LIMIT = 2**25
-"""The most bytes of a JSON file that is read; in memory it takes up to 20 times as many."""
+"""Maximum bytes of a JSON file to read. In memory it takes up to 20 times as much."""
 
 OUT_OF_FILES = {errno.EMFILE, errno.ENFILE}
 
@@ -30,7 +30,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR
 
 
 def too_many_files(path: object, error: OSError) -> TooManyFiles:
-    """Return the `TooManyFiles` for an error of the system."""
+    """Return the `TooManyFiles` error for an error of the system."""
     return TooManyFiles(
         f"{path} cannot be opened: {error.strerror}. This process may have "
         f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files open (ulimit -n). Raise that "
@@ -39,11 +39,11 @@ def too_many_files(path: object, error: OSError) -> TooManyFiles:
 
 
 def open_any(path: Path | str, flags: int, directory: int | None = None) -> int:
-    """Open anything at a path; return a descriptor, or raise OSError.
+    """Open any kind of file at a path; return a descriptor, or raise OSError.
 
     Raises:
-        TooManyFiles: no more files may be open. It is not an OSError, which many callers take for
-            a sign of a damaged file.
+        TooManyFiles: no more files may be open. It is not an OSError, because many callers treat
+            an OSError as a damaged file.
     """
     try:
         return os.open(path, flags, 0o666, dir_fd=directory)
@@ -54,10 +54,10 @@ def open_any(path: Path | str, flags: int, directory: int | None = None) -> int:
 
 
 class Inside:
-    """The files below a directory that the user named. All paths are below it.
+    """Access to the files below a directory that the user named. All paths must be below it.
 
-    Every method raises OSError, with the path as its filename: ELOOP or ENOTDIR for a link, ENXIO
-    for anything but a plain file, EMLINK for a file to write to that has another name, too.
+    Every method raises OSError with the path as its filename: ELOOP or ENOTDIR for a link, ENXIO
+    for anything but a plain file, and EMLINK for a file to write to that has another name.
     """
 
     def __init__(self, root: Path) -> None:
@@ -65,7 +65,7 @@ class Inside:
         self._held = -1
 
     def hold(self) -> None:
-        """Keep the root open until `let_go`, so that it is found even after a move."""
+        """Keep the root open until `let_go`, so that it is found even after it was moved."""
         if self._held < 0:
             self._held = open_any(self.root, _DIRECTORY)
 
@@ -84,7 +84,7 @@ class Inside:
 
     @contextlib.contextmanager
     def _above(self, path: Path) -> Iterator[tuple[int, str]]:
-        """Yield a descriptor of the directory that ``path`` lies in, and its name there."""
+        """Yield a descriptor of the directory that contains ``path``, and the name in it."""
         *above, name = self._below(path)
         _require_short(path)
         held = self._held
@@ -97,7 +97,7 @@ class Inside:
                 directory = inner
             yield directory, name
         except OSError as error:
-            error.filename, error.filename2 = str(path), None  # and not its name in there
+            error.filename, error.filename2 = str(path), None  # the whole path, not only the name
             raise
         except TooManyFiles as error:
             assert isinstance(error.__cause__, OSError)
@@ -127,7 +127,7 @@ class Inside:
         with open(self.open(path, os.O_RDONLY), "rb") as file:
             if (size := os.fstat(file.fileno()).st_size) > limit:
                 raise OSError(errno.EFBIG, f"it has {size} bytes, and may have {limit}")
-            return file.read(size)  # not `limit`: memory would be taken for so many bytes
+            return file.read(size)  # not `limit`, which would allocate that much memory
 
     def read_start(self, path: Path, nbytes: int) -> bytes:
         """Return the first bytes of a file."""
@@ -141,7 +141,7 @@ class Inside:
             return file.read(nbytes)
 
     def read_json(self, path: Path) -> Any:
-        """Return the value in a JSON file; raise ValueError and RecursionError, too."""
+        """Return the value in a JSON file; may also raise ValueError and RecursionError."""
         return json.loads(self.read(path, JSON_LIMIT))
 
     def write_aside(
@@ -152,11 +152,13 @@ class Inside:
         synced: bool = False,
         durable: bool = False,
     ) -> None:
-        """Write a file beside ``path`` and rename it, so that ``path`` is always whole.
+        """Write a file atomically: write a temporary file and rename it to ``path``.
 
-        ``content`` is bytes, or pieces of them one after the other.
-        With ``synced`` it is whole after a power cut, too; with ``durable`` the call returns when
-        the new content would survive one.
+        Args:
+            path: the path of the file.
+            content: the bytes, or an iterable of pieces.
+            synced: ensure that the file is complete even after a power cut.
+            durable: return only when the new content would survive a power cut.
         """
         with self._above(path) as (directory, name):
             aside = name + _ASIDE
@@ -175,18 +177,18 @@ class Inside:
                 os.fsync(directory)
 
     def make(self, path: Path) -> int:
-        """Make a new, empty file; return a descriptor. A file or link of that name is removed."""
+        """Create an empty file; return a descriptor. An existing file or link is removed."""
         _require_short(path)
         with self._above(path) as (directory, name):
             return _made(directory, name)
 
     def remove(self, path: Path) -> None:
-        """Remove a file or a link, if it is there."""
+        """Remove a file or a link, if it exists."""
         with self._above(path) as (directory, name):
             _remove(directory, name)
 
     def remove_directory(self, path: Path) -> None:
-        """Remove a directory below the root, if it is empty."""
+        """Remove an empty directory below the root; do nothing if it is not empty."""
         with self._above(path) as (directory, name):
             try:
                 os.rmdir(name, dir_fd=directory)
@@ -195,7 +197,7 @@ class Inside:
                     raise
 
     def make_directory(self, path: Path) -> None:
-        """Make a directory and those above it, below the root."""
+        """Create a directory and its parents below the root."""
         _require_short(path)
         place = self.root
         for part in path.relative_to(self.root).parts:
@@ -208,7 +210,7 @@ class Inside:
         os.close(self.open_directory(path))
 
     def sync(self, path: Path) -> None:
-        """Return when a file is on the disk; do nothing for a path without a plain file."""
+        """Wait until a file is on the disk; do nothing if there is no plain file at the path."""
         try:
             file = self.open(path, os.O_RDONLY)
         except OSError:
@@ -217,20 +219,20 @@ class Inside:
             os.fsync(file)
 
     def sync_directory(self, path: Path) -> None:
-        """Return when the directory's entries are on the disk."""
+        """Wait until the directory's entries are on the disk."""
         with closing(self.open_directory(path)) as directory:
             os.fsync(directory)
 
 
 def _require_short(path: Path) -> None:
-    # This class could open a longer path part by part; other libraries could not.
+    # This class could open a longer path part by part, but other libraries could not.
     if len(os.fsencode(path)) + len(_ASIDE) > _LONGEST:
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(path))
 
 
 @contextlib.contextmanager
 def closing(file: int) -> Iterator[int]:
-    """Yield a descriptor, and close it at the end."""
+    """Yield a descriptor, and close it at the end of the context."""
     try:
         yield file
     finally:
@@ -238,26 +240,26 @@ def closing(file: int) -> Iterator[int]:
 
 
 def close_all(files: Iterable[int]) -> None:
-    """Close every descriptor, even if closing one fails; raise its error after that."""
+    """Close every descriptor, even if closing one fails; raise that error afterwards."""
     with contextlib.ExitStack() as exits:
         for file in files:
             exits.callback(os.close, file)
 
 
 def _let_go(directory: int) -> None:
-    # Nothing was written through it, so that an error is harmless; raised here, it would lose
-    # the descriptor that the caller opened.
+    # An error is harmless, because nothing was written through the descriptor. Raising it here
+    # would lose the descriptor that the caller opened.
     with contextlib.suppress(OSError):
         os.close(directory)
 
 
 def open_file(path: Path | str, flags: int, directory: int | None = None) -> int:
-    """Open a plain file, not through a link; return a descriptor, or raise OSError.
+    """Open a plain file without following a link; return a descriptor, or raise OSError.
 
-    In an open ``directory`` it is opened as `Inside` does. Without one it is the file that the
-    user named, which may have other names, too.
+    With an open ``directory``, the rules of `Inside` apply. Without one, the user named the file,
+    which may then have other names.
     """
-    # Opening a pipe would wait for its other end.
+    # Without O_NONBLOCK, opening a pipe would wait for its other end.
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     file = open_any(path, flags, directory)
     try:
@@ -275,7 +277,7 @@ def open_file(path: Path | str, flags: int, directory: int | None = None) -> int
 def data_in(file: int, start: int = 0) -> Iterator[tuple[int, int]]:
     """Yield the ranges of an open file from ``start`` on that are not holes.
 
-    Reading a hole takes time and gives zeros. The position of the descriptor stays as it is.
+    Reading a hole takes time and gives zeros. The position of the descriptor does not change.
     """
     size, at = os.fstat(file).st_size, start
     while at < size:
@@ -284,9 +286,9 @@ def data_in(file: int, start: int = 0) -> Iterator[tuple[int, int]]:
             begin = os.lseek(file, at, os.SEEK_DATA)
             stop = os.lseek(file, begin, os.SEEK_HOLE)
         except OSError as error:
-            if error.errno == errno.ENXIO:  # no data follow
+            if error.errno == errno.ENXIO:  # no more data
                 return
-            begin, stop = at, size  # a file system that does not know its holes
+            begin, stop = at, size  # the file system does not support holes
         finally:
             os.lseek(file, position, os.SEEK_SET)
         yield begin, min(stop, size)
@@ -306,7 +308,7 @@ def _made(directory: int, name: str) -> int:
     try:
         return open_file(name, flags, directory)
     except FileExistsError:
-        _remove(directory, name)  # of a process that was killed, or a link
+        _remove(directory, name)  # a leftover of a killed process, or a link
         return open_file(name, flags, directory)
 
 

@@ -1,4 +1,4 @@
-"""Versions of the format: which one is written, which ones are read, and what the others are."""
+"""Format versions that this Tallyroll writes and reads."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 from tallyroll.storage.errors import CorruptStorage, FormatVersionMismatch
 
 FORMAT_VERSION = 3
-"""The version of new storages. An older storage that is appended to keeps its own."""
+"""The version of new storages. Appending to an older storage does not change its version."""
 
 READABLE = (2, 3)
-"""The versions that are read and appended to.
+"""The versions that can be read and appended to.
 
-Version 3 has, in the header, the mark of a storage that is open for writing, the file that the
-header lies in, and the rows at the last clean close (see `header_words`); version 2 has zeros
-there.
+Version 3 records three facts in the header: the mark of a storage that is open for writing, the
+identity of the header's file, and the number of rows at the last clean close (see `header_words`).
+Version 2 has zeros there.
 """
 
 _MOST = 2**16
 
 
 def is_newer(version: object) -> bool:
-    """Return whether ``version`` can be that of a later Tallyroll's format."""
+    """Return True if ``version`` may be that of a later Tallyroll's format."""
     return type(version) is int and FORMAT_VERSION < version < _MOST
 
 
 def require_readable(version: object, path: Path) -> int:
-    """Return the version in ``path``, if this Tallyroll reads it.
+    """Return the version in ``path``, if this Tallyroll can read it.
 
     Raises:
-        FormatVersionMismatch: another Tallyroll wrote it.
-        CorruptStorage: the value is no version.
+        FormatVersionMismatch: another Tallyroll wrote the file.
+        CorruptStorage: the value is not a version.
     """
     if type(version) is not int or not 1 <= version < _MOST:
         raise CorruptStorage(

@@ -1,4 +1,4 @@
-"""Formats: the places of their rows, and metadata for other libraries."""
+"""File formats: the places of rows, and metadata for other libraries."""
 
 from tallyroll.storage.package.moved_paths import moved_names
 

@@ -1,4 +1,4 @@
-"""The interface of a format: the places of rows, and metadata for other libraries."""
+"""The interface of a format, which defines the places of rows and metadata for other libraries."""
 
 from __future__ import annotations
 
@@ -33,36 +33,36 @@ BESIDE: Final = (
     "samples.drawn",
     "columns.statistics",
 )
-"""Files that are kept beside the rows, each of which says how far it goes, and can be lost without
-losing rows: the table of episodes, hashes of the content, priorities of a sampler, the index of
-trajectories, how many rows were drawn under a rate limit, and statistics of columns."""
+"""Files beside the rows: the episode table, content hashes, priorities of a sampler, the trajectory
+index, counts of rows drawn under a rate limit, and column statistics. Each file records how many
+rows it covers, and can be lost without losing rows."""
 
 EVENTS_FILE: Final = "run.events"
-"""The file of calls of environments, see `tallyroll.storage.readers.event_file`."""
+"""The file of environment calls, see `tallyroll.storage.readers.event_file`."""
 
 
 class Format(ABC):
-    """The places of a storage's rows, and the metadata around them.
+    """Abstract format of a storage: the places of its rows, and the metadata around them.
 
-    A new format gets a class of storages in `tallyroll.storage.storages`: there `FORMATS` gives it
-    a short name, and ``_name_at`` finds it by its files. `tallyroll.storage.formats.by_name` has
-    the format by that name, and the suffixes that mean it.
+    A new format needs a storage class in `tallyroll.storage.storages`, where `FORMATS` gives it a
+    short name and ``_name_at`` detects it by its files. `tallyroll.storage.formats.by_name` maps
+    that name and path suffixes to the format.
     """
 
     name: ClassVar[str]
-    """The name in the manifest, ``tallyroll.`` first."""
+    """The name in the manifest, which begins with ``tallyroll.``."""
 
     grows: ClassVar[bool] = True
-    """Whether space for more rows can be added to an open storage."""
+    """True if space for more rows can be added to an open storage."""
 
     rings: ClassVar[bool] = False
-    """Whether new rows may overwrite the oldest."""
+    """True if new rows may overwrite the oldest."""
 
     most_dims: ClassVar[int] = 64
-    """Dimensions of a column, rows included. NumPy has so many."""
+    """Maximum number of dimensions of a column, including rows. The default is NumPy's limit."""
 
     lacks_bfloat16: ClassVar[str] = ""
-    """The name of the file format, for messages, if it has no bfloat16."""
+    """The name of the file format, for messages, if it lacks bfloat16."""
 
     durable = False
     """True if the manifest and the metadata for other libraries must survive a power cut."""
@@ -77,47 +77,47 @@ class Format(ABC):
     """The file that holds the manifest."""
 
     beside: tuple[Path, ...]
-    """The paths of `BESIDE`, in its order."""
+    """The paths of the files in `BESIDE`, in order."""
 
     events_path: Path
     """The path of `EVENTS_FILE`."""
 
     schema: Schema
-    """The columns, once the storage was created or opened."""
+    """The schema, once the storage has been created or opened."""
 
     def __init__(self, path: Path, root: Path | None = None) -> None:
         self.path = path
         self.inside = Inside(path if root is None else root)
-        """The directory of all its files, through which they are opened."""
+        """The directory that contains all files, through which they are opened."""
 
     @property
     def episodes_path(self) -> Path:
-        """The file for the table of episodes."""
+        """The file of the episode table."""
         return self.beside[0]
 
     @property
     def leaves_path(self) -> Path:
-        """The file for hashes of the content."""
+        """The file of content hashes."""
         return self.beside[1]
 
     @property
     def priorities_path(self) -> Path:
-        """The file for the priorities of a sampler."""
+        """The file of a sampler's priorities."""
         return self.beside[2]
 
     @property
     def index_path(self) -> Path:
-        """The file for the index of trajectories."""
+        """The file of the trajectory index."""
         return self.beside[3]
 
     @property
     def drawn_path(self) -> Path:
-        """The file for the rows that were drawn under a rate limit."""
+        """The file of counts of rows drawn under a rate limit."""
         return self.beside[4]
 
     @property
     def statistics_path(self) -> Path:
-        """The file for statistics of columns."""
+        """The file of column statistics."""
         return self.beside[5]
 
     def open_header(self, flags: int) -> int:
@@ -125,17 +125,18 @@ class Format(ABC):
         return self.inside.open(self.header_path, flags)
 
     def stands(self) -> bool:
-        """Return whether a storage is there: from the moment that its manifest exists."""
-        # Reading a link to nothing raises an error that names it: a cache may have lost its file.
+        """Return True if a storage exists, which is the case once its manifest exists."""
+        # A dangling link counts, because reading it raises an error with its name. A cache may have
+        # lost the target.
         return self.manifest_path.exists() or self.manifest_path.is_symlink()
 
     @abstractmethod
     def read_manifest(self) -> Manifest:
-        """Return the checked manifest; raise as `manifest.read_manifest`. Call it before `open`."""
+        """Return the checked manifest, before `open`; raise as `manifest.read_manifest` does."""
 
     @abstractmethod
     def write_manifest(self, manifest: Manifest) -> None:
-        """Replace the manifest, whole or not at all."""
+        """Replace the manifest atomically."""
 
     @abstractmethod
     def refuse_existing(self) -> None:
@@ -168,19 +169,19 @@ class Format(ABC):
                 )
 
     def prepare(self) -> None:
-        """Make the place for a new storage's lock file."""
+        """Create the directory of a new storage's lock file."""
         make_directory(self.inside.root)
         with translated(self.lock_path.parent):
             self.inside.make_directory(self.lock_path.parent)
 
     @abstractmethod
     def create(self, schema: Schema, header: bytes, capacity: int = 0) -> None:
-        """Make files without rows, and the header; remove those of an unfinished creation.
+        """Create the header and files without rows; remove those of an unfinished creation.
 
-        ``capacity`` is the number of rows that the user wants, 0 if it is unknown.
+        ``capacity`` is the number of rows that the user requests, or 0 if it is unknown.
 
         Raises:
-            StorageFull: no space.
+            StorageFull: the disk has no space.
         """
 
     def fit(self, schema: Schema, capacity: int) -> None:  # noqa: B027 - most formats grow
@@ -189,14 +190,14 @@ class Format(ABC):
         The writer holds the lock, and no other file is open yet. Formats that grow do nothing.
 
         Raises:
-            StorageFull: no space; nothing was changed.
+            StorageFull: the disk has no space; nothing was changed.
         """
 
     def finish(self, schema: Schema, rows: int) -> None:  # noqa: B027 - trimmed is enough
-        """Leave exactly ``rows`` rows, for good. The writer holds the lock and no other file.
+        """Reduce the files to exactly ``rows`` rows. The writer holds the lock and no other file.
 
         Raises:
-            StorageFull: no space; nothing was changed.
+            StorageFull: the disk has no space; nothing was changed.
         """
 
     def footprint(self, schema: Schema, rows: int) -> Footprint:
@@ -209,7 +210,7 @@ class Format(ABC):
         """Remove the files of an unfinished creation."""
 
     def undo(self, *, made: bool) -> None:
-        """Remove the files of a failed creation, its lock too, and the place if it ``made`` it."""
+        """Remove the files and lock of a failed creation, and the directory if it was ``made``."""
         self.discard()
         self.inside.remove(self.lock_path)
 
@@ -218,29 +219,30 @@ class Format(ABC):
         """Open the files of an existing storage.
 
         Raises:
-            CorruptStorage: one is missing.
+            CorruptStorage: a file is missing.
         """
 
     @abstractmethod
     def grow(self, rows: int) -> None:
-        """Reserve space for at least ``rows`` rows, or raise `StorageFull` with nothing changed."""
+        """Reserve space for at least ``rows`` rows; raise `StorageFull` with nothing changed."""
 
     @abstractmethod
     def arrays(self, rows: int, access: Access) -> list[np.ndarray]:
-        """Return all mapped rows, one array [room, ...] a column, room being at least ``rows``.
+        """Return all mapped rows, one array [room, ...] per column, where room is at least
+        ``rows``.
 
         Raises:
-            CorruptStorage: the files are shorter than that.
+            CorruptStorage: the files are shorter.
         """
 
     @abstractmethod
     def private(self, rows: int, before: Area | None = None) -> Area:
-        """Map at least ``rows`` rows once more, privately, for one caller; ``rows`` is above 0.
+        """Map at least ``rows`` rows privately for one caller, where ``rows`` is above 0.
 
-        ``before`` is a smaller area that only this caller has; a format that can adds to it.
+        ``before`` is a smaller area that only this caller has. A format may extend it.
 
         Raises:
-            CorruptStorage: the files are shorter than that.
+            CorruptStorage: the files are shorter.
             OSError: the system refuses; FileNotFoundError: the files were deleted.
         """
 
@@ -250,46 +252,47 @@ class Format(ABC):
 
     @abstractmethod
     def publish(self, rows: int) -> None:
-        """Show ``rows`` rows to other libraries."""
+        """Make ``rows`` rows visible to other libraries."""
 
     @abstractmethod
     def shown_wrongly(self, head: Callable[[], int]) -> Iterator[str]:
-        """Yield faults in the metadata for other libraries, one sentence a file.
+        """Yield faults in the metadata for other libraries, one sentence per file.
 
-        A writer that opens the storage and closes it writes all of that metadata again.
+        A writer that opens and closes the storage rewrites all of that metadata.
 
         Args:
-            head: returns how many rows are committed now.
+            head: returns the current number of committed rows.
 
         Raises:
             MissingLibrary: the check needs a library that is not installed.
         """
 
     def made_wrongly(self, head: Callable[[], int]) -> Iterator[str]:
-        """Yield faults as `shown_wrongly` does, in metadata that only the creation writes."""
+        """Yield faults like `shown_wrongly`, in metadata that only creation writes."""
         return iter(())
 
     @abstractmethod
     def trim(self, rows: int, kept: int) -> None:
-        """Give back the space beyond ``rows`` rows.
+        """Release the space beyond ``rows`` rows.
 
-        Processes may have mapped the files up to ``kept`` rows, and look there for rows that come
-        later: those files must not be cut, or the system kills them, nor be replaced.
+        Processes may have mapped the files up to ``kept`` rows and look there for later rows. Those
+        files must be neither shortened, which would make the system kill the processes, nor
+        replaced.
         """
 
     @abstractmethod
     def sync(self, start: int = 0) -> None:
-        """Return when all rows are on the disk; those before ``start`` were at an earlier call."""
+        """Wait until all rows are on the disk. Earlier calls synced the rows before ``start``."""
 
     @abstractmethod
     def written_aside(self) -> set[Path]:
-        """Return the files that are written aside, one or more in every directory of the format."""
+        """Return the files that are replaced atomically, at least one per directory."""
 
     @told
     def settle(self) -> None:
-        """Return when everything but the header is on the disk, the work of other writers too.
+        """Wait until everything but the header is on the disk, including the work of other writers.
 
-        Rows are synced first, then metadata, then names, from the inside out.
+        Rows are synced first, then metadata, then directory entries, from the inside out.
 
         Raises:
             DiskFailed: the system cannot write it.
@@ -305,4 +308,4 @@ class Format(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the files. Arrays handed out stay valid."""
+        """Close the files. Arrays that were returned stay valid."""

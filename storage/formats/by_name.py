@@ -1,4 +1,4 @@
-"""The formats by their short names, and by the suffixes of paths."""
+"""The formats by short name, and by path suffix."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SUFFIXES: Final[Mapping[str, str]] = {".h5": "hdf5", ".hdf5": "hdf5", ".zarr": "
 def format_at(path: Path, wanted: str | None, there: str | None = None) -> str:
     """Return the short name of the format of a storage at ``path``.
 
-    It is that of the storage which is ``there``, or the one that is wanted, or what the suffix
-    says; without any of these, memory-mapped.
+    The result is the format of the existing storage (``there``), the ``wanted`` format, or that of
+    the suffix. By default it is ``"memmap"``.
 
     Raises:
-        ValueError: no such format, or ``path`` is of another one than is wanted.
+        ValueError: the format does not exist, or ``path`` has another one than ``wanted``.
     """
     if wanted is not None and wanted not in FILES:
         raise ValueError(f"format is one of {', '.join(FILES)}, got {wanted!r:.80}.")

@@ -1,4 +1,4 @@
-"""The base of formats that are directories: which files may be there, and their removal."""
+"""Base class of formats that are directories, which creates and removes their files."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tallyroll.storage.rows.schema import Schema
 
 
 class DirectoryFormat(Format):
-    """A storage that is a directory of its own."""
+    """Format of a storage that is a directory of its own."""
 
     @abstractmethod
     def _owns(self, name: Path) -> bool:
-        """Return whether a file of that name, from the root, may be one of the format's own."""
+        """Return True if a file of that name, relative to the root, may belong to the format."""
 
     def refuse_existing(self) -> None:
-        """Accept a path where nothing is, an empty directory, or an unfinished creation."""
+        """Raise unless the path is free, an empty directory, or an unfinished creation."""
         refuse_impossible(self.manifest_path)
         self._refuse_storage()
         self._refuse_lost_manifest()
@@ -43,11 +43,12 @@ class DirectoryFormat(Format):
             )
 
     def read_manifest(self) -> Manifest:
-        """Return the manifest. If it cannot be read, the header may be of a later version.
+        """Return the manifest. If it cannot be read, check whether the header is of a later
+        version.
 
         Raises:
-            FormatVersionMismatch: a later Tallyroll wrote it.
-            NotAStorage, CorruptStorage: as `manifest.read_manifest`.
+            FormatVersionMismatch: a later Tallyroll wrote the storage.
+            NotAStorage, CorruptStorage: see `manifest.read_manifest`.
         """
         try:
             return read_manifest(self.inside, self.manifest_path)
@@ -58,11 +59,11 @@ class DirectoryFormat(Format):
             raise
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Replace the manifest, whole or not at all."""
+        """Replace the manifest atomically."""
         write_manifest(self.inside, self.manifest_path, manifest, durable=self.durable)
 
     def _refuse_lost_manifest(self) -> None:
-        """Raise `CorruptStorage` if rows are committed here: no unfinished creation has any."""
+        """Raise `CorruptStorage` if rows are committed, which an unfinished creation never has."""
         try:
             header = self.inside.read_start(self.header_path, HEADER_NBYTES)
             reserve, head = committed_counts(header)
@@ -81,15 +82,15 @@ class DirectoryFormat(Format):
             return None
         files = [file for file in self.path.rglob("*") if file.is_symlink() or not file.is_dir()]
         foreign = [file for file in files if not self._owns(file.relative_to(self.path))]
-        # The lock comes first: without it these files are not from a creation of ours.
+        # Check the lock first: without it, these files are not from an unfinished creation.
         if self.lock_path.exists() and not foreign:
             return None
-        if set(self.path.rglob("*")) == {self.lock_path.parent}:  # killed before it made its lock
+        if set(self.path.rglob("*")) == {self.lock_path.parent}:  # killed before the lock was made
             return None
         return (foreign[0] if foreign else next(self.path.iterdir())).name
 
     def refuse_missing(self) -> None:
-        """Accept a directory."""
+        """Raise unless the path is a directory."""
         super().refuse_missing()
         if not self.path.is_dir():
             raise NotAStorage(
@@ -97,7 +98,7 @@ class DirectoryFormat(Format):
             )
 
     def discard(self) -> None:
-        """Remove files of an unfinished creation, and directories that it leaves empty."""
+        """Remove files of an unfinished creation, and directories that become empty."""
         for place in sorted(self.path.rglob("*"), reverse=True):
             if place == self.lock_path:
                 continue
@@ -107,17 +108,17 @@ class DirectoryFormat(Format):
                 self.inside.remove(place)
 
     def undo(self, *, made: bool) -> None:
-        """Remove files of a failed creation, its lock too, and the directory if it ``made`` it."""
+        """Remove the files and lock of a failed creation, and the directory if it was ``made``."""
         super().undo(made=made)
         for place in sorted(self.path.rglob("*"), reverse=True):
             if place.is_dir() and not place.is_symlink():
                 self.inside.remove_directory(place)
         if made:
-            with contextlib.suppress(OSError):  # the error of the creation says more
+            with contextlib.suppress(OSError):  # the error of the creation is more informative
                 self.path.rmdir()
 
     def create(self, schema: Schema, header: bytes, capacity: int = 0) -> None:
-        """Make the files of a storage without rows, and the header, the manifest not yet."""
+        """Create the header and the files of a storage without rows, but not the manifest."""
         self.discard()
         self.schema = schema
         with translated(self.path, len(header)):
@@ -135,14 +136,14 @@ class DirectoryFormat(Format):
 
     @abstractmethod
     def _make_columns(self, capacity: int) -> None:
-        """Make the directories of the columns, and the files that they have from the start."""
+        """Create the directories of the columns, and their initial files."""
 
     @abstractmethod
     def _documents(self, rows: int) -> Mapping[Path, Any]:
-        """Return the JSON that other libraries read for ``rows`` rows, by file, in write order."""
+        """Return the JSON for other libraries that shows ``rows`` rows, by file, in write order."""
 
     def publish(self, rows: int) -> None:
-        """Write the metadata of other libraries for ``rows`` rows, the root last."""
+        """Write the metadata for other libraries that shows ``rows`` rows, the root last."""
         self._show(self._documents(rows))
 
     def _show(self, documents: Mapping[Path, Any]) -> None:
@@ -152,9 +153,9 @@ class DirectoryFormat(Format):
                 self.inside.write_aside(file, content, synced=self.durable)
 
     def written_aside(self) -> set[Path]:
-        """Return the manifest, what is kept beside the rows, and the files for other libraries."""
+        """Return the manifest, the files alongside the rows, and the files for other libraries."""
         return {self.manifest_path, *self.beside, self.events_path, *self._documents(0)}
 
     def shown_wrongly(self, head: Callable[[], int]) -> Iterator[str]:
-        """Compare the metadata of other libraries with what it should be."""
+        """Compare the metadata for other libraries with the expected content."""
         return wrong_documents(self.inside, self._documents, head)

@@ -1,13 +1,13 @@
-"""A file per column, as `tensordict.TensorDict.load_memmap` reads them, in one directory.
+"""Memory-mapped format: one file per column, as `tensordict.TensorDict.load_memmap` reads it.
 
 ::
 
-    DIR/manifest.json        what it is; written last when a storage is created
-    DIR/tallyroll.header     rows committed, and the record
-    DIR/tallyroll.lock       held by the writer
-    DIR/episodes.npy         the table of episodes
-    DIR/content.leaves       hashes of the content, where some are kept
-    DIR/meta.json            for tensordict, in each nested directory too
+    DIR/manifest.json        the manifest; written last when a storage is created
+    DIR/tallyroll.header     the number of committed rows, and the record
+    DIR/tallyroll.lock       the lock of the writer
+    DIR/episodes.npy         the episode table
+    DIR/content.leaves       content hashes, if they are kept
+    DIR/meta.json            for tensordict, also in each nested directory
     DIR/reward.memmap        the column ("reward",), row after row
     DIR/next/reward.memmap   the column ("next", "reward")
 """
@@ -43,7 +43,7 @@ _LONGEST_NAME = 255
 _LOOKS = 100
 
 META_FIELDS = frozenset({"shape", "device", "_type"})
-"""Fields of ``meta.json`` beside the names of columns."""
+"""Fields of ``meta.json`` besides the names of columns."""
 
 # Characters that tensordict writes as %XX in file names.
 _ENCODED = {*map(chr, range(32)), *'/<>:"|?*\\ %', chr(127)}
@@ -56,9 +56,9 @@ class MemmapFormat(DirectoryFormat):
     rings: ClassVar[bool] = True
 
     _files: tuple[int, ...] = ()
-    """Descriptors of the columns' files, which a writer keeps open."""
+    """Descriptors of the column files, which a writer keeps open."""
     _inodes: list[int] | None = None
-    """The files that a reader mapped."""
+    """The inodes of the files that a reader mapped."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -71,7 +71,7 @@ class MemmapFormat(DirectoryFormat):
         return name.name in _OURS or name.suffix == ".memmap"
 
     def check(self, schema: Schema) -> None:
-        """Refuse names that collide with files or with fields of tensordict's metadata."""
+        """Raise for names that collide with files or with fields of tensordict's metadata."""
         super().check(schema)
         taken = dict(_TAKEN)
         for column in schema.columns:
@@ -104,7 +104,7 @@ class MemmapFormat(DirectoryFormat):
             os.close(self.inside.make(file))
 
     def open(self, schema: Schema, *, writable: bool) -> None:
-        """Open the column files, to write; who reads opens the directory, and maps them from it."""
+        """Open the column files for writing. A reader opens only the directory."""
         self.schema = schema
         if writable:
             self._files = tuple(self._open_all(os.O_RDWR))
@@ -126,11 +126,11 @@ class MemmapFormat(DirectoryFormat):
 
     @contextmanager
     def _opened(self) -> Iterator[Sequence[int]]:
-        """Descriptors of the column files: those of a writer, or of a reader for a moment.
+        """Yield descriptors of the column files. A reader opens them for the context only.
 
         Raises:
-            FileNotFoundError: they are gone since they were mapped first.
-            CorruptStorage: others are there.
+            FileNotFoundError: the files have been deleted since they were first mapped.
+            CorruptStorage: the files have been replaced.
         """
         if self._files:
             yield self._files
@@ -152,7 +152,7 @@ class MemmapFormat(DirectoryFormat):
 
     @told
     def grow(self, rows: int) -> None:
-        """Reserve disk space for ``rows`` rows in all: a sparse file would kill us when full."""
+        """Reserve disk space for ``rows`` rows. Sparse files would cause SIGBUS on a full disk."""
         sizes = [os.fstat(file).st_size for file in self._files]
         try:
             for file, size, column in zip(self._files, sizes, self.schema.columns, strict=True):
@@ -166,7 +166,7 @@ class MemmapFormat(DirectoryFormat):
 
     @told
     def arrays(self, rows: int, access: Access) -> list[np.ndarray]:
-        """Map what all files hold; they must hold ``rows`` rows."""
+        """Map the whole files, which must hold ``rows`` rows."""
         with self._opened() as files:
             for _ in range(_LOOKS):
                 room = self._room(files, rows)
@@ -176,7 +176,7 @@ class MemmapFormat(DirectoryFormat):
                         for file, column in zip(files, self.schema.columns, strict=True)
                     ]
                 except ValueError:
-                    # A writer that closes cut the files to the committed rows meanwhile.
+                    # A closing writer trimmed the files to the committed rows meanwhile.
                     continue
         raise CorruptStorage(
             f"the files of {self.path} were cut shorter {_LOOKS} times while they were opened, so "
@@ -184,7 +184,7 @@ class MemmapFormat(DirectoryFormat):
         )
 
     def private(self, rows: int, before: Area | None = None) -> Area:
-        """Map all files one after the other."""
+        """Map all files one after the other in one region."""
         with self._opened() as files:
             room = self._room(files, rows)
             sizes = [room * column.row_nbytes for column in self.schema.columns]
@@ -195,10 +195,10 @@ class MemmapFormat(DirectoryFormat):
         return Area(region, starts[:-1], room)
 
     def map_into(self, regions: Sequence[Region | None], rows: int, starts: Sequence[int]) -> None:
-        """Map the first ``rows`` rows of each column to a byte of its region; without one, not.
+        """Map the first ``rows`` rows of each column into its region, except where that is None.
 
         Raises:
-            CorruptStorage: the files are shorter than that.
+            CorruptStorage: the files are shorter.
             OSError: the system refuses.
         """
         with self._opened() as files:
@@ -209,7 +209,7 @@ class MemmapFormat(DirectoryFormat):
                     region.add(file, rows * column.row_nbytes, at)
 
     def _room(self, files: Sequence[int], rows: int) -> int:
-        """Number of rows that all files hold, at least ``rows``."""
+        """Return the number of rows that all files hold; raise if it is below ``rows``."""
         sizes = [os.fstat(file).st_size for file in files]
         for column, size in zip(self.schema.columns, sizes, strict=True):
             if size < rows * column.row_nbytes:
@@ -232,13 +232,13 @@ class MemmapFormat(DirectoryFormat):
 
     @told
     def trim(self, rows: int, kept: int) -> None:
-        """Cut the files to ``rows`` rows, or to ``kept`` if these are more."""
+        """Trim the files to ``rows`` rows, or to ``kept`` if that is more."""
         for file, column in zip(self._files, self.schema.columns, strict=True):
             os.ftruncate(file, max(rows, kept) * column.row_nbytes)
 
     @told
     def sync(self, start: int = 0) -> None:
-        """Return when every column is on the disk."""
+        """Wait until every column is on the disk."""
         for file in self._files:
             os.fdatasync(file)
 
@@ -258,13 +258,13 @@ def _map_column(file: int, column: Column, rows: int, access: Access) -> np.ndar
 
 
 def _encode(name: str) -> str:
-    """Return a name as tensordict spells it in file names."""
+    """Return a name in tensordict's encoding for file names."""
     return "".join(f"%{ord(char):02X}" if char in _ENCODED else char for char in name)
 
 
 @lru_cache(maxsize=2**10)
 def place_of(key: Key, *, leaf: bool) -> Path:
-    """Return the path of a column (``leaf``) or a group of columns, from the root."""
+    """Return the path of a column (``leaf``) or a group of columns, relative to the root."""
     *groups, name = map(_encode, key)
     return Path(*groups, name + ".memmap" if leaf else name)
 

@@ -1,4 +1,4 @@
-"""Compare metadata for other libraries with what should be there. Pure but for reading."""
+"""Comparison of metadata for other libraries with the expected content. Pure, except for reads."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tallyroll.storage.files.safe_files import Inside
 def wrong_documents(
     inside: Inside, documents: Callable[[int], Mapping[Path, Any]], head: Callable[[], int]
 ) -> Iterator[str]:
-    """Yield faults in JSON files for other libraries, one sentence a file.
+    """Yield faults in JSON files for other libraries, one sentence per file.
 
-    Other programs may have added entries to the files; those are ignored.
+    Entries that other programs added to the files are ignored.
 
     Args:
         inside: the storage's files.
-        documents: returns the right content by file, for a number of rows.
-        head: returns how many rows are committed now.
+        documents: returns the expected content by file, for a number of rows.
+        head: returns the current number of committed rows.
     """
-    # A call makes the content of all files, and most files show the same number of rows.
+    # Each call makes the content of all files, and most files show the same number of rows.
     made = functools.lru_cache(maxsize=2)(documents)
     for file, blank in documents(0).items():
         try:
@@ -39,10 +39,10 @@ def wrong_documents(
 
 
 def require_committed(rows: int, head: int, file: Path) -> None:
-    """Refuse a file that shows more rows than are committed.
+    """Raise if a file shows more rows than are committed.
 
     Raises:
-        CorruptStorage: it does.
+        CorruptStorage: ``rows`` is above ``head``.
     """
     if rows > head:
         raise CorruptStorage(
@@ -51,7 +51,7 @@ def require_committed(rows: int, head: int, file: Path) -> None:
 
 
 def differs(file: str | os.PathLike[str], what: str) -> CorruptStorage:
-    """Return the error for a file that is not as it was written for other libraries."""
+    """Return the error for a file for other libraries whose content has changed."""
     return CorruptStorage(f"{file} is not as it was written for other libraries: {what}.")
 
 
@@ -63,9 +63,9 @@ def _read(inside: Inside, file: Path) -> Any:
 
 
 def _rows_shown(found: Any, blank: Mapping[str, Any], file: Path) -> int:
-    """Return the number of rows that a file shows: in its own shape, or in a group's arrays.
+    """Return the number of rows that a file shows, in its own shape or in a group's arrays.
 
-    The arrays of a group were written at one moment, so that the first one decides.
+    The arrays of a group were written together, so that the first one is representative.
     """
     if "shape" in blank:
         return _rows_in(found, file)
@@ -100,7 +100,7 @@ def _without_order(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _difference(wanted: Any, found: Any, where: str) -> str | None:
-    """Return where ``found`` differs from ``wanted``, or None; it may have further entries."""
+    """Return where ``found`` differs from ``wanted``, or None; additional entries are ignored."""
     if not isinstance(wanted, dict):
         same = json.dumps(wanted) == json.dumps(found)
         return None if same else f"{where} is {found!r:.100}, expected {wanted!r:.100}"

@@ -1,4 +1,4 @@
-"""Libraries that only some storages need, imported where they are used."""
+"""Import of libraries that only some storages need."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from tallyroll.storage.files.safe_files import open_any
 
 
 def needed(module: str, extra: str, by: str) -> Any:
-    """Return a module that only some users need.
+    """Import and return an optional module.
 
     Args:
-        module: its name.
+        module: the name of the module.
         extra: the extra that installs it.
-        by: what needs it, as ``"a table needs"``.
+        by: the feature that needs it, as ``"a table needs"``.
 
     Raises:
-        MissingLibrary: it is not installed.
-        TooManyFiles: none of its files may be opened.
+        MissingLibrary: the module is not installed.
+        TooManyFiles: its files cannot be opened because too many files are open.
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        os.close(open_any(os.devnull, os.O_RDONLY))  # unless no more files may be open
+        os.close(open_any(os.devnull, os.O_RDONLY))  # raises if no more files may be open
         name = module.partition(".")[0].replace("_", "-")
         raise MissingLibrary(
             f"{by} {name}, which is not installed ({error}): pip install 'tallyroll[{extra}]'"

@@ -1,4 +1,4 @@
-"""Compare the space that rows take with the free space, before any row is written."""
+"""Comparison of the space that rows need with the free space, before any row is written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tallyroll.storage.files.paths import free_bytes, nearest
 from tallyroll.storage.rows.schema import Schema
 
 _UNLIMITED = 2**63 - 1
-# The most bytes of a file, by Linux's name of the file system.
+# Maximum file sizes in bytes, by Linux's name of the file system.
 _LARGEST_FILES = {
     "msdos": 2**32 - 1,
     "vfat": 2**32 - 1,
@@ -27,34 +27,34 @@ _LARGEST_FILES = {
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Space that rows take on disk in some format."""
+    """Disk space of rows in some format."""
 
     nbytes: int
-    """Bytes in all files."""
+    """Total bytes of all files."""
     files: int
     largest: int
     """Bytes of the largest file."""
     maps: int
-    """Memory maps of a process that has all files open."""
+    """Number of memory maps of a process that has all files open."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Space and files that a run will take, and those that are free."""
+    """Space and files that a run needs, and those that are free."""
 
     needed: Footprint
     nbytes: int
-    """Bytes that it takes beyond those that the storage has already."""
+    """Bytes needed beyond those that the storage already has."""
     free: int
-    """Bytes that are free on its file system."""
+    """Free bytes on the file system."""
     free_files: int
     largest_file: int
-    """The most bytes of one file, by the file system and this process's limits."""
+    """Maximum bytes of one file, by the file system and this process's limits."""
     free_maps: int
 
     @property
     def problems(self) -> list[str]:
-        """Limits that are exceeded, one sentence each."""
+        """The exceeded limits, one sentence each."""
         found = []
         if self.nbytes > self.free:
             found.append(f"they take {self.nbytes:,} bytes more, and {self.free:,} are free")
@@ -74,7 +74,7 @@ class Estimate:
 
 
 class SizedFormat(Protocol):
-    """A format, as far as the space that it takes is concerned."""
+    """The part of a format that determines its space."""
 
     path: Path
 
@@ -83,13 +83,13 @@ class SizedFormat(Protocol):
 
 
 def estimate(format: SizedFormat, schema: Schema, rows: int, *, there: int = 0) -> Estimate:
-    """Return the space that ``rows`` rows in all will take, and the space that is free.
+    """Return the space that ``rows`` rows in all will need, and the free space.
 
     Args:
-        format: the format of their storage.
-        schema: their columns.
+        format: the format of the storage.
+        schema: the schema of the rows.
         rows: the number of rows.
-        there: the number of rows that have space already.
+        there: the number of rows that already have space.
     """
     needed = format.footprint(schema, rows)
     taken = format.footprint(schema, there).nbytes if there else 0
@@ -106,7 +106,7 @@ def estimate(format: SizedFormat, schema: Schema, rows: int, *, there: int = 0) 
 
 
 def require_room(format: SizedFormat, schema: Schema, rows: int, *, there: int = 0) -> None:
-    """Refuse ``rows`` rows that do not fit; ``there`` of them have their space already.
+    """Raise unless ``rows`` rows fit, of which ``there`` already have space.
 
     Raises:
         StorageFull: the rows exceed a limit; the message names every such limit, with numbers.
@@ -126,7 +126,7 @@ def _largest_file(place: Path) -> int:
 
 
 def _file_system(place: Path) -> str:
-    """Return the name of the file system, "" if the system does not say."""
+    """Return the name of the file system, or "" if it is unknown."""
     found: tuple[int, str] = (0, "")
     with contextlib.suppress(OSError, ValueError, IndexError):
         real = os.path.realpath(place)

@@ -1,1 +1,1 @@
-"""The packages themselves: their public names, names that moved, and versions."""
+"""Package metadata: public names, moved names, and versions."""

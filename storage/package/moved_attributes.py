@@ -1,4 +1,4 @@
-"""Attributes that a class had before: they work still, and say where they are now."""
+"""Deprecated attributes that warn and forward to their new location."""
 
 import warnings
 from collections.abc import Callable
@@ -6,12 +6,12 @@ from operator import attrgetter
 from typing import Any
 
 
-class MovedAttribute:
-    """An attribute that is at another place of the same object now.
+class Moved:
+    """Descriptor for an attribute that moved to another part of the same object.
 
     Args:
-        path: the place, as ``"part.name"``.
-        adapt: makes what was here of what is there; None: they are the same.
+        path: the new location, as ``"part.name"``.
+        adapt: converts the new value to the former one; None: the values are the same.
     """
 
     def __init__(self, path: str, adapt: Callable[[Any], Any] | None = None) -> None:

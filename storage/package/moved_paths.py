@@ -1,4 +1,4 @@
-"""Import paths that modules had before: they work still, and warn with the present path."""
+"""Deprecated import paths that warn and forward to the new module."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 
 def moved_modules(package: str, table: Mapping[str, str]) -> None:
-    """Find modules of ``package`` by the paths that they had.
+    """Make modules of ``package`` importable by their former paths.
 
     Args:
         package: the name of the package.
-        table: the present path by each former one. The modules in a former folder are found
-            in the present one.
+        table: the present path for each former one. An entry for a folder also covers the modules
+            inside it.
     """
     sys.meta_path.append(_Finder({f"{package}.{old}": new for old, new in table.items()}))
 
@@ -37,7 +37,7 @@ def moved_names(package: str, module: str, *names: str) -> Callable[[str], Any]:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """EnvCall last, for modules that no other finder knows."""
+    """Finder for moved modules, placed last, so that it handles only otherwise unknown names."""
 
     def __init__(self, table: Mapping[str, str]) -> None:
         self._table = table
@@ -45,14 +45,14 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module that has another path now."""
+        """Return a module spec if the module has moved, else None."""
         new = self._present(fullname)
         if new is None or (new not in self._table.values() and find_spec(new) is None):
             return None
         return ModuleSpec(fullname, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module the names of the one at the present path."""
+        """Copy the names of the module at the present path into this module."""
         new = self._present(module.__name__)
         assert new is not None
         _warn(module.__name__, new, 2)
@@ -60,7 +60,7 @@ class _Finder(MetaPathFinder, Loader):
         vars(module).update({name: value for name, value in names if not name.startswith("__")})
 
     def _present(self, name: str) -> str | None:
-        """Return the present path of a module; None if it never had another one."""
+        """Return the present path of a module, or None if it never had another one."""
         above, below = name, ""
         while above not in self._table:
             above, _, last = above.rpartition(".")

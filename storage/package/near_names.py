@@ -1,11 +1,11 @@
-"""Names that may have been meant, where there is none of a name."""
+"""Suggestions for misspelled names in error messages."""
 
 import difflib
 from collections.abc import Iterable, Sequence
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about a name that there is not: what it abbreviates, or the nearest."""
+    """Return a message suffix that suggests completions of a name, or else the nearest one."""
     names = sorted(known)
     begun = [each for each in names if name.strip("-") and each.startswith(name)]
     near = begun or difflib.get_close_matches(name, names, n=1)
@@ -13,5 +13,5 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def in_words(names: Sequence[str]) -> str:
-    """The names as words: bash, zsh or tcsh."""
+    """Join names to a phrase, such as "bash, zsh or tcsh"."""
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -1,8 +1,8 @@
-"""Public names of a package, stated once: in the stub beside its ``__init__.py``.
+"""Public names of a package, read from the stub beside its ``__init__.py``.
 
-Type checkers read the stub as it is. At run time it says from which module a name comes, and that
-module is imported when the name is used first: torch and TorchRL take seconds, for which
-``tallyroll --help`` need not wait.
+Type checkers read the stub directly. At run time the stub maps each name to its module, which is
+imported when the name is first used. torch and TorchRL take seconds to import, and commands such
+as ``tallyroll --help`` do not need them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def homes_of_names(init: str) -> dict[str, str]:
-    """Return the module of each name that the stub of a package imports; ``init`` is its file."""
+    """Return the module of each name that the stub beside the file ``init`` imports."""
     stub = ast.parse(Path(init).with_suffix(".pyi").read_text("utf-8"))
     return dict(sorted(pair for node in stub.body for pair in _names_in(node)))
 

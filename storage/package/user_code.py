@@ -1,4 +1,4 @@
-"""Calls of code that users give, whose ``StopIteration`` must not end a loop over its results."""
+"""Protection against user code that raises ``StopIteration`` inside a loop."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from types import TracebackType
 from typing import ClassVar
 
 ENDS = StopIteration, StopAsyncIteration
-"""The exceptions that Python takes for the end of an iterator."""
+"""The exceptions that Python interprets as the end of an iterator."""
 
 
 class UserCode(ContextDecorator):
-    """A context, or a decorator, that turns a ``StopIteration`` inside it into an error of ours.
+    """Context manager and decorator that converts a ``StopIteration`` to an error of Tallyroll.
 
-    Other exceptions pass. The error has the original one as its cause.
+    Other exceptions propagate unchanged. The original exception is the cause of the error.
 
     Args:
-        place: the call in words, with which the message begins: ``"postproc"``.
+        place: the name of the call, with which the message begins: ``"postproc"``.
     """
 
     raises: ClassVar[type[Exception]]
-    """The class of the error."""
+    """The exception class to raise."""
 
     def __init__(self, place: str) -> None:
         self._place = place
 
     def __enter__(self) -> None:
-        """Begin."""
+        """Enter the context."""
 
     def __exit__(
         self,
@@ -34,13 +34,13 @@ class UserCode(ContextDecorator):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Raise the error of ours, if ``error`` is one that would end a loop."""
+        """Convert ``error`` if it is an exception that would end a loop."""
         if isinstance(error, ENDS):
             raise self.error(self._place, error) from error
 
     @classmethod
     def error(cls, place: str, original: BaseException) -> Exception:
-        """Return the error of ours for ``original``, which the caller makes its cause."""
+        """Return the error for ``original``, which the caller sets as its cause."""
         text = str(original).partition("\n")[0]
         got = f"{type(original).__name__}{f' ({text:.200})' if text else ''}"
         return cls.raises(

@@ -1,4 +1,4 @@
-"""Versions of the packages that data depends on, found without importing one of them."""
+"""Versions of the packages that data depends on, determined without importing them."""
 
 import platform
 import sys
@@ -17,7 +17,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def _versions() -> dict[str, str]:
-    """Look them up once: metadata are files, which take longer to read than a collector to make."""
+    """Look up the versions once: reading metadata files takes longer than making a collector."""
     found = {"python": platform.python_version(), "torch": _torch()}
     for package in _PACKAGES:
         found[package] = installed(package) or "not installed"
@@ -25,7 +25,7 @@ def _versions() -> dict[str, str]:
 
 
 def installed(package: str) -> str:
-    """Return the version in a package's metadata, or in those of its nightly; empty without."""
+    """Return the version of a package or of its nightly; "" if neither is installed."""
     for name in (package, f"{package}-nightly"):
         try:
             return version(name)
@@ -35,10 +35,10 @@ def installed(package: str) -> str:
 
 
 def _torch() -> str:
-    """Return torch's own version: it names the CUDA release, which its metadata may leave out."""
+    """Return torch's own version, which names the CUDA release. Its metadata may omit that."""
     if "torch" in sys.modules:
         return str(sys.modules["torch"].__version__)
-    # To import torch takes seconds. Its file version.py assigns a few names.
+    # Importing torch takes seconds. Its file version.py only assigns a few names.
     package = find_spec("torch")
     if package is None or package.origin is None:
         return "not installed"

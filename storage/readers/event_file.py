@@ -1,13 +1,13 @@
-"""Calls of environments in a file beside the rows, to which each call adds a line.
+"""File of environment calls alongside the rows, to which each call appends a line.
 
-The first line names the file and the storage. Each of the others is the CRC-32 of that id and of
-the rest of the line, and JSON: the name that the run's entry in the manifest gives its events
-(`IN_FILE`), the number of the event in it, and the event as `run_events` keeps it. A line is
-written before the first row that comes after the call, so that a kill cuts off the last line at
-most, and with it a call without rows; the next writer goes on from there.
+The first line contains a name and the id of the storage. Every other line consists of the CRC-32 of
+that id and of the rest of the line, and JSON: the name that the run's entry in the manifest gives
+its events (`IN_FILE`), the number of the event among them, and the event in the form of
+`run_events`. A line is written before the first row that follows the call. A kill therefore cuts
+off at most the last line, and with it a call without rows. The next writer continues from there.
 
-In memory an entry has its events, wherever they are kept. On the disk it has their name alone, or
-the events themselves in what an earlier version wrote, and in entries of copied rows.
+In memory, an entry always contains its events. On disk, it contains only their name, or the events
+themselves if an earlier version wrote it or the entry describes copied rows.
 """
 
 from __future__ import annotations
@@ -38,48 +38,48 @@ from tallyroll.storage.formats.base import Format
 
 _MAGIC: Final = "tallyroll events 1"
 _LONGEST: Final = 2**22
-"""Bytes of a line: an event names one trajectory a lane."""
+"""Maximum bytes of a line: an event names one trajectory per lane."""
 _NOTHING: Final = -1
 _NO_FILE: Final = {errno.ELOOP, errno.ENOTDIR, errno.ENXIO}
-"""Errors of what is no file of ours: a link, a pipe."""
+"""Errors that show that the path is not our file but, for example, a link or a pipe."""
 
 
 @dataclass(frozen=True)
 class _State:
-    """The whole lines of the file, as they were read or written last."""
+    """The complete lines of the file, as of the last read or write."""
 
     inode: int = _NOTHING
     nbytes: int = 0
-    """Bytes of these lines."""
+    """Bytes of the complete lines."""
     events: dict[str, list[Event]] = field(default_factory=dict)
-    """By their name."""
+    """The events by name."""
     left_out: frozenset[str] = frozenset()
-    """Names of which a line is damaged, or missing, or may be."""
+    """Names of which a line is, or may be, damaged or missing."""
     faults: tuple[str, ...] = ()
     last: str = ""
-    """The name in the last line that is not damaged."""
+    """The name in the last undamaged line."""
 
 
 class EventFile:
-    """The events of a storage's runs, in its file of them.
+    """The events of a storage's runs, stored in one file.
 
     Args:
         files: the files of the storage.
-        writable: raise where the file is there and cannot be read, rather than go on without it.
+        writable: raise if the file exists and cannot be read, instead of continuing without it.
     """
 
     def __init__(self, files: Format, *, writable: bool) -> None:
         self._files, self._path, self._writable = files, files.events_path, writable
         self._state = _State()
         self._lost = 0
-        """Runs of which the file has no event, and should."""
+        """The number of runs whose events should be in the file and are not."""
 
     # --- read -------------------------------------------------------------------------------------
 
     def merged(self, manifest: Manifest) -> Manifest:
         """Return the manifest with the events of its runs.
 
-        An entry of which events cannot be read has those before, and `LEFT_OUT`.
+        If events of an entry cannot be read, the entry has the readable ones and `LEFT_OUT`.
         """
         names = [run[IN_FILE] for run in manifest["runs"] if IN_FILE in run]
         if not names:
@@ -90,21 +90,21 @@ class EventFile:
         return {**manifest, "runs": [_with_events(run, state) for run in manifest["runs"]]}
 
     def faults(self) -> Iterator[str]:
-        """Yield what was wrong with the file at the last look, one sentence each."""
+        """Yield the faults that the last read of the file found, one sentence each."""
         yield from self._state.faults
         if self._lost and not self._state.faults:
             yield f"{self._path} has no events of {self._lost} runs, which have some"
 
     @property
     def torn(self) -> bool:
-        """True if the last line was cut short."""
+        """True if the last line is truncated."""
         with suppress(OSError), closing(self._files.inside.open(self._path, os.O_RDONLY)) as file:
             found = os.fstat(file)
             return found.st_ino == self._state.inode and found.st_size > self._state.nbytes
         return False
 
     def _look(self, id: str) -> _State:
-        """Return the lines of the file, of which those that came since the last look are read."""
+        """Return the lines of the file, reading only those added since the last call."""
         try:
             with open(self._files.inside.open(self._path, os.O_RDONLY), "rb") as file:
                 found, known = os.fstat(file.fileno()), self._state
@@ -136,7 +136,7 @@ class EventFile:
                 left_out.add(last)
                 continue
             last, number, event = found
-            if last not in grown:  # others have the list that was there
+            if last not in grown:  # copy the list, because earlier callers hold it
                 grown.add(last)
                 events[last] = [*events.get(last, ())]
             if number == len(events[last]):
@@ -152,9 +152,9 @@ class EventFile:
     # --- written ----------------------------------------------------------------------------------
 
     def add(self, id: str, run: Mapping[str, Any], event: Event) -> bool:
-        """Add an event to an entry that has some in the file; return whether it does.
+        """Add an event to an entry whose events are in the file; return False for other entries.
 
-        The list of the entry grows.
+        The list of the entry grows in place.
         """
         state, name = self._state, run.get(IN_FILE)
         if name not in state.events or run.get(EVENTS) is not state.events[name]:
@@ -165,14 +165,15 @@ class EventFile:
 
     @property
     def full(self) -> bool:
-        """True if there is no room for more."""
+        """True if the file has no room for more events."""
         return self._state.nbytes > EVENTS_NBYTES
 
     def keep(self, manifest: Manifest) -> tuple[Manifest, Callable[[], None]]:
         """Write the events that the file lacks, before the manifest is written.
 
-        Return the manifest with a name for the events of each run, and what is to be called when
-        it was written: that removes events which no run has any more.
+        Returns:
+            The manifest with a name for the events of each run, and a callback to call after it has
+            been written, which removes events that no run has any more.
         """
         runs = [_named(run) for run in manifest["runs"]]
         wanted: dict[str, list[Event]] = {
@@ -258,10 +259,10 @@ def _with_events(run: dict[str, Any], state: _State) -> dict[str, Any]:
 
 
 def _named(run: dict[str, Any]) -> dict[str, Any]:
-    """Return an entry with a name for its events, if it has some."""
+    """Return an entry with a name for its events, if it has events."""
     events = run.get(EVENTS)
     if not isinstance(events, list):
-        return without_events(run) if IN_FILE in run else run  # of a reader without the file
+        return without_events(run) if IN_FILE in run else run  # from a reader without the file
     if not events:
         return {name: each for name, each in run.items() if name not in (EVENTS, IN_FILE)}
     if IN_FILE in run or not all(map(is_event, events)):
@@ -283,7 +284,7 @@ def _crc(id: str, content: bytes) -> int:
 
 
 def _parsed(line: bytes, id: str) -> tuple[str, int, Event] | None:
-    """Return the name, the number and the event in a line; None where it is damaged."""
+    """Return the name, the number and the event in a line, or None if it is damaged."""
     try:
         if int(line[:8], 16) != _crc(id, line[9:]):
             return None

@@ -1,4 +1,4 @@
-"""The reader of our own files of every format: rows in memory maps."""
+"""The reader of Tallyroll's own files in every format, through memory maps."""
 # ruff: noqa: D102 - what a reader does is said once, in `RowReader`
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from tallyroll.storage.trajectories.lane_file import IndexOwner, read_index
 Mode: TypeAlias = Literal["create", "append", "read"]
 
 _MOST_ROWS: Final = 2**62
-"""The manifest has the run of every row: no other process writes."""
+"""Bound for a writer's origin: its manifest has the run of every row."""
 
 
 class _FileColumn(ColumnReader):
-    """A column that is one array, slot by slot."""
+    """Column that is one array, indexed by slot."""
 
     __slots__ = ("_engine", "_place")
 
@@ -58,7 +58,7 @@ class _FileColumn(ColumnReader):
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         engine = self._engine
         slots = rows % engine.ring if engine.ring else rows
-        # Rows are there: "clip" is the mode in which NumPy writes to `out` directly.
+        # The rows exist. With mode "clip", NumPy writes directly to `out`.
         return engine.space.arrays()[self._place].take(slots, axis=0, out=out, mode="clip")
 
     def slice(self, start: int, stop: int) -> np.ndarray:
@@ -71,15 +71,16 @@ class _FileColumn(ColumnReader):
 
 
 class FileReader(RowReader):
-    """Rows in files of ours, to which this process or another one may write.
+    """Reader of rows in Tallyroll's own files, to which this or another process may write.
 
     Args:
         format: the files.
+        path: the path of the storage, for messages.
         mode: the mode of the storage, ``"read"``, ``"append"`` or ``"create"``.
     """
 
     engine: Engine | None = None
-    """The engine that copies rows in and out; None before the files exist, and after `close`."""
+    """The engine that copies rows in and out; None before the files exist and after `close`."""
 
     def __init__(self, format: Format, path: Path, mode: Mode) -> None:
         self.format, self.path, self.mode = format, path, mode
@@ -88,7 +89,7 @@ class FileReader(RowReader):
         self._events = EventFile(format, writable=mode != "read")
         self._origin = Origin(self)
         self._last_head = 0
-        self.trajectory_index = TrajectoryIndex()  # made now, since threads of a writer share it
+        self.trajectory_index = TrajectoryIndex()  # not lazily, since threads of a writer share it
 
     # --- opened and closed ------------------------------------------------------------------------
 
@@ -101,18 +102,18 @@ class FileReader(RowReader):
         return self
 
     def use(self, engine: Engine, manifest: Manifest) -> None:
-        """Read the files that a creation just made."""
+        """Read the files that were just created."""
         self.engine, self._manifest = engine, manifest
 
     def let_go(self) -> Engine | None:
-        """Become closed, and return the engine, which the caller must close."""
+        """Mark the reader as closed and return the engine, which the caller must close."""
         engine, self.engine, self.closed = self.engine, None, True
         if engine is not None and engine.right.held:
             self._last_head = engine.counts.head
         return engine
 
     def lose(self, head: int) -> None:
-        """Become closed, with ``head`` rows, when the engine is closed already."""
+        """Mark the reader as closed with ``head`` rows, after its engine has been closed."""
         self.engine, self.closed, self._last_head = None, True, head
 
     def close(self) -> None:
@@ -142,7 +143,7 @@ class FileReader(RowReader):
             )
         return engine
 
-    # --- what is there ----------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     @property
     def initialised(self) -> bool:
@@ -181,7 +182,7 @@ class FileReader(RowReader):
 
     @property
     def revision(self) -> int:
-        # Of a writer it counts writes one by one. A reader sees the writer's progress only.
+        # A writer counts single writes. A reader sees only the writer's progress.
         engine = self.engine
         if engine is None:
             return 0
@@ -206,7 +207,7 @@ class FileReader(RowReader):
 
     @told
     def write_manifest(self, manifest: Manifest) -> None:
-        """Replace the manifest, and the events of its runs where they are others."""
+        """Replace the manifest, and the events of its runs if they changed."""
         manifest, after = self._events.keep(manifest)
         self.format.write_manifest(on_disk(manifest))
         self._manifest = manifest
@@ -214,7 +215,7 @@ class FileReader(RowReader):
 
     @told
     def add_event(self, at: int, event: Event) -> None:
-        """Add an event to the run with the index ``at``, or `LEFT_OUT` where there is no room."""
+        """Add an event to the run with the index ``at``, or `LEFT_OUT` if there is no room."""
         manifest = self.manifest
         runs: list[dict[str, Any]] = manifest["runs"]
         run = runs[at]
@@ -285,8 +286,8 @@ class FileReader(RowReader):
             yield str(error)
 
     def require_numbered_rewinds(self) -> None:
-        """Raise `CorruptStorage` if the header counts rewinds that the manifest does not know."""
-        # Twice: a writer may finish one meanwhile.
+        """Raise `CorruptStorage` if the header counts rewinds that the manifest lacks."""
+        # Check twice, because a writer may finish a rewind in between.
         fault = self._rewind_fault() and self._rewind_fault()
         if fault is not None:
             raise CorruptStorage(f"{self.path} is damaged: {fault}. Restore it from a copy.")
@@ -323,12 +324,12 @@ class FileReader(RowReader):
         return [column.take(slots, axis=0) for column in columns]
 
     def gather(self, rows: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
-        # From the pool, to which arrays return when nothing refers to them.
+        # The arrays come from the pool, and return to it when nothing refers to them.
         if not self.ring:
             return self.running().copies.gather(rows)
         if isinstance(rows, np.ndarray):
             return self.running().copies.gather(self.slots_of(rows))
-        slots: dict[int, np.ndarray] = {}  # many are the same
+        slots: dict[int, np.ndarray] = {}  # many of the arrays are identical
         for each in rows:
             if id(each) not in slots:
                 slots[id(each)] = each % self.ring
@@ -358,8 +359,8 @@ class FileReader(RowReader):
             try:
                 where = resolve(index, rows)
             except IndexOutOfRange:
-                # Another process is overwriting the row: it is valid again after the commit, and
-                # `take` waits for that.
+                # Another process is overwriting the row. It is valid again after the commit, for
+                # which `take` waits.
                 if (most := copies.most_rows(seen)) == rows:
                     raise
                 where = resolve(index, most)
@@ -378,7 +379,7 @@ class FileReader(RowReader):
             slots = slice(first + where.start, first + where.stop, where.step)
             arrays = copies.private(slots, only, seen.head)
             span = seen.span(ring)
-            if span.start > seen.floor:  # it began again
+            if span.start > seen.floor:  # the ring has wrapped
                 numbers = partial(in_all_slots, slots, span.start, ring)
             else:
                 numbers = range(span.start + where.start, span.start + where.stop, where.step)

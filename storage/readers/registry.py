@@ -1,4 +1,4 @@
-"""Readers of other storages than our three formats: of extensions, and of installed packages."""
+"""Registry of readers for other storages, from extensions and installed packages."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from typing import Any, Final
 from tallyroll.storage.readers.row_reader import RowReader
 
 GROUP = "tallyroll.readers"
-"""The group of entry points, each of them a subclass of `RowReader`."""
+"""The group of entry points that name subclasses of `RowReader`."""
 
 _OPENERS: Final = {
     "address": "tallyroll.storage.ext.remote.remote_archive",
     "several": "tallyroll.storage.ext.joined.union_storage",
     "sharded": "tallyroll.storage.ext.sharded.sharded_storage",
 }
-"""The modules of extensions whose function ``open_at`` opens storages of a kind."""
+"""Modules of extensions whose function ``open_at`` opens storages of a kind."""
 
 
 def open_by(kind: str, path: Any, mode: str, options: Mapping[str, Any]) -> Any:
-    """Return the storage at ``path`` that an extension opens.
+    """Open a storage with the extension for its kind.
 
     Args:
         kind: ``"address"``, ``"several"`` (a list of paths, or a pattern) or ``"sharded"``.
-        path: as `open_storage` has it.
-        mode: as `open_storage` has it.
+        path: see `open_storage`.
+        mode: see `open_storage`.
         options: further arguments of `open_storage`.
     """
     return import_module(_OPENERS[kind]).open_at(path, mode, **options)
 
 
 def reader_at(path: Path) -> RowReader | None:
-    """Return the reader by the first registered class that knows ``path``; None without one."""
+    """Return a reader from the first registered class that recognises ``path``, or None."""
     for entry in _registered(tuple((each, *_state(each)) for each in sys.path)):
         kind: type[RowReader] = entry.load()
         if (reader := kind.at(path)) is not None:
@@ -47,12 +47,12 @@ def reader_at(path: Path) -> RowReader | None:
 
 @lru_cache(1)
 def _registered(places: tuple[object, ...]) -> tuple[EntryPoint, ...]:
-    """Return the entry points; looked for again when ``places`` are others: it takes 4 ms."""
+    """Return the entry points, cached until ``places`` change, because the search takes 4 ms."""
     return tuple(sorted(entry_points(group=GROUP), key=lambda entry: entry.name))
 
 
 def _state(place: str) -> tuple[int, ...]:
-    """Return numbers that change when a package is installed in a directory, or removed."""
+    """Return numbers that change when a package is installed in, or removed from, a directory."""
     try:
         found = os.stat(place or ".")
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The interface of a reader: rows by number, from any source."""
+"""The reader interface: access to rows by number, from any source."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PATIENCE_SECONDS: Final = 1.0
 
 
 def numbers_of(reader: RowReader, index: Any) -> np.ndarray:
-    """Return the numbers of the rows that an index of `RowReader.get` means now."""
+    """Return the numbers of the rows that an index of `RowReader.get` currently selects."""
     span = reader.span
     where = resolve(index, len(span))
     if isinstance(where, slice):
@@ -45,24 +45,25 @@ def numbers_of(reader: RowReader, index: Any) -> np.ndarray:
 
 
 def columns_of(reader: RowReader, keys: Keys | None) -> tuple[Places | None, TensorDictBuilder]:
-    """Return the places of some columns, or None for all, and a builder that joins their arrays.
+    """Return the positions of some columns (None: all), and a builder that joins their arrays.
 
     Raises:
-        ColumnsMissing: a column is not there, or none is named.
+        ColumnsMissing: a column does not exist, or no column is named.
     """
     return (None, reader.nest) if keys is None else reader.chosen(keys)
 
 
 class ColumnReader(ABC):
-    """The values of one column, by the numbers of their rows.
+    """Values of one column, by row number.
 
-    Arrays have the column's ``numpy_dtype``, ``uint16`` for bfloat16. A caller asks for rows in
-    the reader's span; in a ring a writer may overwrite them meanwhile, which gives any values.
+    Arrays have the column's ``numpy_dtype``, which is ``uint16`` for bfloat16. Callers request rows
+    in the reader's span. In a ring, a writer may overwrite them meanwhile, which gives undefined
+    values.
     """
 
     @property
     def array(self) -> np.ndarray | None:
-        """All values as one read-only array [rows, ...], if they lie so in memory; else None.
+        """All values as one read-only array [rows, ...], or None if no such array is in memory.
 
         Row r is at index ``slots_of(r)`` of the reader.
         """
@@ -73,30 +74,30 @@ class ColumnReader(ABC):
         """Copy the values of ``rows`` [*], in any order: [*rows.shape, *shape of a value].
 
         Args:
-            rows: numbers, int64.
-            out: the array to copy to, C-contiguous, of that shape and the column's dtype.
+            rows: row numbers, int64.
+            out: a C-contiguous array to copy to, of that shape and the column's dtype.
         """
 
     @abstractmethod
     def slice(self, start: int, stop: int) -> np.ndarray:
-        """Return the values of the rows ``[start, stop)``, C-contiguous; do not write to them.
+        """Return the values of the rows ``[start, stop)``, C-contiguous. Do not write to the array.
 
-        The array may be the stored rows themselves and no copy; then those of a ring change in it.
+        The array may be a view of the stored rows, in which case changes to a ring appear in it.
         """
 
 
 class RowReader(ABC):
-    """Rows by their numbers, counted over all that were ever written.
+    """Abstract reader of rows by number, counted over all rows ever written.
 
-    Samplers, slices, n-step returns, `verify`, checkpoints, replay buffers and the command line
-    use a reader, and never its source directly.
+    Samplers, slices, n-step returns, `verify`, checkpoints, replay buffers and the command line use
+    a reader and never access its source directly.
 
     A subclass must define `schema`, `span`, `manifest` and `column`. It overrides the optional
-    members that its source supports, such as `record`. All others are computed from these. Of the
-    computed ones, `copies` and `gather` are worth an override if the source can read several
+    members that its source supports, such as `record`. All other members are derived from these. Of
+    the derived ones, `copies` and `gather` are worth overriding if the source can read several
     columns in one pass.
 
-    `open_storage` finds a class that is registered as an entry point in the group
+    `open_storage` finds classes that are registered as entry points in the group
     ``tallyroll.readers``: see `at`. `tallyroll.storage.testing.ReaderContract` tests a reader.
     """
 
@@ -104,8 +105,8 @@ class RowReader(ABC):
     """The path of the rows, for messages."""
 
     ring: int = 0
-    """The number of slots of a ring, in which new rows overwrite the oldest: row r lies in slot
-    r % ring. 0 if every row is kept."""
+    """The number of slots of a ring, in which new rows overwrite the oldest, or 0 if every row is
+    kept. Row r is in slot r % ring."""
 
     closed = False
 
@@ -114,28 +115,29 @@ class RowReader(ABC):
 
     @classmethod
     def at(cls, path: Path) -> RowReader | None:
-        """Return a reader of ``path``, which is no storage of ours; None if it cannot read it.
+        """Return a reader of ``path``, or None if this class cannot read it.
 
-        `open_storage` calls this method of every registered class in turn.
+        `open_storage` calls this method of every registered class in turn, for paths that are not
+        Tallyroll storages.
         """
         return None
 
     @property
     @abstractmethod
     def schema(self) -> Schema:
-        """The columns."""
+        """The schema of the rows."""
 
     @property
     @abstractmethod
     def span(self) -> range:
-        """The numbers of the rows that are there."""
+        """The numbers of the valid rows."""
 
     @property
     @abstractmethod
     def manifest(self) -> Manifest:
-        """The mapping of ``format``, ``id``, ``created`` and ``runs``, which wrote the rows.
+        """The manifest, with ``format``, ``id``, ``created`` and the ``runs`` that wrote the rows.
 
-        Each run is a mapping with its ``"first_row"``; they are in the order of first rows.
+        Each run is a mapping with its ``"first_row"``. Runs are ordered by first row.
         """
 
     @abstractmethod
@@ -143,7 +145,7 @@ class RowReader(ABC):
         """Return the reader of one column.
 
         Raises:
-            KeyError: there is no such column.
+            KeyError: the column does not exist.
         """
 
     def require_open(self) -> None:
@@ -152,19 +154,19 @@ class RowReader(ABC):
             raise StorageClosed(f"{self.path} was closed. Open it again.")
 
     def close(self) -> None:
-        """Close all files. A second call does nothing."""
+        """Close all files. A second call has no effect."""
         self.closed = True
 
     # --- optional: the defaults are those of a read-only source without an index ------------------
 
     @property
     def initialised(self) -> bool:
-        """True if there is a schema yet."""
+        """True if the storage has a schema."""
         return True
 
     @property
     def record(self) -> tuple[int, bytes] | None:
-        """The newest intact record: the rows committed when it was written, and its payload."""
+        """The newest intact record: the number of rows when it was written, and its payload."""
         return None
 
     @property
@@ -174,7 +176,7 @@ class RowReader(ABC):
 
     @property
     def left_open(self) -> bool:
-        """True if a writer has the rows open, or was killed before it closed them."""
+        """True if a writer has the storage open or was killed before it closed the storage."""
         return False
 
     @property
@@ -184,23 +186,23 @@ class RowReader(ABC):
 
     @property
     def floor(self) -> int:
-        """The row of a ring from which indices are counted: it was emptied there last."""
+        """The row from which the indices of a ring are counted, where it was last emptied."""
         return 0
 
     @property
     def rewinds(self) -> int:
-        """How often rows were taken back, so that numbers from there on mean other rows."""
+        """The number of rewinds, after each of which row numbers may refer to other rows."""
         return 0
 
     @property
     def rewinding(self) -> bool:
-        """True if a writer has taken rows back, and has not tidied up after that."""
+        """True while a writer has committed a rewind and not yet completed it."""
         return False
 
     def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
-        """Return the table of episodes that is stored beside the rows, with lines of ``dtype``.
+        """Return the episode table that is stored alongside the rows, with lines of ``dtype``.
 
-        It may end before the last row. Return None without one.
+        The table may end before the last row. The result is None if there is no table.
 
         Raises:
             DamagedTable: the table is damaged.
@@ -208,22 +210,23 @@ class RowReader(ABC):
         return None
 
     def kept_index(self, *, whole: bool = False) -> SavedBlocks | None:
-        """Return the index of trajectories that is kept beside the rows; None without one.
+        """Return the trajectory index that is saved alongside the rows, or None if there is none.
 
-        It may end before the last row. With ``whole`` all of it is checked, however large it is.
+        The index may end before the last row. With ``whole``, all of it is checked regardless of
+        size.
 
         Raises:
-            UnusableIndex: it cannot be used.
+            UnusableIndex: the index cannot be used.
         """
         return None
 
     def event_faults(self) -> Iterator[str]:
-        """Return faults in the file of the calls of environments."""
+        """Return the faults in the file of environment calls."""
         return iter(())
 
     @property
     def events_torn(self) -> bool:
-        """True if the last line of that file was cut short."""
+        """True if the last line of the file of environment calls is truncated."""
         return False
 
     def shown_wrongly(self) -> Iterator[str]:
@@ -231,15 +234,19 @@ class RowReader(ABC):
         return iter(())
 
     def made_wrongly(self) -> Iterator[str]:
-        """Return faults in metadata that only the creation writes."""
+        """Return faults in metadata that only creation writes."""
         return iter(())
 
     def damaged_chunks(self, tell: Callable[[int], object]) -> Iterator[tuple[str, str]] | None:
-        """Check all stored bytes by checksums; None where there are none beside the rows.
+        """Check all stored bytes by checksum; return None if there are no checksums beside the
+        rows.
 
-        Return an iterator over names of columns, or of what they come from, each with a sentence
-        that says what is damaged, and which rows are not. ``tell`` is called with the bytes that
-        were checked since its last call.
+        Args:
+            tell: callback that is called with the number of bytes checked since its last call.
+
+        Returns:
+            An iterator over names of columns, or of their sources, each with a sentence that says
+            what is damaged and which rows are intact.
         """
         return None
 
@@ -247,7 +254,7 @@ class RowReader(ABC):
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """The columns' keys, in order."""
+        """The keys of the columns, in order."""
         return self.schema.keys
 
     @property
@@ -262,12 +269,12 @@ class RowReader(ABC):
 
     @property
     def revision(self) -> int:
-        """A number that changes when rows are added or taken back."""
+        """A number that changes when rows are added or rewound."""
         return self.head
 
     @property
     def id(self) -> str | None:
-        """The id of the storage; its copies have the same."""
+        """The id of the storage, which its copies share."""
         found: str = self.manifest["id"]
         return found
 
@@ -279,7 +286,7 @@ class RowReader(ABC):
 
     @property
     def origin(self) -> Origin:
-        """The storage, for rows that say where they came from."""
+        """The storage as the origin of rows that are copied from it."""
         return self._as_origin
 
     @cached_property
@@ -293,7 +300,7 @@ class RowReader(ABC):
 
     @cached_property
     def trajectory_index(self) -> TrajectoryIndex:
-        """The index of the rows of each trajectory, built as far as callers have needed it."""
+        """The index of the rows of each trajectory, built on demand."""
         return TrajectoryIndex()
 
     # --- computed: rows ---------------------------------------------------------------------------
@@ -301,7 +308,7 @@ class RowReader(ABC):
     def slots_of(self, rows: np.ndarray) -> np.ndarray:
         """Return the indices of rows [*] in the array of a column.
 
-        Those of rows that follow one another do so, too, but at the end of a ring.
+        Consecutive rows have consecutive indices, except at the end of a ring.
         """
         if self.ring:
             return ring_slots(rows, self.ring)
@@ -316,7 +323,7 @@ class RowReader(ABC):
         return column.take(self.rows_in(np.arange(start, stop)))
 
     def shown(self, key: Key) -> np.ndarray:
-        """Return the values of a column as one array, whose memory only the caller has.
+        """Return the values of a column as one array that only the caller can access.
 
         Row r is at index ``slots_of(r)``.
         """
@@ -329,7 +336,7 @@ class RowReader(ABC):
         return rows_in(slots, span.stop, self.ring) if self.ring else slots + span.start
 
     def rows_at(self, index: np.ndarray, span: range) -> np.ndarray:
-        """Return the numbers of the rows of ``index`` [*], counted by slot, for this ``span``."""
+        """Return the row numbers for ``index`` [*], which counts by slot within ``span``."""
         ring, first = self.ring, span.start
         if not ring:
             return index + first if first else index
@@ -338,40 +345,41 @@ class RowReader(ABC):
         return rows_in(slots, span.stop, ring)
 
     def index_of(self, rows: np.ndarray) -> np.ndarray:
-        """Return the index by which `get` finds rows [*]."""
+        """Return the indices by which `get` finds rows [*]."""
         slots, ring = self.slots_of(rows), self.ring
         if not ring or not (first := (span := self.span).start):
             return slots
         return index_at(slots, span.stop, first + ring, ring, self.floor)
 
     def copies(self, rows: np.ndarray, keys: Sequence[Key] | None = None) -> list[np.ndarray]:
-        """Return copies [*rows.shape, ...] of rows of the span, of all columns or of some."""
+        """Return copies [*rows.shape, ...] of rows of the span, for all columns or for ``keys``."""
         return [self.column(key).take(rows) for key in (self.keys if keys is None else keys)]
 
     def gather(self, rows: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Copy rows as `copies` does, for batches, whose memory may be used again after them.
+        """Copy rows as `copies` does, for batches, whose memory may be reused after them.
 
-        ``rows`` may be one array for each column.
+        ``rows`` may be a sequence with one array for each column.
         """
         if isinstance(rows, np.ndarray):
             return self.copies(rows)
         return [self.column(key).take(at) for key, at in zip(self.keys, rows, strict=True)]
 
     def take(self, rows: np.ndarray, keys: Keys | None = None) -> TensorDict:
-        """Copy the rows of these numbers [*] to a TensorDict [*rows.shape].
+        """Copy the rows with these numbers [*] to a TensorDict [*rows.shape].
 
-        ``keys`` are the columns that are wanted; None: all.
+        ``keys`` selects columns; None: all.
 
         Raises:
-            IndexOutOfRange: a row is not there, or is overwritten while it is read.
+            IndexOutOfRange: a row does not exist, or is overwritten while it is read.
         """
         return read_consistently(self, lambda: _take(self, rows, keys))
 
     def chosen(self, keys: Keys) -> tuple[tuple[int, ...], TensorDictBuilder]:
-        """Return the places of some columns, and the `TensorDictBuilder` that joins their arrays.
+        """Return the positions of some columns, and the `TensorDictBuilder` that joins their
+        arrays.
 
         Raises:
-            ColumnsMissing: a column is not there, or none is named.
+            ColumnsMissing: a column does not exist, or no column is named.
         """
         wanted = (keys,) if isinstance(keys, str) else tuple(keys)
         found = self._chosen.get(wanted)
@@ -398,12 +406,12 @@ class RowReader(ABC):
         return {}
 
     def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
-        """Return rows counted from the first one, by the same indices as `DiskStorage.get`.
+        """Return rows counted from the first one, with the indices of `DiskStorage.get`.
 
-        Rows of a ring that are overwritten meanwhile are read again.
+        If rows of a ring are overwritten during the read, the read is repeated.
 
         Raises:
-            IndexOutOfRange: a row that is not there.
+            IndexOutOfRange: a row does not exist.
             Overrun: the writer overwrites the ring faster than it is read.
         """
         deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -421,15 +429,15 @@ class RowReader(ABC):
                     raise self.overrun(f"these {rows.size}") from error
 
     def get_into(self, index: Any, out: ReusedRows) -> TensorDict:
-        """Copy rows to memory that is used again, and return its TensorDict; see `get`."""
+        """Copy rows to reused memory and return its TensorDict; see `get`."""
         out.fill(self.get(index, out.keys))
         return out.rows
 
     def in_order(self, keys: Keys | None = None) -> TensorDict:
-        """Return all rows, the oldest first, without those that are overwritten meanwhile.
+        """Return all rows, oldest first, without rows that are overwritten during the read.
 
         Raises:
-            ColumnsMissing: a column that is not there.
+            ColumnsMissing: a column does not exist.
         """
         if not self.ring:
             return self.get(slice(None), keys)
@@ -441,7 +449,7 @@ class RowReader(ABC):
 
     @cached_property
     def nest(self) -> TensorDictBuilder:
-        """The nest that joins arrays [*batch, ...], one a column, to the TensorDict of a batch."""
+        """The builder that joins arrays [*batch, ...], one per column, to a TensorDict."""
         schema = self.schema
         columns = [(column.key, column.dtype) for column in schema.columns]
         return TensorDictBuilder(columns, schema.batch_shapes)
@@ -463,7 +471,7 @@ def _take(reader: RowReader, rows: np.ndarray, keys: Keys | None) -> TensorDict:
         arrays = reader.gather(rows)
     else:
         arrays = reader.copies(rows, [reader.keys[place] for place in only])
-    if least < reader.span.start:  # overwritten meanwhile
+    if least < reader.span.start:  # overwritten during the read
         raise _not_there(reader, least, most)
     return nest(arrays, rows.shape)
 
@@ -490,27 +498,27 @@ def _oldest_first(reader: RowReader, keys: Keys | None) -> TensorDict:
 class ReusedRows:
     """Memory for a number of rows, which each ``storage.get(index, out=...)`` overwrites.
 
-    To make a TensorDict and its tensors takes longer than to copy 256 small rows. One thread may
-    use it at a time. ``storage.reused(count, keys)`` makes it.
+    Making a TensorDict and its tensors takes longer than copying 256 small rows. One thread at a
+    time may use the memory. ``storage.reused(count, keys)`` creates it.
 
     Raises:
-        ColumnsMissing: a column is not there.
-        NotEnoughMemory: there is not enough memory.
-        ValueError: ``count`` is no positive number.
+        ColumnsMissing: a column does not exist.
+        NotEnoughMemory: the available memory is too small.
+        ValueError: ``count`` is not a positive number.
     """
 
     def __init__(self, reader: RowReader, count: int, keys: Keys | None = None) -> None:
         if type(count) is not int or count < 1:
             raise ValueError(f"rows is a positive number, got {count!r}.")
         self.schema = reader.schema
-        """The columns of the storage that it was made for."""
+        """The schema of the storage that the memory was made for."""
         self.places, nest = columns_of(reader, keys)
-        """The places of its columns among them; None: it has all."""
+        """The positions of the selected columns in the schema; None: all columns."""
         columns = self.schema.columns
         if self.places is not None:
             columns = tuple(columns[place] for place in self.places)
         self.keys = tuple(column.key for column in columns)
-        """The columns that it has."""
+        """The keys of the selected columns."""
         nbytes = count * sum(column.row_nbytes for column in columns)
         require_memory(nbytes, f"a batch of {count} rows", "Choose fewer rows.")
         self.room = Room([np.empty((count, *c.shape), c.numpy_dtype) for c in columns])
@@ -519,7 +527,7 @@ class ReusedRows:
         )
         """An array [count, ...] for each column; bfloat16 is the ``uint16`` of its bits."""
         self.rows: TensorDict = nest(self.room.arrays, (count,)).lock_()
-        """The same memory as a TensorDict [count]; it is locked, so that its tensors stay."""
+        """The same memory as a TensorDict [count], locked to keep its tensors in place."""
 
     def __len__(self) -> int:
         return self.room.count
@@ -528,7 +536,7 @@ class ReusedRows:
         """Copy a batch that has these columns.
 
         Raises:
-            ValueError: it has another number of rows, or one has other values than the columns.
+            ValueError: the number of rows, or the dtype or shape of a column, differs.
         """
         if rows.batch_size[:1] != (len(self),):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The spaces of columns, as far as the runs that made the rows say them. Pure."""
+"""The spaces of columns, as recorded by the runs that made the rows. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tallyroll.storage.rows.spaces import NO_SPACE, SPACES, agreed, space_of
 
 
 def agreed_spaces(runs: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return the spaces that all runs say alike, as JSON, by columns' names."""
+    """Return the spaces on which all runs agree, as JSON, by column name."""
     return agreed(_own(run.get(SPACES)) for run in runs)
 
 
@@ -24,10 +24,10 @@ def _own(said: Any) -> dict[str, Any]:
 
 
 def spaces_of(entries: Iterable[Mapping[str, Any]], schema: Schema) -> dict[Key, dict[str, Any]]:
-    """Return the spaces of columns of rows that the runs of ``entries`` made, as JSON.
+    """Return the column spaces of rows that the runs of ``entries`` made, as JSON.
 
-    None of a column of which one of these runs says nothing, or something else, or that its space
-    does not fit.
+    A column is left out if a run records no space for it or another one, or if the space does not
+    fit the column.
     """
     runs = list[Mapping[str, Any]]()
     for entry in entries:

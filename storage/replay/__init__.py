@@ -1,1 +1,1 @@
-"""TorchRL's replay buffers over a storage: kept in step with it, and its checkpoints."""
+"""Integration with TorchRL's replay buffers: cursors, checkpoints and loaders."""

@@ -31,10 +31,11 @@ _CURSOR_LIMIT = 2**31 - 1
 
 
 def join(storage: RowStore, buffer: Any) -> None:
-    """Seat the buffer's writer at the storage's head, now or when the buffer makes it.
+    """Set the cursor of the buffer's writer to the next row of the storage.
 
-    A buffer attaches to its storage before it makes its writer and chooses its
-    collate function, for which it knows TorchRL's own storages only.
+    A buffer attaches to its storage before it makes its writer. In that case the cursor is set when
+    the writer is made. The buffer also chooses its collate function later and knows only TorchRL's
+    own storages, so this function supplies one.
     """
     if (writer := getattr(buffer, WRITER, None)) is not None:
         _seat(writer, storage)
@@ -52,12 +53,12 @@ def join(storage: RowStore, buffer: Any) -> None:
 
 
 def as_it_is(batch: Any) -> Any:
-    """Return the collate function: rows come out of a storage as a batch already."""
+    """Return the batch unchanged. Used as collate function, since storages return batches."""
     return batch
 
 
 def seat_writers(storage: RowStore) -> None:
-    """Let every attached writer go on after the last row."""
+    """Set the cursor of every attached writer to the index after the last row."""
     at = _next_index(storage)
     for writer in _writers(storage):
         if at <= _limit(writer):
@@ -65,7 +66,7 @@ def seat_writers(storage: RowStore) -> None:
 
 
 def tell_buffers(storage: RowStore, rows: range) -> None:
-    """Let attached buffers know of rows that did not come through them."""
+    """Notify attached buffers of rows that were not written through them."""
     seat_writers(storage)
     index = torch.from_numpy(storage.reader.index_of(np.arange(rows.start, rows.stop)))
     for buffer in attached_buffers(storage):
@@ -74,11 +75,15 @@ def tell_buffers(storage: RowStore, rows: range) -> None:
 
 
 def check_cursor(storage: RowStore, rows: range) -> None:
-    """Refuse a write anywhere but after the last row, ``rows`` being slots, counted on.
+    """Raise unless a write goes directly after the last row.
+
+    Args:
+        storage: the storage.
+        rows: the slots of the write. In a ring they count on past the last slot.
 
     Raises:
-        NotAnAppend: it is not an append.
-        CursorOverflow: an attached writer could not count on.
+        NotAnAppend: the write starts at another index.
+        CursorOverflow: the cursor of an attached writer cannot count that far.
     """
     at = _next_index(storage)
     if rows.start != at:
@@ -96,10 +101,10 @@ def check_cursor(storage: RowStore, rows: range) -> None:
 
 
 def as_batch(data: Any, *, single: bool) -> TensorDictBase:
-    """Return the data that a TorchRL writer hands over, as a TensorDict [N].
+    """Return data from a TorchRL writer as a TensorDict [N].
 
     Raises:
-        RowsMismatch: not a TensorDict, nor a list of them.
+        RowsMismatch: the data is neither a TensorDict nor a list of TensorDicts.
     """
     if isinstance(data, list) and data and all(map(is_tensor_collection, data)):
         data = stack(data)
@@ -114,9 +119,10 @@ def as_batch(data: Any, *, single: bool) -> TensorDictBase:
 
 
 def writers_index(storage: RowStore) -> Key | None:
-    """Return the column that an attached TensorDict writer adds, if it is none of ours.
+    """Return the key of the column that an attached TensorDict writer adds, or None.
 
-    It holds the row's own number, and the buffer adds it again to every sample.
+    The column holds the index of the row, and the buffer adds it to every sample. The result is
+    None if the storage has a column of that name itself.
     """
     reader = storage.reader
     if reader.initialised and _INDEX in reader.keys:

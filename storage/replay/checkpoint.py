@@ -1,4 +1,4 @@
-"""`ReplayBuffer.dumps` and `loads` for storages on disk: a checkpoint is another storage."""
+"""Checkpoints of storages on disk for `ReplayBuffer.dumps` and `ReplayBuffer.loads`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _CHUNK_NBYTES = 2**26
 
 
 class DiskStorageCheckpointer(StorageCheckpointerBase):
-    """Copies committed rows into a folder, and back into a new storage.
+    """Checkpointer that copies committed rows into a folder, and from there into a storage.
 
-    The copy is a storage with the same id. Dumping again into the same folder
-    adds the rows that came since.
+    The copy is itself a storage, with the same id. A second dump into the same folder appends the
+    rows that were added since.
     """
 
     def register_save_hook(self, hook: Any) -> None:
-        """Refused: rows are copied as they are, and what is copied could not be opened.
+        """Raise, because the copy would not be a readable storage if a hook changed the rows.
 
         Raises:
             TypeError: always.
@@ -45,8 +45,8 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
         """Copy the committed rows, the record, the runs and the overlays to ``path``.
 
         Raises:
-            NotInitialised: there is nothing to copy yet.
-            StateMismatch: ``path`` holds a copy of another storage, or a newer one.
+            NotInitialised: the storage has no schema yet.
+            StateMismatch: ``path`` holds a copy of another storage, or a newer copy.
         """
         source = storage.reader
         if not source.initialised:
@@ -65,10 +65,10 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
                     copy_overlays(source, overlays, exactly=True)
 
     def loads(self, storage: RowStore, path: Any) -> None:
-        """Bring ``storage`` to the rows in ``path``: a new one gets them all.
+        """Copy the rows in ``path`` that ``storage`` lacks; a new storage receives all of them.
 
-        Rows that came after the dump stay. Overlays get the values of the dump, for its rows, but
-        in a storage that was opened with mode="read".
+        Rows that were added after the dump stay. Overlays of the dumped rows get the values of the
+        dump, unless the storage was opened with mode="read".
 
         Raises:
             StateMismatch: ``storage`` holds other rows.
@@ -119,7 +119,7 @@ def _bring_up(writer: RowWriter | NoWriter, source: RowReader) -> None:
         )
     rewound = target.rewinds != source.rewinds
     if rewound:
-        if not source.ring:  # of a ring all rows are copied
+        if not source.ring:  # all rows of a ring are copied
             _require_kept(target, source)
         _take_history(writer, source)
     _copy_rows(writer, source, all_of_ring=rewound)
@@ -148,18 +148,18 @@ def _copy_rows(writer: RowWriter, source: RowReader, *, all_of_ring: bool = Fals
 
 
 def _replace(writer: RowWriter, source: RowReader) -> None:
-    """Take over all rows of a ring of the same size and schema, and their numbers."""
+    """Replace all rows of a ring, and their numbers, with those of a ring of equal size."""
     span, ring = source.span, source.ring
     slots = min(span.stop, ring)
     columns = [source.in_slots(key, 0, slots) for key in source.keys]
     reserve = span.start + ring if span.start else span.stop
-    forget_beside(writer)  # other rows get these numbers
+    forget_beside(writer)  # the row numbers now belong to other rows
     writer.reader.running().replace(columns, span.stop, reserve, source.floor)
     writer.rows_changed()
 
 
 def _take_history(writer: RowWriter, source: RowReader) -> None:
-    """Know of the rewinds of a storage whose rows are copied."""
+    """Record the rewinds of the storage whose rows are copied."""
     reader = writer.reader
     engine = reader.running()
     reader.write_manifest(with_history_of(reader.manifest, source.manifest))
@@ -168,9 +168,9 @@ def _take_history(writer: RowWriter, source: RowReader) -> None:
 
 
 def _behind(target: RowReader, source: RowReader) -> bool:
-    """Return whether rows of the source are missing; in a ring, also where it has others left.
+    """Return True if the target lacks rows of the source, or a ring keeps other rows.
 
-    Such a copy was interrupted, or one of the two was emptied.
+    The second case arises if a copy was interrupted or one of the rings was emptied.
     """
     return target.head < source.head or (
         target.head == source.head and target.span.start != source.span.start
@@ -178,7 +178,7 @@ def _behind(target: RowReader, source: RowReader) -> bool:
 
 
 def _require_kept(one: RowReader, other: RowReader) -> None:
-    """Refuse two of which one took rows back that the other still has."""
+    """Raise if one of the storages has rows that the other one rewound."""
     older, newer = sorted((one, other), key=lambda reader: reader.rewinds)
     require_kept(newer, older.head, older.rewinds, f"the storage at {older.path}")
 

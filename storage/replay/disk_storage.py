@@ -1,4 +1,4 @@
-"""A storage on disk as users and TorchRL's replay buffers have it."""
+"""The public storage class for rows on disk, which is also a TorchRL storage."""
 
 from __future__ import annotations
 
@@ -67,52 +67,49 @@ def _extend_fixed(append: Callable[..., range]) -> Callable[..., range]:
 
 
 class DiskStorage(RowStore, AsTensorStorage):
-    """Rows on disk, growing or a ring, that survive the end of the process in any way.
+    """Storage for rows on disk, growing or a ring, that survives any end of the process.
 
-    A row is in the storage for good once `extend` has returned. Other processes
-    may read at any time and see committed rows only; threads of this process may write
-    in turn. It is a TorchRL storage: ``ReplayBuffer(storage=...)`` works on a new, a
-    reopened and a read-only one.
+    A row is stored durably once `extend` has returned. Other processes may read at any time and see
+    only committed rows. Threads of this process may write, one at a time. The class is a TorchRL
+    storage: ``ReplayBuffer(storage=...)`` accepts new, reopened and read-only storages.
 
     Args:
-        path: where it is, or will be. Without one it is temporary: in a folder
-            ``tallyroll-*`` of its own where `tempfile` makes them, which goes when the storage is
-            closed or collected, and at the exit of the process that made it; not with a
-            forked child. Batches and readers keep the rows that they refer to. What is
-            killed leaves its folder behind.
-        mode: ``"create"`` refuses an existing one, and writes nothing until the
-            schema is known; ``"append"`` goes on after the last row;
-            ``"read"`` never writes.
-        capacity: rows to reserve space for at once, those that are there included.
-            The storage grows beyond them, where its format can.
-        max_size: slots of a ring, in which new rows overwrite the oldest; None keeps
-            every row. Only memory-mapped storages can be rings. A replay buffer's ``empty()``
-            leaves no row of a ring valid; the numbers of later rows go on from these.
-        durability: what committed rows survive: ``"process"``, the death of any
-            process; ``"power"``, a power cut too, at the price of waiting for
-            the disk in every commit, and once, when it is opened, for the rows of
-            earlier writers.
-        accept_copy: open a copy of files that were copied while a writer had the storage
-            open. Rows that were committed since the original was last closed may be missing
-            in it, and read as zeros; `verify` detects some of that. A copy that is appended
-            to counts as a storage of its own. Without ``accept_copy`` such a copy is refused;
-            a copy of a storage that was closed never is.
+        path: the path of the storage. Without a path the storage is temporary: it lies in its own
+            folder ``tallyroll-*`` in the temporary directory of `tempfile`. The folder is deleted
+            when the storage is closed or garbage-collected, and when the process that made it
+            exits; the exit of a forked child does not delete it. Batches and readers keep the rows
+            that they refer to. A killed process leaves its folder behind.
+        mode: ``"create"`` refuses an existing storage and writes nothing until the schema is known.
+            ``"append"`` continues after the last row. ``"read"`` never writes.
+        capacity: the number of rows to reserve space for, including existing rows. The storage
+            grows beyond it if its format can grow.
+        max_size: the number of slots of a ring, in which new rows overwrite the oldest. None keeps
+            every row. Only memory-mapped storages can be rings. ``empty()`` of a replay buffer
+            invalidates all rows of a ring; the numbers of later rows continue after these.
+        durability: the failures that committed rows survive. With ``"process"``, they survive the
+            death of any process. With ``"power"``, they also survive a power cut. Each commit then
+            waits for the disk, and opening waits for the rows of earlier writers.
+        accept_copy: open a copy of files that were copied while a writer had the storage open.
+            Rows that were committed after the original was last closed may be missing and read as
+            zeros; `verify` detects some of these. A copy becomes a storage of its own when rows are
+            appended to it. Without ``accept_copy``, opening such a copy raises. A copy of a closed
+            storage is never refused.
 
     Raises:
-        CopyOfOpenStorage: it is such a copy, and ``accept_copy`` is False.
-        OpenError: the path cannot be opened or created so (its subclasses say why).
+        CopyOfOpenStorage: the files are such a copy, and ``accept_copy`` is False.
+        OpenError: the path cannot be opened or created in this mode (the subclasses say why).
         CorruptStorage: the files are damaged.
     """
 
     sharded: ClassVar[bool] = False
-    """True if workers write the rows, each to a shard of its own."""
+    """True if each worker writes its rows to a shard of its own."""
 
     _default_checkpointer = DiskStorageCheckpointer
 
     _reopening: Mapping[str, Any]
-    """The path, absolute, and other arguments with which a reader is opened again."""
+    """The absolute path and the other arguments that reopen the storage as a reader."""
     _leave_folder: Callable[[], Any] | None = None
-    """Removes the folder of a temporary storage."""
+    """Callback that removes the folder of a temporary storage."""
 
     def __init__(
         self,
@@ -141,16 +138,17 @@ class DiskStorage(RowStore, AsTensorStorage):
             self._leave_folder = temporary.leave_with(self, self.writer.close)
 
     def close(self) -> None:
-        """Trim the files to the committed rows and let the next writer in. Twice is harmless.
+        """Trim the files to the committed rows and release the writer lock.
 
-        Another thread's write is finished first. A temporary storage is deleted.
+        A second call has no effect. A write by another thread is finished first. A temporary
+        storage is deleted.
         """
         super().close()
         if self._leave_folder is not None:
             self._leave_folder()
 
     def finalize(self, progress: MoreDone | None = None) -> None:
-        """Finalize as `RowStore.finalize` does; raise `NotAStorage` for a temporary storage."""
+        """Finalize as `RowStore.finalize` does. Raise `NotAStorage` if it is temporary."""
         if self._leave_folder is not None:
             raise NotAStorage(
                 f"{self.path} is temporary, and goes when it is closed. Give it a path, or dump it."
@@ -164,34 +162,33 @@ class DiskStorage(RowStore, AsTensorStorage):
         record: bytes | None = None,
         ids: Ids = "check",
     ) -> range:
-        """Write rows after the last one and commit them; return their numbers.
+        """Append rows and commit them; return their numbers.
+
+        If the rows come unchanged from ``other[:]``, ``other.get(slice)`` or ``other.in_order()``,
+        the manifest records the other storage and the runs that wrote them there: ``copied_from``
+        and ``runs`` of an entry. It does not detect values that the caller changed in between.
 
         Args:
-            rows: a TensorDict [N], on any device, or one array [N, ...] for each
-                column by its key. The first rows of a new storage decide its schema.
-            record: a payload that becomes `record` with the same commit.
-            ids: of the trajectories of rows that have ``("collector", "traj_ids")``,
-                ``"step"`` and ``"lane"``. ``"check"`` refuses an id that is stored already,
-                unless its rows go on from that id's last row: same lane, next step, not
-                ended, and no other trajectory of the lane in between. Rows that are gone from
-                a ring do not count, nor those that a batch which fills it replaces.
-                ``"renumber"`` moves all ids of the call by one number, to above the largest
-                stored id: so append the rows of another storage, ``extend(other.get(...),
-                ids="renumber")``, in one call, because a trajectory whose rows come in two
-                calls becomes two. After a collector's run they are a run of their own.
-                ``"fresh"`` writes the ids as they are: the caller must have made them unique.
-
-        For rows that come unchanged from ``other[:]``, ``other.get(slice)`` or
-        ``other.in_order()``, the manifest records the other storage and the runs that made them
-        there: ``copied_from`` and ``runs`` of an entry. It does not know of values that the
-        caller wrote into them since.
+            rows: a TensorDict [N] on any device, or one array [N, ...] for each column by its key.
+                The first rows of a new storage determine its schema.
+            record: a payload that the same commit stores as `record`.
+            ids: the treatment of trajectory ids, for rows that have ``("collector", "traj_ids")``,
+                ``"step"`` and ``"lane"``. ``"check"`` refuses an id that is already stored, unless
+                the rows continue the id's last row: same lane, next step, not ended, and no other
+                trajectory of the lane in between. Rows that a ring has overwritten do not count,
+                nor do rows that the batch overwrites by filling the ring. ``"renumber"`` moves all
+                ids of the call above the largest stored id, by one offset. Append the rows of
+                another storage with ``extend(other.get(...), ids="renumber")``, in one call: a
+                trajectory whose rows come in two calls becomes two trajectories. After a
+                collector's run, these rows form a run of their own. ``"fresh"`` writes the ids
+                unchanged: the caller must make them unique.
 
         Raises:
-            TrajectoryIdTaken: an id that is stored already, or rows that cannot be those of
-                one trajectory.
-            RunUnderWay: a collector is writing a run to this storage; not with ``"fresh"``.
-            ColumnsMissing: ``"renumber"`` of rows without ids.
-            WriteError: refused, with nothing written (its subclasses say why).
+            TrajectoryIdTaken: an id is already stored, or the rows cannot be one trajectory.
+            RunUnderWay: a collector is writing a run to this storage; ``"fresh"`` never raises
+                this.
+            ColumnsMissing: ``"renumber"`` was used for rows without ids.
+            WriteError: the write was refused and nothing was written (the subclasses say why).
         """
         if ids not in _IDS:
             raise ValueError(f"ids is one of {', '.join(map(repr, _IDS))}, got {ids!r}.")
@@ -202,14 +199,14 @@ class DiskStorage(RowStore, AsTensorStorage):
         return span
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Append ``data`` at ``cursor``, which must name the rows right after the last one.
+        """Append ``data`` at ``cursor``, which must name the rows directly after the last one.
 
-        More rows than a ring has are written piece by piece, so that the last ones stay.
+        More rows than a ring has slots are written in pieces, so that the last rows remain.
 
         Raises:
-            NotAnAppend: any other cursor.
-            TrajectoryIdTaken: as `extend`; to renumber, write with `extend`.
-            WriteError: as `extend`.
+            NotAnAppend: the cursor names other rows.
+            TrajectoryIdTaken: see `extend`. To renumber the ids, call `extend` instead.
+            WriteError: see `extend`.
         """
         self.reader.require_open()
         try:
@@ -222,27 +219,27 @@ class DiskStorage(RowStore, AsTensorStorage):
                 raise NotAnAppend(f"{len(rows)} rows were announced and {len(data)} given.")
             self.writer.write_items(data, buffers.writers_index(self))
         except BaseException:
-            # TorchRL's writers count before they write.
+            # TorchRL's writers advance their cursor before they write.
             buffers.seat_writers(self)
             raise
         if len(self._attached_entities_list) > 1:
             buffers.seat_writers(self)
 
     def attach(self, buffer: Any) -> None:
-        """Join a replay buffer: its writer goes on after the last row."""
+        """Attach a replay buffer and set its writer to continue after the last row."""
         super().attach(buffer)
         self.writer.tell = partial(_tell_buffers, weakref.ref(self))
         buffers.join(self, buffer)
 
     def get(self, index: Any, keys: Keys | None = None, *, out: ReusedRows | None = None) -> Any:
-        """Return rows as `RowStore.get` does; for a key as the index, all rows of that column.
+        """Return rows as `RowStore.get` does, or all rows of a column if the index is a key.
 
-        ``out`` is memory that `reused` made, to which the rows are copied, and its TensorDict
-        is returned: what it had before is overwritten.
+        With ``out``, which `reused` allocated, the rows are copied into its memory and its
+        TensorDict is returned. This overwrites the previous contents.
 
         Raises:
             KeyError: no column has that key.
-            ValueError: ``out`` has another number of rows, or there are ``keys`` as well.
+            ValueError: ``out`` has another number of rows, or ``keys`` were passed as well.
         """
         if out is not None:
             if not isinstance(out, ReusedRows):
@@ -250,7 +247,7 @@ class DiskStorage(RowStore, AsTensorStorage):
             if keys is not None:
                 raise ValueError("keys are those of out: give them to reused().")
             reader = self.reader
-            if out.schema is not reader.schema:  # with overlays, or of another storage
+            if out.schema is not reader.schema:  # out has overlays, or belongs to another storage
                 reader = self.reader_with(out.keys)
             return reader.get_into(index, out)
         kind = type(index)
@@ -261,27 +258,27 @@ class DiskStorage(RowStore, AsTensorStorage):
         return (self.reader if keys is None else self.reader_with(keys)).get(index, keys)
 
     def reused(self, rows: int, keys: Keys | None = None) -> ReusedRows:
-        """Return memory for batches of ``rows`` rows: ``get(index, out=...)`` overwrites it.
+        """Allocate memory for batches of ``rows`` rows, which ``get(index, out=...)`` overwrites.
 
-        Small batches come in a third of the time so. ``keys`` as in `get`.
+        Small batches then take a third of the time. ``keys`` are those of `get`.
 
         Raises:
-            ColumnsMissing: a column that is not there.
-            NotEnoughMemory: there is not enough memory.
-            NotInitialised: there is no schema yet.
-            ValueError: ``rows`` is no positive number.
+            ColumnsMissing: a column does not exist.
+            NotEnoughMemory: the available memory is too small.
+            NotInitialised: the storage has no schema yet.
+            ValueError: ``rows`` is not a positive number.
         """
         return ReusedRows(self.reader if keys is None else self.reader_with(keys), rows, keys)
 
     def with_overlays(self, *names: str | Key) -> DiskStorage:
-        """Return the same rows with some overlays as further columns, to read and to sample.
+        """Return a view of the rows with overlays as additional columns, for reading and sampling.
 
-        For ``get``, slices, trajectories, `n_step` and replay buffers, whose batches then have
-        these columns. Rows that are added to this storage show in it, and values that are set;
-        rows are added to this storage alone, which also has to be closed.
+        The columns appear in ``get``, slices, trajectories, `n_step` and the batches of replay
+        buffers. The view shows rows that are added to this storage later, and values that are set
+        later. Rows can be added only to this storage, and only this storage has to be closed.
 
         Raises:
-            ColumnsMissing: there is no overlay of that name.
+            ColumnsMissing: no overlay has that name.
         """
         from tallyroll.storage.ext.overlays.overlaid_storage import OverlaidStorage
 
@@ -295,21 +292,21 @@ class DiskStorage(RowStore, AsTensorStorage):
         return StoredTrajectories(self.reader, self, self._over)
 
     def split(self, *, seed: int = 0, **shares: float) -> dict[str, DiskStorage]:
-        """Divide the trajectories at random, and return a view of each part by its name.
+        """Split the trajectories at random and return a view of each part by its name.
 
-        No trajectory is in two parts, and each part has its share of all trajectories, rounded to
-        whole ones; if the shares are 1 together, every trajectory is in one part. The parts are the
-        same for the same trajectory ids and seed, in whatever order and format rows are stored.
-        Views are those of `StoredTrajectories.where`.
+        The parts do not overlap. Each part has its share of all trajectories, rounded to whole
+        trajectories. If the shares sum to 1, every trajectory is in one part. The parts depend only
+        on the trajectory ids and the seed, not on the order or format of the rows. The views are
+        those of `StoredTrajectories.where`.
 
         Args:
-            seed: of the division, 0 or more.
-            shares: the parts, such as ``train=0.9, val=0.1``.
+            seed: the seed of the split, 0 or more.
+            shares: the share of each part, such as ``train=0.9, val=0.1``.
 
         Raises:
-            ValueError: a share is not above 0, the shares are above 1 together, or a part would
-                have no trajectory.
-            ColumnsMissing: the rows do not say which trajectory they belong to.
+            ValueError: a share is not above 0, the shares sum to more than 1, or a part would be
+                empty.
+            ColumnsMissing: the rows have no trajectory columns.
         """
         from tallyroll.storage.ext.views.split import split
 
@@ -336,34 +333,36 @@ class DiskStorage(RowStore, AsTensorStorage):
         dry_run: bool = False,
         progress: Progress | None = None,
     ) -> CopyReport:
-        """Write the committed rows to a new storage of any format, which is there whole or not.
+        """Copy the committed rows to a new storage of any format, completely or not at all.
 
-        Rows get numbers from 0, in their order. Its manifest says from which rows of which
-        storages they are, and which runs made them. Overlays go along, with the values that they
-        have when their rows are copied; of several storages, one that keeps something else than
-        the first of its name is left out, and the report names it. Another process may write to
-        this storage meanwhile: the rows that are committed now are copied.
+        Rows are numbered from 0 in their order. The manifest of the copy records the source
+        storages, their rows and the runs that wrote them. Overlays are copied with the values that
+        they have when their rows are copied. If overlays of several storages have the same name but
+        keep other values than the first one, they are left out and the report names them. Another
+        process may write to this storage during the copy: the rows that are committed at the time
+        of the call are copied.
 
         Args:
-            path: where it will be; nothing may be there.
-            columns: those that are wanted, overlays too; None: all.
-            drop: those that are not.
-            sort: one trajectory after the other, in the order of their first rows.
+            path: the path of the copy. Nothing may exist there.
+            columns: the columns and overlays to copy; None: all.
+            drop: columns and overlays to leave out.
+            sort: write one trajectory after the other, in the order of their first rows.
             format: ``"memmap"``, ``"hdf5"`` or ``"zarr"``; None: by the suffix of ``path``.
-            follow: go on with the rows that a process adds, until it closes the storage or
+            follow: continue with the rows that a process adds, until it closes the storage or
                 ``stop`` returns True. Batches are copied whole.
-            stop: asked now and then with ``follow``.
-            dry_run: return what would be done, and write nothing.
-            progress: called now and then with the bytes that were copied, and with all.
+            stop: callback that is called regularly with ``follow``.
+            dry_run: return the report of the copy without writing anything.
+            progress: callback that is called regularly with the number of bytes copied, and the
+                total.
 
         Raises:
-            OpenError: ``path`` is taken, or cannot be written; or another process copies to it.
+            OpenError: ``path`` is taken or not writable, or another process copies to it.
             StorageFull: the rows do not fit on the disk.
-            ColumnsMissing: there is no such column.
-            Overrun: a ring's writer overwrites rows before they are copied.
-            StateMismatch: rows are taken back meanwhile.
+            ColumnsMissing: a column does not exist.
+            Overrun: the writer of a ring overwrites rows before they are copied.
+            StateMismatch: rows are rewound during the copy.
             DamagedOverlay: an overlay cannot be used; ``drop`` leaves it out.
-            ValueError: an argument is none of its values.
+            ValueError: an argument has an invalid value.
         """
         from tallyroll.storage.ext.storage_copy import copy
 
@@ -392,41 +391,45 @@ class DiskStorage(RowStore, AsTensorStorage):
         options: object = None,
         progress: Progress | None = None,
     ) -> ExportReport:
-        """Write the committed rows in a format of another library, there whole or not at all.
+        """Export the committed rows in a format of another library, completely or not at all.
 
-        Whatever the format cannot hold is counted in the report. `import_dataset` reads it back.
-        Another process may write to this storage meanwhile: the rows that are committed now are
-        exported. Of chosen trajectories: ``storage.trajectories.where(...).export(...)``.
+        The report counts everything that the format cannot hold. `import_dataset` reads the export.
+        Another process may write to this storage during the export: the rows that are committed at
+        the time of the call are exported. To export some trajectories, use
+        ``storage.trajectories.where(...).export(...)``.
 
         Args:
-            path: where it will be, a file or a folder as the format has it; nothing may be there.
-                With ``follow`` a folder of versions; those of this storage may be there.
+            path: the path of the export, a file or a folder depending on the format. Nothing may
+                exist there. With ``follow``, a folder of versions, which may hold versions of this
+                storage.
             kind: the format: ``"d4rl"``, ``"hf"``, ``"lerobot"``, ``"minari"``, ``"npz"``,
-                ``"parquet"``, ``"rlds"``, ``"torchrl"``, or one that another package brings.
-            columns: those that are wanted, overlays too, which become columns; None: all but
-                overlays.
-            cuts: what becomes of trajectories that neither ended nor were truncated: ``"keep"``,
-                they are written as they are; ``"drop"``, they are left out; ``"truncate"``, their
-                last rows are written as truncated.
-            follow: keep the export up until the process that writes to this storage closes it. Each
-                version is written beside the others, whole, and then the link ``current`` (with
-                the end of the format's files, as ``current.npz``) in the folder ``path`` is
-                replaced at once by one that leads to it. The version before the newest stays, and
-                older ones go: a reader resolves the link once, with `os.path.realpath`, and has
-                what it leads to until the second version after it. An error, a signal or a kill
-                leaves the last version, and the same call goes on with it.
-            options: choices of the format, as `LeRobotOptions`; None: its defaults.
-            progress: called now and then with the bytes that were read, and with all.
+                ``"parquet"``, ``"rlds"``, ``"torchrl"``, or a format that another package provides.
+            columns: the columns to export, and overlays, which become columns; None: all columns
+                and no overlays.
+            cuts: the treatment of trajectories that neither terminated nor were truncated.
+                ``"keep"`` writes them unchanged, ``"drop"`` leaves them out, and ``"truncate"``
+                marks their last rows as truncated.
+            follow: keep the export up to date until the process that writes to this storage closes
+                it. Each version is written completely beside the others. Then the link ``current``
+                in the folder ``path`` (with the suffix of the format's files, as ``current.npz``)
+                is replaced atomically by a link to it. The version before the newest stays, and
+                older ones are deleted. A reader that resolves the link once, with
+                `os.path.realpath`, can therefore use its target until the second version after it.
+                An error, a signal or a kill leaves the last version intact, and the same call
+                continues from it.
+            options: options of the format, such as `LeRobotOptions`; None: its defaults.
+            progress: callback that is called regularly with the number of bytes read, and the
+                total.
 
         Raises:
             InvalidSchema: the format cannot hold the columns.
-            MissingLibrary: a library is not installed.
-            OpenError: ``path`` is taken, or cannot be written; or another process writes to it.
+            MissingLibrary: a required library is not installed.
+            OpenError: ``path`` is taken or not writable, or another process writes to it.
             StorageFull: the rows do not fit on the disk.
-            ColumnsMissing: there is no such column, or rows do not say whose they are.
-            Overrun: a ring's writer overwrites rows before they are written.
-            StateMismatch: rows are taken back meanwhile.
-            ValueError: an argument is none of its values.
+            ColumnsMissing: a column does not exist, or the rows have no trajectory columns.
+            Overrun: the writer of a ring overwrites rows before they are exported.
+            StateMismatch: rows are rewound during the export.
+            ValueError: an argument has an invalid value.
         """
         from tallyroll.storage.ext.exchange.followed_export import export_storage
 
@@ -451,31 +454,32 @@ class DiskStorage(RowStore, AsTensorStorage):
         stacks: Sequence[FrameStack] | None = None,
         progress: Progress | None = None,
     ) -> PackReport:
-        """Write the committed rows to a new storage, compressed, in the order of trajectories.
+        """Write the committed rows to a new compressed storage, ordered by trajectory.
 
-        They get new numbers; `old_rows` of the packed storage has those of now. All bits of all
-        rows are kept. It is there when the call returns, whole; if it fails, or the process is
-        killed, nothing is at ``path``.
+        The rows get new numbers; `old_rows` of the packed storage returns the numbers in this one.
+        The values are kept bit for bit. The packed storage is complete when the call returns. If
+        the call fails or the process is killed, nothing is at ``path``.
 
         Args:
-            path: where it will be.
+            path: the path of the packed storage.
             format: ``"zarr"``, a directory that zarr-python, TensorStore and xarray read, or
                 ``"hdf5"``, a file that h5py reads; None: HDF5 if ``path`` ends in ``.h5`` or
                 ``.hdf5``, else Zarr.
-            codecs: a codec for each column that is named, or for all: ``"zstd:3"``,
-                ``"shuffle:5"`` (zstd after a shuffle of bytes, for numbers), ``"none"``; of HDF5
+            codecs: one codec for all columns, or a codec for each named column: ``"zstd:3"``,
+                ``"shuffle:5"`` (zstd after a byte shuffle, for numbers), ``"none"``; for HDF5
                 ``"gzip:4"``.
-            once: store an observation once that one row ends and the next begins with, and each
-                frame of a stack once.
-            stacks: columns that are stacks of frames; None looks which are.
-            progress: called now and then with the rows that are packed, and with all.
+            once: store an observation only once if one row ends and the next begins with it, and
+                store each frame of a stack only once.
+            stacks: columns that are stacks of frames; None detects them.
+            progress: callback that is called regularly with the number of rows packed, and the
+                total.
 
         Raises:
-            OpenError: ``path`` is taken, or cannot be written; or another process packs to it.
-            StorageFull: they do not fit on the disk.
-            Overrun: a ring's writer overwrites rows before they are packed.
+            OpenError: ``path`` is taken or not writable, or another process packs to it.
+            StorageFull: the rows do not fit on the disk.
+            Overrun: the writer of a ring overwrites rows before they are packed.
             MissingLibrary: the extra ``pack``, or ``hdf5``, is not installed.
-            ValueError: an argument is none of its values.
+            ValueError: an argument has an invalid value.
         """
         from tallyroll.storage.ext.packed.pack import pack
 
@@ -491,7 +495,7 @@ class DiskStorage(RowStore, AsTensorStorage):
         )
 
     def old_rows(self, index: Any = slice(None)) -> np.ndarray:
-        """Return the numbers that rows had in the storage that was packed, int64.
+        """Return the numbers of the rows in the storage that was packed, int64.
 
         Raises:
             NotAStorage: this storage is not packed.
@@ -505,19 +509,21 @@ class DiskStorage(RowStore, AsTensorStorage):
     ) -> Statistics:
         """Return mean, deviation, extremes, quantiles and the share of NaNs of each column.
 
-        One pass in bounded memory, in float64. They are kept in a file beside the rows, and later
-        only rows that came since are read; not those of a ring, a view, several storages or files
-        of others. A file that is damaged, or of other rows, is counted again from the rows.
+        The computation takes one pass in bounded memory, in float64. The result is kept in a file
+        beside the rows, so that later calls read only new rows. Rings, views, unions and storages
+        of other formats have no such file. If the file is damaged or belongs to other rows, all
+        rows are read.
 
         Args:
-            keys: of the columns; None: all but complex ones.
-            keep: use the file, and write it, where it can be written.
-            progress: called now and then with the bytes that were read, and with all.
+            keys: the columns; None: all columns that are not complex.
+            keep: use the file, and update it if it is writable.
+            progress: callback that is called regularly with the number of bytes read, and the
+                total.
 
         Raises:
-            ColumnsMissing: a column that is not there.
-            ValueError: a column of complex numbers.
-            NotInitialised: there is no schema yet.
+            ColumnsMissing: a column does not exist.
+            ValueError: a column holds complex numbers.
+            NotInitialised: the storage has no schema yet.
         """
         from tallyroll.storage.ext.statistics.statistics import statistics_of
 
@@ -526,16 +532,16 @@ class DiskStorage(RowStore, AsTensorStorage):
     def normaliser(
         self, key: str | Key, *, eps: float = 1e-6, clip: float | None = 10.0, keep: bool = True
     ) -> Normaliser:
-        """Return a transform with the mean and the deviation that a column has in these rows.
+        """Return a transform that normalises a column by its mean and deviation in these rows.
 
         Args:
-            key: of the column, such as ``"observation"``.
-            eps, clip: as `Normaliser`.
-            keep: as `statistics`.
+            key: the key of the column, such as ``"observation"``.
+            eps, clip: see `Normaliser`.
+            keep: see `statistics`.
 
         Raises:
-            ColumnsMissing: there is no such column.
-            ValueError: the column has no finite mean, or ``eps`` or ``clip`` is no number above 0.
+            ColumnsMissing: the column does not exist.
+            ValueError: the column has no finite mean, or ``eps`` or ``clip`` is not above 0.
         """
         from tallyroll.storage.ext.statistics.normaliser import normaliser_of
 
@@ -550,25 +556,24 @@ class DiskStorage(RowStore, AsTensorStorage):
         where: str | None = None,
         transform: Callable[[TensorDict], Any] | None = None,
     ) -> RowDataset:
-        """Return the rows of this moment as a map-style dataset of PyTorch.
+        """Return the current rows as a map-style dataset for PyTorch.
 
         Args:
-            columns: those that are wanted, overlays among them; None: all.
-            slice_len: items are pieces of trajectories of so many rows, from the first row of each
-                on, which have each row once: TensorDicts [slice_len] that end as
-                `Trajectories.sample_slices` says. None: items are rows.
-            short: what becomes of the last piece of a trajectory, if it has fewer rows: ``"pad"``,
-                it has zeros at its end, and ``("collector", "mask")`` is True where there is a
-                row; ``"skip"``, it is no item.
-            where: an expression: only rows of trajectories for which it holds, see
-                `StoredTrajectories.where`.
-            transform: a function of a batch of items, in the process that reads it.
+            columns: the columns and overlays of an item; None: all columns.
+            slice_len: the number of rows of an item, a piece of a trajectory. Pieces are cut from
+                the first row of each trajectory on, so that each row is in one piece. Items are
+                TensorDicts [slice_len] whose ends are marked as in `Trajectories.sample_slices`.
+                None: items are rows.
+            short: the treatment of a last piece with fewer rows. ``"pad"`` appends zeros, and
+                ``("collector", "mask")`` is True for stored rows. ``"skip"`` leaves the piece out.
+            where: an expression that selects trajectories, see `StoredTrajectories.where`.
+            transform: a function of a batch of items, called in the process that reads the batch.
 
         Raises:
-            ColumnsMissing: a column that is not there; with ``slice_len``, the rows do not say
-                which trajectory they belong to.
-            InvalidExpression: ``where`` is no condition on trajectories.
-            ValueError: an argument is none of its values.
+            ColumnsMissing: a column does not exist, or ``slice_len`` was passed and the rows do not
+                say which trajectory they belong to.
+            InvalidExpression: ``where`` is not a condition on trajectories.
+            ValueError: an argument has an invalid value.
         """
         from tallyroll.storage.ext.training.row_dataset import dataset_of
 
@@ -577,55 +582,59 @@ class DiskStorage(RowStore, AsTensorStorage):
         )
 
     def to_pandas(self, columns: Keys | None = None) -> pd.DataFrame:
-        """Return the rows as a table of pandas, which the extra ``pandas`` installs.
+        """Return the rows as a pandas DataFrame. Requires the extra ``pandas``.
 
-        A column is named as its key, joined by dots, as ``next.reward``. One with several numbers
-        a row becomes as many, ``observation.0``, ``observation.1`` and so on.
+        The name of a column is its key, joined by dots, such as ``next.reward``. A column with
+        several numbers per row becomes several columns: ``observation.0``, ``observation.1`` and so
+        on.
 
         Args:
-            columns: those that are wanted; None: all with at most 64 numbers a row.
+            columns: the columns; None: all columns with at most 64 numbers per row.
 
         Raises:
             MissingLibrary: pandas is not installed.
-            ColumnsMissing: there is no such column.
-            ValueError: a column that was asked for has more numbers a row than that.
+            ColumnsMissing: a column does not exist.
+            ValueError: a requested column has more than 64 numbers per row.
         """
         from tallyroll.storage.ext.training.tables import data_frame
 
         return data_frame(self.reader if columns is None else self.reader_with(columns), columns)
 
     def to_arrow(self, columns: Keys | None = None) -> pa.Table:
-        """Return the rows as a table of Arrow, which the extra ``arrow`` installs.
+        """Return the rows as an Arrow table. Requires the extra ``arrow``.
 
-        A column is named as its key, joined by dots. One with several numbers a row is a list of
-        fixed size, whose field has the shape in its metadata, as JSON. bfloat16 becomes float32.
+        The name of a column is its key, joined by dots. A column with several numbers per row
+        becomes a list of fixed size, whose field metadata holds the shape as JSON. bfloat16 becomes
+        float32.
 
         Args:
-            columns: those that are wanted; None: all.
+            columns: the columns; None: all.
 
         Raises:
             MissingLibrary: pyarrow is not installed.
-            ColumnsMissing: there is no such column.
-            ValueError: a column of complex numbers, which Arrow has not.
+            ColumnsMissing: a column does not exist.
+            ValueError: a column holds complex numbers, which Arrow does not support.
         """
         from tallyroll.storage.ext.training.tables import arrow_table
 
         return arrow_table(self.reader if columns is None else self.reader_with(columns), columns)
 
     def card(self, *, licence: str | None = None, progress: Progress | None = None) -> Card:
-        """Return the card of the rows: a page for a hub, with its facts.
+        """Return the dataset card of the rows, a page for a hub.
 
-        ``str(card)`` is Markdown, with the front matter that the Hugging Face Hub reads: columns,
-        counts, how to load it, the runs that made it with their seeds, policies and versions, kept
-        statistics, the licence, and the hash of the content, for which all rows are read.
+        ``str(card)`` is Markdown with the front matter that the Hugging Face Hub reads. It lists
+        the columns, the counts, how to load the data, the runs with their seeds, policies and
+        versions, kept statistics, the licence, and the hash of the content. The hash requires
+        reading all rows.
 
         Args:
-            licence: such as ``"apache-2.0"``; None: unknown.
-            progress: called now and then with the bytes that were read, and with all.
+            licence: the licence, such as ``"apache-2.0"``; None: unknown.
+            progress: callback that is called regularly with the number of bytes read, and the
+                total.
 
         Raises:
-            NotInitialised: there is no schema yet.
-            Overrun: a ring's writer overwrites rows while they are read.
+            NotInitialised: the storage has no schema yet.
+            Overrun: the writer of a ring overwrites rows while they are read.
         """
         from tallyroll.storage.ext.card.storage_card import card_of
 
@@ -645,28 +654,29 @@ class DiskStorage(RowStore, AsTensorStorage):
         seed: int | None = None,
         batches: int | None = None,
     ) -> Loader:
-        """Return batches to iterate over, the next of which are made by threads meanwhile.
+        """Return an iterator over batches that threads prepare in advance.
 
-        The threads run beside the learner where it, or what makes a batch, lets others run:
-        torch does in its operations, and the copies of columns of more than 64 KiB a batch.
+        The threads run in parallel with the learner while the learner, or the code that makes a
+        batch, releases the GIL. torch releases it in its operations; the copies of columns do so
+        above 64 KiB per batch.
 
         Args:
-            batch: a number of rows, drawn with replacement; or a function of a
-                `torch.Generator`, which threads call, and which returns a batch that it draws
-                with it, as ``lambda random: storage.trajectories.sample_slices(8, 16, random)``.
+            batch: the number of rows, drawn with replacement, or a function of a `torch.Generator`.
+                Threads call the function, which returns a batch that it draws with the generator,
+                as ``lambda random: storage.trajectories.sample_slices(8, 16, random)``.
             transform: a function of a batch, called in the thread, without gradients.
-            workers: threads. Without any, batches are made when they are taken.
-            ahead: the most batches that are made, or are under way, before they are taken; None
-                is two a thread. They are of the rows that were there then.
-            device: where batches go: a TensorDict or a tensor is pinned by the thread if that is
-                CUDA, and copied when it is taken, in the stream of the caller.
-            seed: of the batches: batch ``i`` is the same for any number of threads, if the rows
-                are. None takes one of torch's numbers.
-            batches: how many there are; None: without an end.
+            workers: the number of threads. With 0, a batch is made when it is taken.
+            ahead: the maximum number of batches that are prepared in advance; None: two per thread.
+                A batch has the rows that were committed when it was made.
+            device: the target device. For CUDA, the thread pins a TensorDict or tensor; it is
+                copied when the batch is taken, in the stream of the caller.
+            seed: the seed. Batch ``i`` does not depend on the number of threads if the rows are the
+                same. None draws a seed from torch's generator.
+            batches: the number of batches; None: unlimited.
 
         Raises:
-            ValueError: one of these is none of its values.
-            IndexOutOfRange: a batch is drawn, and there are no rows.
+            ValueError: an argument has an invalid value.
+            IndexOutOfRange: a batch is drawn from a storage without rows.
             LoaderForked: a forked child takes a batch.
         """
         self.reader.require_open()
@@ -687,16 +697,16 @@ class DiskStorage(RowStore, AsTensorStorage):
         return self.reader.get(torch.randint(rows, (count,), generator=random).numpy())
 
     def contains(self, item: Any) -> Any:
-        """Return whether a row of that number exists; for a tensor, one bool a number."""
+        """Return True if a row of that number exists; for a tensor, a bool for each number."""
         if isinstance(item, torch.Tensor):
             return (item >= -len(self)) & (item < len(self))
         return -len(self) <= int(item) < len(self)
 
     def dumps(self, path: Any) -> None:
-        """Write a checkpoint to ``path``, by the storage's checkpointer.
+        """Write a checkpoint to ``path`` with the storage's checkpointer.
 
-        See `DiskStorageCheckpointer`, the default, for the errors. A checkpointer of TorchRL gets
-        the rows as one of TorchRL's storages.
+        The default is `DiskStorageCheckpointer`, which documents the errors. A checkpointer of
+        TorchRL receives the rows as one of TorchRL's storages.
         """
         if isinstance(self.checkpointer, DiskStorageCheckpointer):
             self.checkpointer.dumps(self, path)
@@ -704,10 +714,10 @@ class DiskStorage(RowStore, AsTensorStorage):
             foreign_checkpoints.dump(self.checkpointer, self, path)
 
     def loads(self, path: Any) -> None:
-        """Get the rows of a checkpoint; with one of TorchRL's checkpointers only a new storage.
+        """Load the rows of a checkpoint. TorchRL's checkpointers require an empty storage.
 
         Raises:
-            StateMismatch: other rows are here.
+            StateMismatch: the storage holds other rows.
         """
         if isinstance(self.checkpointer, DiskStorageCheckpointer):
             self.checkpointer.loads(self, path)
@@ -716,7 +726,7 @@ class DiskStorage(RowStore, AsTensorStorage):
         buffers.seat_writers(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which rows these are. The rows themselves are on disk already."""
+        """Return the identity of the rows. The rows themselves are on disk already."""
         reader = self.reader
         return {
             "path": str(self.path),
@@ -726,10 +736,10 @@ class DiskStorage(RowStore, AsTensorStorage):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Check that the rows of a state are here. Rows that came later stay.
+        """Check that the rows of a state are in the storage. Rows that were added later stay.
 
         Raises:
-            StateMismatch: they are not.
+            StateMismatch: the storage lacks rows of the state.
         """
         mine = self.state_dict()
         if not mine.keys() <= {*state_dict, "rewinds"}:
@@ -763,23 +773,23 @@ class DiskStorage(RowStore, AsTensorStorage):
             if len(self):
                 self.writer.empty()
         finally:
-            # TorchRL's writers count from 0 before they ask.
+            # TorchRL's writers reset their cursor to 0 before they empty the storage.
             buffers.seat_writers(self)
 
     @property
     def _mutation_revision(self) -> int:
-        # TorchRL's samplers drop what they remember when this changes.
+        # TorchRL's samplers drop their caches when this changes.
         return self.reader.revision
 
     @property
     def runs(self) -> list[dict[str, Any]]:
-        """The runs that wrote the rows, oldest first: a copy of their entries in the manifest.
+        """Return a copy of the manifest entries of the runs that wrote the rows, oldest first.
 
-        Each begins at its ``first_row``; one that was resumed has an entry for each time, with the
-        same ``first_row_of_run``. A collector's has ``environment``, ``versions``, ``seed``,
-        ``lanes``, ``call`` and ``made``: its time, its host, the commit of the working folder, and
-        hashes of the policy. ``events`` are the calls that changed its environments, in their
-        order: see `Collector.env_call`.
+        A run begins at its ``first_row``. A resumed run has one entry per start, all with the same
+        ``first_row_of_run``. The entry of a collector has ``environment``, ``versions``, ``seed``,
+        ``lanes``, ``call`` and ``made``: the time, the host, the commit of the working folder, and
+        hashes of the policy. ``events`` are the calls that changed its environments, in order: see
+        `Collector.env_call`.
         """
         if not self.reader.initialised:
             return []
@@ -787,12 +797,12 @@ class DiskStorage(RowStore, AsTensorStorage):
 
     @property
     def last_index(self) -> int | None:
-        """The index of the newest row, None without any."""
+        """The index of the newest row, or None if the storage is empty."""
         if not len(self):
             return None
         return int(self.reader.index_of(np.array(self.reader.head - 1)))
 
-    # TorchRL's samplers ask where a ring begins.
+    # TorchRL's samplers read these to find where a ring begins.
     _last_cursor_index = _last_cursor = last_index
 
     claim = MovedAttribute("writer.claim.take")
@@ -809,13 +819,13 @@ class DiskStorage(RowStore, AsTensorStorage):
     withdraw_run = MovedAttribute("writer.runs.withdraw")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle one opened with ``mode="read"`` as its path: it is opened again, and compared.
+        """Pickle a storage that was opened with ``mode="read"`` as its path.
 
-        So workers of a data loader get it, however they are started. Replay buffers that it joined
-        are left behind.
+        Unpickling opens it again and compares the rows. Workers of a data loader can thus receive
+        the storage with any start method. Attached replay buffers are not pickled.
 
         Raises:
-            NotPicklable: it writes, or is closed.
+            NotPicklable: the storage was opened for writing, or is closed.
         """
         if self.mode != "read":
             self.__getstate__()
@@ -832,7 +842,7 @@ class DiskStorage(RowStore, AsTensorStorage):
 
 
 class WritesElsewhere(NoWriter):
-    """Refuses to write through a storage that reads the rows of another one."""
+    """Writer stub that raises for a storage that reads the rows of another one."""
 
     def __init__(self, reader: RowReader, how: str, whose: str) -> None:
         super().__init__(reader)
@@ -847,7 +857,7 @@ class WritesElsewhere(NoWriter):
 
 
 def _reopened(make: Callable[[], DiskStorage], state: dict[str, Any]) -> DiskStorage:
-    """Open the storage of a pickle; raise `StateMismatch` if it has other rows now."""
+    """Open the storage of a pickle; raise `StateMismatch` if its rows have changed."""
     storage = make()
     try:
         storage.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""TorchRL's own checkpointers over a storage on disk, which get a storage that they know."""
+"""Adapter that lets TorchRL's own checkpointers save and load a storage on disk."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 
 
 def dump(checkpointer: StorageCheckpointerBase, storage: RowStore, path: Any) -> None:
-    """Let a checkpointer of TorchRL write the rows to ``path``, like those of its own storages.
+    """Write the rows to ``path`` with a checkpointer of TorchRL.
 
-    A storage that keeps every row is written as a full one.
+    The checkpointer receives a `TensorStorage`. A storage that keeps every row is written as a full
+    one.
 
     Raises:
-        NotInitialised: there are no rows to write yet.
+        NotInitialised: the storage has no rows yet.
     """
     reader = storage.reader
     if not len(reader):
@@ -40,7 +41,7 @@ def dump(checkpointer: StorageCheckpointerBase, storage: RowStore, path: Any) ->
 
 
 def _with_free_slots(rows: TensorDict, ring: int) -> TensorDictBase:
-    """Return rows followed by a ring's free slots, whose memory is not written."""
+    """Return rows followed by a ring's free slots, whose memory is uninitialized."""
     if len(rows) >= ring:
         return rows
     slots: TensorDictBase = torch.empty_like(rows[0].expand(ring, *rows.batch_size[1:]))
@@ -51,11 +52,11 @@ def _with_free_slots(rows: TensorDict, ring: int) -> TensorDictBase:
 def load(checkpointer: StorageCheckpointerBase, storage: RowStore, path: Any) -> None:
     """Append the rows that a checkpointer of TorchRL finds at ``path`` to an empty storage.
 
-    Each gets the index that it had. After a whole buffer's checkpoint a full ring goes on where it
-    was: the oldest row is overwritten next.
+    Each row gets its former index. If the checkpoint is of a whole buffer, a full ring continues at
+    its former position: the oldest row is overwritten next.
 
     Raises:
-        StateMismatch: the storage has rows already, or the rows do not fit.
+        StateMismatch: the storage already has rows, or the rows do not fit.
         RowsMismatch: the checkpoint holds no rows.
         RunUnderWay: a collector is writing to ``storage``.
     """
@@ -74,8 +75,8 @@ def load(checkpointer: StorageCheckpointerBase, storage: RowStore, path: Any) ->
     _append(writer, reader, found.rows[: getattr(found, STORED)], _next_index(path))
 
 
-class _ReceivedStorage:
-    """A stand-in for a new storage of TorchRL that keeps the rows that a checkpointer loads."""
+class _Received:
+    """Stand-in for a new TorchRL storage that keeps the rows that a checkpointer loads."""
 
     initialized = False
     rows: Any = None
@@ -90,7 +91,7 @@ class _ReceivedStorage:
 
 
 def _next_index(path: Any) -> int:
-    """Return the index that the checkpoint's buffer would write next; 0 if it is not recorded."""
+    """Return the next write index of the checkpoint's buffer, or 0 if it is not recorded."""
     beside = user_path(path).parent / "writer" / "metadata.json"
     try:
         cursor = json.loads(beside.read_bytes())["cursor"]
@@ -110,5 +111,5 @@ def _append(
     with writer.turn:
         writer.write(rows, ids="fresh")
         if reader.ring == len(rows) and 0 < next_index < len(rows):
-            # The first rows are the newest: written again, they get the same slots.
+            # The first rows are the newest. Writing them a second time puts them in the same slots.
             writer.write(rows[:next_index], ids="fresh")

@@ -1,4 +1,4 @@
-"""Batches that threads gather while the learner computes."""
+"""Loader of batches that threads prepare while the learner computes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tallyroll.storage.errors import LoaderForked
 from tallyroll.storage.user_code import user_callback
 
 Make = Callable[[torch.Generator], Any]
-"""Makes a batch, with random numbers of the generator."""
+"""Function that makes a batch from random numbers of the generator."""
 
 _AHEAD_PER_WORKER: Final = 2
 _BITS: Final = 2**64 - 1
@@ -24,7 +24,7 @@ _BITS: Final = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """The work of a thread: to make one batch, by its number."""
+    """Callable that makes the batch of a given number, for a thread."""
 
     make: Make
     transform: Callable[[Any], Any] | None
@@ -42,7 +42,7 @@ class _Job:
 
 
 class _Here(Executor):
-    """Makes batches in the thread that asks for them."""
+    """Executor that makes batches in the calling thread."""
 
     def submit(self, job: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
         made: Future[Any] = Future()
@@ -54,11 +54,11 @@ class _Here(Executor):
 
 
 class Loader(Iterator[Any]):
-    """Batches of a storage, one after the other; see `DiskStorage.loader`.
+    """Iterator over batches of a storage that threads prepare; see `DiskStorage.loader`.
 
-    Threads make the next ones meanwhile. They end when the loader is closed (`close`, or the end
-    of a ``with``), has no batch left, raised an error of a batch, or is dropped. One thread at a
-    time may take batches.
+    The threads stop when the loader is closed (by `close` or the end of a ``with`` block), has
+    returned its last batch, raised the error of a batch, or is garbage-collected. Only one thread
+    at a time may take batches.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class Loader(Iterator[Any]):
                 _check(name, value, least)
         if transform is not None and not callable(transform):
             raise ValueError(f"transform is a function of a batch, or None, got {transform!r}.")
-        # A device that is not there raises here, and not in a thread.
+        # An unavailable device raises here rather than in a thread.
         self._device = None if device is None else torch.empty(0, device=device).device
-        if seed is None:  # from torch's own numbers, as a DataLoader
+        if seed is None:  # a seed from torch's generator, as in a DataLoader
             seed = int(torch.empty((), dtype=torch.int64).random_().item())
         pins = self._device is not None and self._device.type == "cuda"
         self._job, self._pid = _Job(make, transform, seed, pins), os.getpid()
@@ -91,7 +91,7 @@ class Loader(Iterator[Any]):
         self._closed = False
 
     def __next__(self) -> Any:
-        """Return the next batch, and wait for it if it is not made yet."""
+        """Return the next batch; wait for it if it is not ready yet."""
         if self._pid != os.getpid():
             raise LoaderForked(
                 f"this loader's threads run in process {self._pid}, and the forked process "
@@ -107,9 +107,9 @@ class Loader(Iterator[Any]):
         try:
             batch = made[0].result()
         except BaseException as error:
-            # An interrupt of the wait is no error of the batch, which the next call returns.
+            # An interrupt of the wait is not an error of the batch, which the next call returns.
             if made[0].done() and made[0].exception() is error:
-                self._stop(wait=False)  # another batch may take long
+                self._stop(wait=False)  # other batches may take long
             raise
         if self._device is not None:
             batch = batch.to(self._device, non_blocking=True)
@@ -117,7 +117,7 @@ class Loader(Iterator[Any]):
         return batch
 
     def close(self) -> None:
-        """End the threads, after the batches that they are making. Twice is harmless."""
+        """Stop the threads once they finish their current batches. A second call has no effect."""
         self._stop(wait=self._pid == os.getpid())
 
     def _stop(self, *, wait: bool) -> None:
@@ -137,14 +137,14 @@ class Loader(Iterator[Any]):
         self.close()
 
     def __del__(self) -> None:
-        """End the threads of a loader that is dropped, without waiting: one may be dropping it."""
+        """Stop the threads of a dropped loader without waiting, since a thread may drop it."""
         pool = getattr(self, "_pool", None)
         if pool is not None and self._pid == os.getpid():
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _mixed(seed: int, number: int) -> int:
-    """Return the ``number``-th state of SplitMix64: other seeds or numbers give unlike ones."""
+    """Return the ``number``-th output of SplitMix64, which differs between seeds and numbers."""
     state = seed + (number + 1) * 0x9E3779B97F4A7C15 & _BITS
     state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _BITS
     state = (state ^ state >> 27) * 0x94D049BB133111EB & _BITS

@@ -1,7 +1,8 @@
-"""The methods that TorchRL calls on a `TensorStorage`, for rows on disk, or refused.
+"""Adapter that gives rows on disk the interface of TorchRL's `TensorStorage`.
 
-Some of its samplers and maps work on tensor storages alone, and check the class. So this class
-overrides every method of it: those that rows on disk cannot support raise an error.
+Some of TorchRL's samplers and maps accept only tensor storages and check the class. This class
+therefore overrides every method of `TensorStorage`. Methods that rows on disk cannot support raise
+an error.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ IN_PLACE = (
 
 
 class AsTensorStorage(TensorStorage):
-    """The face of a `TensorStorage` of one dimension over a reader of rows."""
+    """`TensorStorage` interface, with one dimension, over a reader of rows."""
 
     reader: RowReader
     supports_conditional_update = False
@@ -32,9 +33,10 @@ class AsTensorStorage(TensorStorage):
     device: torch.device = torch.device("cpu")
 
     def __init__(self) -> None:
-        # Compilable: otherwise TorchRL makes two semaphores, which outlive a killed process, for
-        # counts that we take from the header. More rows than any disk has: a tree of priorities of
-        # that size is a MemoryError, where the largest integer makes TorchRL count for ever.
+        # compilable=True: otherwise TorchRL makes two semaphores, which outlive a killed process,
+        # for counts that we read from the header. max_size is more rows than any disk can hold. A
+        # priority tree of that size raises MemoryError, whereas TorchRL never stops counting up to
+        # the largest integer.
         Storage.__init__(self, max_size=2**48, compilable=True)
 
     def _fit_ring(self) -> None:
@@ -43,7 +45,7 @@ class AsTensorStorage(TensorStorage):
 
     @property
     def initialized(self) -> bool:
-        """True if there are columns yet."""
+        """True if the storage has a schema."""
         return self.reader.initialised
 
     @property
@@ -53,7 +55,7 @@ class AsTensorStorage(TensorStorage):
 
     @property
     def _storage(self) -> TensorDict | None:
-        # Changes to its tensors stay in this process.
+        # Changes to the tensors are visible only in this process.
         return self.reader.get(slice(None)) if self.reader.initialised else None
 
     @property
@@ -89,29 +91,29 @@ class AsTensorStorage(TensorStorage):
     _rand_given_ndim_impl = _rand_given_ndim
 
     def flatten(self) -> AsTensorStorage:
-        """Return this storage, which has one dimension already."""
+        """Return this storage, which already has one dimension."""
         return self
 
     def _bump_mutation_revision(self) -> None:
-        # A buffer calls this after it wrote to the rows of `self[:]`, which only the buffer sees.
+        # A buffer calls this after it wrote to the rows of `self[:]`, which are a private copy.
         _refuse()
 
     def _wait_for_init(self) -> None:
-        """Return at once: no other process makes this storage."""
+        """Return at once: no other process initialises this storage."""
 
-    # TorchRL 0.15 asks these, for workers of a `DataLoader` that are forked.
+    # TorchRL 0.15 calls these for forked workers of a `DataLoader`.
 
     def _content_leaves(self) -> list[torch.Tensor]:
-        return []  # rows are in files
+        return []  # the rows are in files
 
     def _content_devices(self) -> set[torch.device]:
         return {self.device}
 
     def _share_memory_(self) -> None:
-        """Do nothing: every process that maps the files reads later rows."""
+        """Do nothing, because every process that maps the files can read later rows."""
 
     def _fork_safe(self) -> bool:
-        return True  # a copy reads the count of rows in the files, as this storage does
+        return True  # like this storage, a copy reads the row count from the files
 
     def _init(self, *_: Any, **__: Any) -> NoReturn:
         _refuse()

@@ -1,1 +1,1 @@
-"""Columns and rows: schema, keys, and batches as callers hand them over."""
+"""Columns and rows: schemas, keys, and conversion of callers' batches."""

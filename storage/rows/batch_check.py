@@ -1,4 +1,4 @@
-"""Check the batches that a caller writes against a schema, column by column."""
+"""Validation of callers' batches against a schema, column by column."""
 
 from __future__ import annotations
 
@@ -25,44 +25,45 @@ TensorGuards = tensor_guards()
 
 
 class TensorGuard:
-    """A guard that recognises tensors laid out like those of an earlier batch."""
+    """Guard that recognises tensors with the same layout as those of an earlier batch."""
 
     def __init__(self) -> None:
         self._same: Callable[..., bool] | None = None
 
     def remember(self, leaves: Sequence[torch.Tensor], arrays: Sequence[np.ndarray]) -> None:
-        """Remember tensors, and the arrays that share their memory."""
+        """Record tensors, and the arrays that share their memory."""
         self._same = None
-        # Other classes may do anything when NumPy makes an array of them.
+        # Tensor subclasses may behave arbitrarily when NumPy makes an array of them.
         plain = all(type(leaf) is torch.Tensor for leaf in leaves)
         if TensorGuards is not None and plain and all(a.flags.c_contiguous for a in arrays):
             guards = TensorGuards(*leaves, dynamic_dims_sizes=None, dynamic_dims_strides=None)
             self._same = guards.check
 
     def addresses(self, leaves: Sequence[torch.Tensor]) -> list[int] | None:
-        """Return addresses of the values of ``leaves``, if these are like the remembered ones.
+        """Return the addresses of the values of ``leaves`` if they match the recorded tensors.
 
-        Return None otherwise. Alike means: class, dtype, device, shape, strides, gradients, and
-        all else that decides what the memory means.
+        Return None otherwise. Tensors match if they have the same class, dtype, device, shape,
+        strides and gradients, and agree in everything else that determines the meaning of the
+        memory.
         """
         if self._same is None:
             return None
         try:
-            # Torch would end the process that asks a nested tensor for its strides.
+            # Torch crashes the process if it is asked for the strides of a nested tensor.
             if any(map(_IS_NESTED, leaves)) or not self._same(*leaves):
                 return None
-        except AttributeError:  # not all are tensors
+        except AttributeError:  # not all leaves are tensors
             return None
         found = list(map(torch.Tensor.data_ptr, leaves))
-        return found if all(found) else None  # 0: without memory
+        return found if all(found) else None  # address 0: the tensor has no memory
 
 
 _LOOKS = attrgetter("dtype", "shape", "requires_grad")
 """Getter of the properties of a tensor that must fit its column."""
 
 
-class _BatchLevel(NamedTuple):
-    """One level of a nested TensorDict: which level holds it under which name, and its leaves."""
+class _Level(NamedTuple):
+    """One level of a nested TensorDict: the index of its parent, its name there, and its leaves."""
 
     parent: int
     name: str
@@ -71,7 +72,7 @@ class _BatchLevel(NamedTuple):
 
 
 class BatchCheck:
-    """Checks batches for a storage of ``schema`` at ``path``."""
+    """Validator of batches for a storage of ``schema`` at ``path``."""
 
     def __init__(self, schema: Schema, path: Path) -> None:
         self._schema, self._path = schema, path
@@ -81,20 +82,20 @@ class BatchCheck:
         self._bits = [i for i, c in enumerate(schema.columns) if c.dtype is torch.bfloat16]
         self._levels, self._places = _levels_of(schema.keys)
         self.count = -1
-        """Rows of the batch that was checked last."""
+        """The number of rows of the batch that was checked last."""
         self._shapes: list[tuple[int, ...]] = []
         self._looks: list[tuple[torch.dtype, tuple[int, ...], bool]] = []
         self.seen = TensorGuard()
-        """The guard that recognises batches like the last one whose tensors became arrays."""
+        """The guard that recognises batches like the last one that was converted to arrays."""
 
     def arrays(self, rows: Mapping[Key, np.ndarray]) -> list[np.ndarray]:
         """Return the arrays of a batch in the order of the columns, each [count, ...].
 
         Raises:
-            RowsMismatch: not exactly the schema's columns, or another dtype or shape.
+            RowsMismatch: the columns, dtypes or shapes differ from the schema.
         """
         try:
-            # Most batches are in the order of the columns: then no key need be looked up.
+            # Most batches are in the order of the columns, so that no key has to be looked up.
             in_order = list(rows) == self._keys
             found = list(rows.values() if in_order else map(rows.__getitem__, self._keys))
             if len(found[0]) != self.count:
@@ -112,9 +113,10 @@ class BatchCheck:
     def leaves(self, rows: TensorDictBase, without: Key | None) -> list[torch.Tensor] | None:
         """Return the unchecked tensors of a TensorDict [count, ...], in the order of the columns.
 
-        It may hold ``without``, too. Return None if it holds anything else, or lacks a column.
+        The TensorDict may also hold ``without``. The result is None if it holds anything else or
+        lacks a column.
         """
-        # A small append spends most of its time here and in `tensors`: keep it short.
+        # Most of the time of a small append is spent here and in `tensors`. Keep this fast.
         found: list[Any] = []
         levels: list[Mapping[str, Any]] = []
         try:
@@ -124,7 +126,7 @@ class BatchCheck:
                 level = levels[parent][name] if levels else rows
                 plain = type(level) is TensorDict
                 if not plain and isinstance(level, LazyStackedTensorDict):
-                    return None  # it does not list keys that only some of its rows have
+                    return None  # its items omit keys that only some of its rows have
                 entries = entries_of(level) if plain else dict(level.items())
                 if len(entries) != wanted and not _extra(entries, wanted, without, levels):
                     return None
@@ -135,11 +137,10 @@ class BatchCheck:
         return [found[place] for place in self._places] if self._places else found
 
     def tensors(self, leaves: list[torch.Tensor]) -> list[np.ndarray] | None:
-        """Return arrays [count, ...] over the memory of ``leaves``; bfloat16 as bits.
+        """Return arrays [count, ...] that share the memory of ``leaves``; bfloat16 as bits.
 
-        All leaves must be dense tensors of the columns' dtypes and shapes, without gradients, in
-        the memory of the CPU. Return None otherwise: then the caller converts them, or reports
-        the fault.
+        All leaves must be dense CPU tensors of the columns' dtypes and shapes, without gradients.
+        Otherwise the result is None, and the caller converts the leaves or reports the fault.
         """
         try:
             if list(map(_LOOKS, leaves)) != self._looks:
@@ -157,7 +158,7 @@ class BatchCheck:
 
     def _prepare(self, count: int) -> None:
         """Prepare to check batches of ``count`` rows."""
-        self.count = -1  # after an interrupt the next call prepares again
+        self.count = -1  # if interrupted, the next call prepares again
         columns = self._schema.columns
         self._shapes = [(count, *column.shape) for column in columns]
         self._looks = [
@@ -196,13 +197,13 @@ _NOT_FLAT = (
 
 
 def require_flat(rows: Mapping[Key, Any]) -> None:
-    """Raise `RowsMismatch` where a row is several transitions of a collector."""
+    """Raise `RowsMismatch` if a row consists of several transitions of a collector."""
     if _has_several_ids(rows):
         raise RowsMismatch(f"each row must be one transition, but of these rows {_NOT_FLAT}.")
 
 
 def _has_several_ids(rows: Mapping[Key, Any]) -> bool:
-    # One id may have a dimension of its own, [n, 1].
+    # A single id may have a dimension of its own, [n, 1].
     shape: tuple[int, ...] = getattr(rows.get(TRAJ_IDS), "shape", ())
     return math.prod(shape[1:]) > 1
 
@@ -226,7 +227,7 @@ def _levels_of(keys: Sequence[Key]) -> tuple[list[_BatchLevel], list[int]]:
 
 
 def _getter(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-    if len(names) > 1:  # for one name `itemgetter` returns the value itself
+    if len(names) > 1:  # with one name, `itemgetter` returns the value itself
         return itemgetter(*names)
     return lambda entries: tuple(entries[name] for name in names)
 
@@ -234,7 +235,7 @@ def _getter(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ..
 def _extra(
     entries: Mapping[str, Any], wanted: int, without: Key | None, levels: list[Mapping[str, Any]]
 ) -> bool:
-    """Return whether the level is the root, and ``without`` is its only entry too many."""
+    """Return True if the level is the root and ``without`` is its only extra entry."""
     return (
         without is not None
         and not levels

@@ -1,8 +1,9 @@
-"""Batch dimensions of TensorDicts after the rows: of agents, or steps of an item. Pure.
+"""Batch dimensions of TensorDicts after the rows, such as agents or steps of an item. Pure.
 
-A level is a TensorDict in a batch, by its key: ``()`` is the root, ``("next", "agents")`` one
-below it. Its count is the number of batch dimensions after the first, which is that of the rows;
-these are the first dimensions of a row's value in every column at that level and below it.
+A level is a TensorDict in a batch, identified by its key: ``()`` is the root, and ``("next",
+"agents")`` is a nested level. The count of a level is the number of batch dimensions after the
+first, which is that of the rows. These are the first dimensions of a row's value in every column at
+or below that level.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tallyroll.storage.errors import InvalidSchema
 from tallyroll.storage.rows.keys import Key, format_key
 
 BatchDims: TypeAlias = Mapping[Key, int]
-"""Counts by level, without the levels whose count is 0."""
+"""Counts by level. Levels whose count is 0 are left out."""
 
 Shapes: TypeAlias = Mapping[Key, tuple[int, ...]]
 """The shape of a row's value by column, or the batch size after the rows by level."""
@@ -33,13 +34,13 @@ def batch_dims_of(td: TensorDictBase, lead: int = 1, level: Key = ()) -> dict[Ke
 
 
 def levels_of(keys: Iterable[Key]) -> list[Key]:
-    """Return every level that has the columns ``keys`` at or below it, parents first."""
+    """Return every level that has some of the columns ``keys`` at or below it, parents first."""
     found = dict.fromkeys(key[:depth] for key in keys for depth in range(len(key)))
     return sorted(found, key=len)
 
 
 def fitting(dims: BatchDims, shapes: Shapes) -> dict[Key, int]:
-    """Limit ``dims`` to the counts that these columns can have, none below its parent's."""
+    """Limit ``dims`` to counts that these columns support, none below the count of its parent."""
     if not dims:
         return {}
     found: dict[Key, int] = {}
@@ -51,7 +52,7 @@ def fitting(dims: BatchDims, shapes: Shapes) -> dict[Key, int]:
 
 
 def _common(shapes: Shapes) -> dict[Key, tuple[int, ...]]:
-    """Return the first dimensions that the columns at each level and below have in common."""
+    """Return the first dimensions that the columns at or below each level have in common."""
     found: dict[Key, tuple[int, ...]] = {}
     for key, shape in shapes.items():
         for depth in range(len(key)):
@@ -62,7 +63,7 @@ def _common(shapes: Shapes) -> dict[Key, tuple[int, ...]]:
 
 
 def require_fitting(dims: BatchDims, shapes: Shapes) -> None:
-    """Refuse counts that columns of these shapes cannot have.
+    """Raise if columns of these shapes cannot have these counts.
 
     Raises:
         InvalidSchema: a level has no columns, or its columns or its parent have other dimensions.
@@ -83,7 +84,7 @@ def shapes_of(dims: BatchDims, shapes: Shapes) -> dict[Key, tuple[int, ...]]:
 
 
 def from_counts(columns: Sequence[tuple[Key, Sequence[int] | None]]) -> dict[Key, int]:
-    """Return the counts by level, from those along each column's key; None is all zeros.
+    """Return the counts by level, from those along each column's key; None stands for zeros.
 
     Raises:
         InvalidSchema: columns contradict each other.

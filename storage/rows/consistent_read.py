@@ -1,4 +1,4 @@
-"""Read rows, and read them again if a writer took some back meanwhile."""
+"""Retry of reads that raced with a rewind."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ Found = TypeVar("Found")
 
 
 class Rewound(Protocol):
-    """The part of a reader that says whether numbers of rows still mean the same rows."""
+    """The part of a reader that shows whether row numbers still refer to the same rows."""
 
     @property
     def rewinds(self) -> int:
-        """How often rows were taken back."""
+        """The number of rewinds."""
 
     @property
     def rewinding(self) -> bool:
-        """True while rows are taken back; and until the next writer, if this one was killed."""
+        """True during a rewind, and after a kill until the next writer finishes it."""
 
 
 def read_consistently(reader: Rewound, read: Callable[[], Found]) -> Found:
-    """Return what ``read`` returns, called again if rows were taken back while it read.
+    """Return the result of ``read``, which is called again if rows were rewound meanwhile.
 
-    An error that it raises meanwhile may be of rows that are not there any more: once more, too.
+    An error of ``read`` during a rewind may be due to rows that no longer exist. It also causes a
+    retry.
     """
     begun: int | None = None
     while True:
@@ -32,7 +33,7 @@ def read_consistently(reader: Rewound, read: Callable[[], Found]) -> Found:
             found = read()
         except Exception:
             if reader.rewinds == rewinds:
-                # The rows may be gone, and the rewind not counted yet: the next try knows of it.
+                # The rewind may not be counted yet. Retry once, when the counts are known.
                 if begun == rewinds or not reader.rewinding:
                     raise
                 begun = rewinds

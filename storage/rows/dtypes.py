@@ -1,4 +1,4 @@
-"""The dtypes that columns have, as torch, NumPy and manifests call them."""
+"""The dtypes of columns, with their names in torch, NumPy and manifests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-# NumPy has no bfloat16: files and arrays hold the 16 bits of such columns as uint16.
+# NumPy has no bfloat16. Files and arrays hold the 16 bits of such columns as uint16.
 NUMPY: Final[dict[torch.dtype, np.dtype[Any]]] = {
     torch.bool: np.dtype(np.bool_),
     torch.uint8: np.dtype(np.uint8),
@@ -32,7 +32,7 @@ SIGNED: Final = {
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
 }
-"""Signed dtypes of the same width as unsigned ones, for which torch has few operations."""
+"""Signed dtypes of the width of unsigned ones, for which torch has few operations."""
 NAMES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in NUMPY}
 """The dtypes by their names in manifests, such as ``float32``."""
 
@@ -41,11 +41,11 @@ def exact_tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return Python numbers, or nested sequences of them, as a tensor of ``dtype``.
 
     Floats and complex numbers may be rounded to the precision of the dtype, and small ones to 0.
-    Nothing else changes: no number overflows or loses a fraction, no whole number is rounded.
+    Nothing else changes: no number overflows or loses a fraction, and no integer is rounded.
 
     Raises:
-        ValueError: ``dtype`` does not have one of the numbers.
-        TypeError, RuntimeError, OverflowError: as `torch.tensor` does.
+        ValueError: ``dtype`` cannot represent one of the numbers.
+        TypeError, RuntimeError, OverflowError: raised by `torch.tensor`.
     """
     made = torch.tensor(values, dtype=dtype)
     rounds = dtype.is_floating_point or dtype.is_complex
@@ -62,6 +62,6 @@ def exact_tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def in_float64(values: np.ndarray) -> np.ndarray:
-    """Return numbers as float64; NumPy warns of signalling NaNs, which are values like others."""
+    """Return numbers as float64, without NumPy's warnings about signalling NaNs."""
     with np.errstate(invalid="ignore"):
         return values.astype(np.float64)

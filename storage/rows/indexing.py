@@ -1,4 +1,4 @@
-"""Row numbers that an index selects. Pure."""
+"""Conversion of an index to row numbers. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from tallyroll.storage.errors import IndexOutOfRange, NotAnAppend
 def resolve(index: Any, length: int) -> int | slice | np.ndarray:
     """Return an index as a row number, a forward slice, or an int64 array of any shape.
 
-    Integers may be negative, as in a list. Booleans select rows and must be
-    one for each.
+    Integers may be negative, as in a list. A boolean index needs one value per row.
 
     Raises:
-        IndexOutOfRange: a row that is not there.
-        TypeError: not an index of rows.
+        IndexOutOfRange: a row does not exist.
+        TypeError: the value is not an index of rows.
     """
     if (plain := _plain(index, length)) is not None:
         return plain
@@ -36,7 +35,7 @@ def resolve(index: Any, length: int) -> int | slice | np.ndarray:
         index = _numbers(index, length)
     elif isinstance(index, torch.Tensor):
         index = _array_of(index)
-    elif type(index) is int and not -length <= index < length:  # of any size
+    elif type(index) is int and not -length <= index < length:  # may exceed 64 bits
         raise _out_of_range(index, length)
     array = np.asarray(index if not isinstance(index, list) or index else np.empty(0, np.int64))
     if array.dtype == np.bool_:
@@ -46,7 +45,7 @@ def resolve(index: Any, length: int) -> int | slice | np.ndarray:
             f"rows are indexed by whole numbers, got {type(index).__name__}: {index!r}."
         )
     if array.dtype == np.uint64 and array.size and (high := int(array.max())) >= length:
-        raise _out_of_range(high, length)  # which int64 might not hold
+        raise _out_of_range(high, length)  # int64 might not hold the number
     rows = _within(array.astype(np.int64, copy=False), length)
     return int(rows) if rows.ndim == 0 else rows
 
@@ -63,7 +62,7 @@ def _array_of(index: torch.Tensor) -> np.ndarray:
 
 
 def plain_numbers(index: Any) -> np.ndarray | None:
-    """An array, or a tensor on the CPU, of int64 [n], uncopied and of any values; else None."""
+    """Return an int64 array [n], or CPU tensor, without a copy; None for any other index."""
     if isinstance(index, torch.Tensor) and index.is_cpu and index.dtype is torch.int64:
         try:
             index = index.numpy()
@@ -76,11 +75,11 @@ def plain_numbers(index: Any) -> np.ndarray | None:
 
 
 def _plain(index: Any, length: int) -> np.ndarray | None:
-    """Row numbers as samplers draw them: int64 from 0, of one dimension; else None."""
+    """Return valid nonnegative int64 numbers [n], as samplers draw them, or None."""
     numbers = plain_numbers(index)
     if numbers is None:
         return None
-    # Seen without their sign, negative numbers are the largest; argmax takes half as long as max.
+    # As unsigned integers, negative numbers are the largest. argmax is twice as fast as max.
     unsigned = numbers.view(np.uint64)
     if not len(numbers) or unsigned.item(unsigned.argmax()) >= length:
         return None
@@ -88,18 +87,18 @@ def _plain(index: Any, length: int) -> np.ndarray | None:
 
 
 def _numbers(rows: range, length: int) -> np.ndarray:
-    """Return the numbers of ``rows``, which may be of any size."""
+    """Return the numbers of ``rows``, which may exceed 64 bits."""
     for row in (rows[0], rows[-1]) if rows else ():
         if not -length <= row < length:
             raise _out_of_range(row, length)
-    few = len(rows) < 2  # the bounds and the step of which may be of any size
+    few = len(rows) < 2  # then the bounds and the step may exceed 64 bits
     return np.array(rows, np.int64) if few else np.arange(rows.start, rows.stop, rows.step)
 
 
 def _forward(start: int, stop: int, step: int, length: int) -> slice | np.ndarray:
-    # A longer step selects as little, and may be more than 64 bits hold.
+    # A longer step selects the same rows, and may exceed 64 bits.
     step = max(-length, min(step, length)) or 1
-    # Tensors have no negative strides: rows in reverse are gathered.
+    # Tensors have no negative strides, so rows in reverse are gathered.
     return slice(start, stop, step) if step > 0 else np.arange(start, stop, step)
 
 
@@ -127,13 +126,13 @@ def _out_of_range(row: int, length: int) -> IndexOutOfRange:
 
 
 def consecutive(cursor: Any, ring: int = 0) -> range:
-    """Return the slots that a writer's cursor names, if they follow each other.
+    """Return the slots that a writer's cursor names, if they are consecutive.
 
-    TorchRL's writers pass an int or an arange tensor. In a ring of ``ring`` slots slot
-    0 follows the last one, and the range counts on beyond it.
+    TorchRL's writers pass an int or an arange tensor. In a ring of ``ring`` slots, slot 0 follows
+    the last one, and the range continues beyond the last slot.
 
     Raises:
-        NotAnAppend: they do not.
+        NotAnAppend: the slots are not consecutive.
     """
     if isinstance(cursor, torch.Tensor):
         cursor = cursor.numpy(force=True)
@@ -165,7 +164,7 @@ def consecutive(cursor: Any, ring: int = 0) -> range:
 
 @lru_cache(maxsize=4)
 def _counting(count: int) -> bytes:
-    """Return the bytes of 0, 1, 2, ...: to compare them costs half of what differences cost."""
+    """Return the bytes of 0, 1, 2, ..., since comparing them is twice as fast as differences."""
     return np.arange(count).tobytes()
 
 

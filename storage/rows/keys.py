@@ -1,7 +1,7 @@
-"""Names of columns: the place of each value of a transition in a TensorDict.
+"""Column keys: the place of each value of a transition in a TensorDict.
 
-TorchRL's episode data format: observation and action at the root, what the step returned under
-``"next"``. The columns that Tallyroll adds are under ``"collector"``.
+The layout is TorchRL's episode data format: observation and action are at the root, and the results
+of the step are under ``"next"``. Columns that Tallyroll adds are under ``"collector"``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ STEP: Final[Key] = (COLLECTOR, "step")
 LANE: Final[Key] = (COLLECTOR, "lane")
 POLICY_VERSION: Final[Key] = (COLLECTOR, "policy_version")
 POLICY_VERSIONS: Final[Key] = (COLLECTOR, "policy_versions")
-"""Above a version for each group of agents with a policy of its own."""
+"""Prefix of the policy versions of groups of agents that have their own policies."""
 POLICY_ID: Final[Key] = (COLLECTOR, "policy_id")
 NEXT_VALID: Final[Key] = (COLLECTOR, "next_valid")
-"""A column, or above one for each group of agents ``[row, agent]``; see `next_valid_keys`."""
+"""A column, or the prefix of columns ``[row, agent]`` of groups; see `next_valid_keys`."""
 VALID: Final[Key] = (COLLECTOR, "valid")
 RESET_SEED: Final[Key] = (COLLECTOR, "reset_seed")
 CONTEXT: Final[Key] = (COLLECTOR, "context")
@@ -38,17 +38,17 @@ CUT: Final[Key] = (COLLECTOR, "cut")
 MASK: Final[Key] = (COLLECTOR, "mask")
 
 RANDOM_VERSION: Final = -1
-"""``policy_version`` of a transition whose action was drawn at random."""
+"""The ``policy_version`` of a transition whose action was drawn at random."""
 
 IS_INIT: Final = "is_init"
-"""Last name of columns that are True where recurrent modules begin from the state of the row."""
+"""Last name of columns that are True where recurrent modules begin from the row's state."""
 COUNTERS: Final = frozenset({"step_count", IS_INIT, "episode_reward"})
 """Last names of columns in which TorchRL's transforms count along an episode (StepCounter,
-InitTracker, RewardSum): they tell how long it has lasted, and not what was observed."""
+InitTracker, RewardSum). They depend on the age of the episode rather than on observations."""
 
 
 Keys: TypeAlias = Sequence[str | Key]
-"""Some columns, as users name them."""
+"""A selection of columns, as users name them."""
 
 
 def next_valid_keys(keys: Iterable[Key]) -> list[Key]:
@@ -57,17 +57,17 @@ def next_valid_keys(keys: Iterable[Key]) -> list[Key]:
 
 
 def as_key(key: str | tuple[str, ...]) -> Key:
-    """``key`` as a tuple of names."""
+    """Return ``key`` as a tuple of names."""
     return (key,) if isinstance(key, str) else tuple(key)
 
 
 def format_key(key: str | tuple[str, ...]) -> str:
-    """Return a key as users read and write it: ``next/observation``."""
+    """Return a key in the notation for users: ``next/observation``."""
     return key if isinstance(key, str) else "/".join(key)
 
 
 def can_be_stored(part: str) -> bool:
-    """Return whether a file or a group can be called ``part``."""
+    """Return True if a file or a group can have the name ``part``."""
     try:
         part.encode()
     except UnicodeEncodeError:
@@ -76,10 +76,10 @@ def can_be_stored(part: str) -> bool:
 
 
 def is_init(key: Key, dtype: torch.dtype) -> bool:
-    """Return whether a column marks the first row of a trajectory, at the root or of a group."""
+    """Return True if a column marks the first row of a trajectory, at the root or of a group."""
     return key[0] != NEXT and key[-1] == IS_INIT and dtype is torch.bool
 
 
 def is_done(key: Key, dtype: torch.dtype) -> bool:
-    """Return whether a column says that an episode ended: at the root, or for a group of agents."""
+    """Return True if a column marks the end of an episode, at the root or of a group."""
     return key == DONE or (key[0] == NEXT and key[-1] == DONE[-1] and dtype is torch.bool)

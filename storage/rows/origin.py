@@ -1,4 +1,4 @@
-"""Rows that say which storage they came from, so that another storage can record it."""
+"""Marks on rows that name the storage they came from, so that another storage can record it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Source(Protocol):
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The storage's manifest, as it is now."""
+        """The current manifest of the storage."""
 
 
 class Origin:
-    """A storage's manifest, as it was read last, for rows that outlive their reader.
+    """A storage's manifest as of the last read, for rows that outlive their reader.
 
-    It keeps no file open. Its pickle is `False`: rows in another process do not name an origin,
-    and can be loaded there without this package.
+    It keeps no file open. Its pickle is `False`, so that rows in another process have no origin and
+    can be loaded there without this package.
     """
 
     __slots__ = ("_reader", "manifest", "until")
@@ -54,22 +54,22 @@ class Origin:
         reader = self._reader()
         if reader is None or reader.closed:
             return
-        # Without a readable manifest the origin is unknown, and the rows are copied all the same.
+        # Without a readable manifest, the rows are copied with an unknown origin.
         with suppress(StorageError, OSError):
-            until = reader.head  # first: a run is in the manifest before its rows are committed
+            until = reader.head  # first, since a run's entry precedes its rows
             manifest = reader.manifest
             if self.manifest is None or manifest["id"] == self.manifest["id"]:
                 self.manifest, self.until = manifest, until
 
 
 Numbers: TypeAlias = range | Callable[[], np.ndarray]
-"""The range of the rows' numbers; for a slice of a ring, a function that returns them."""
+"""The range of the row numbers; for a slice of a ring, a function that returns them."""
 
 
 def came_from(rows: TensorDictBase, origin: Origin, numbers: Numbers) -> None:
     """Mark ``rows`` [n] as the rows ``numbers`` of ``origin``.
 
-    TensorDicts that are made from them do not inherit the mark.
+    TensorDicts that are derived from them do not inherit the mark.
     """
     vars(rows)[_ORIGIN] = origin, numbers
 
@@ -81,11 +81,11 @@ def numbers_of(rows: TensorDictBase) -> np.ndarray | None:
 
 
 Told: TypeAlias = tuple[Origin, range] | None
-"""The origin of rows, and the smallest range there that holds them; None if it is unknown."""
+"""The origin of rows and the smallest range there that contains them, or None if unknown."""
 
 
 def origin_of(rows: TensorDictBase) -> Told:
-    """Return the origin with which `came_from` marked ``rows``, and the range there."""
+    """Return the origin of rows that `came_from` marked, and their range there, or None."""
     told = vars(rows).get(_ORIGIN)
     if not told or not told[0]:
         return None

@@ -1,4 +1,4 @@
-"""The functions by which callers hear how far a long call is."""
+"""Types of progress callbacks for long calls."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 Progress: TypeAlias = Callable[[int, int], object]
-"""Called now and then with how much is done, and with how much there is, of bytes or rows."""
+"""Callback that is called regularly with the amount done and the total, in bytes or rows."""
 MoreDone: TypeAlias = Callable[[int], object]
-"""Called now and then with how much was done since its last call."""
+"""Callback that is called regularly with the amount done since its last call."""

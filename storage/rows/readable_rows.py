@@ -1,4 +1,4 @@
-"""The promises of a `RowReader` to code below it, which only reads rows by their numbers."""
+"""The part of `RowReader` that lower layers use, which read rows only by number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ReadColumn(Protocol):
 
     @property
     def array(self) -> np.ndarray | None:
-        """All values as one array, if they lie so in memory; row r is at ``slots_of(r)``."""
+        """All values as one array, if it is in memory; row r is at ``slots_of(r)``."""
 
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Copy the values of ``rows`` [*], in any order: [*rows.shape, *shape of a value]."""
@@ -29,30 +29,30 @@ class ReadColumn(Protocol):
 
 
 class ReadableRows(Protocol):
-    """Rows by their numbers; see `RowReader`."""
+    """Rows by number; see `RowReader`."""
 
     path: Path
     ring: int
 
     @property
     def schema(self) -> Schema:
-        """The columns."""
+        """The schema of the rows."""
 
     @property
     def id(self) -> str | None:
-        """The id of the storage; its copies have the same."""
+        """The id of the storage, which its copies share."""
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """The columns' keys, in order."""
+        """The keys of the columns, in order."""
 
     @property
     def nest(self) -> TensorDictBuilder:
-        """The nest that joins arrays, one a column, to the TensorDict of a batch."""
+        """The builder that joins arrays, one per column, to the TensorDict of a batch."""
 
     @property
     def span(self) -> range:
-        """The numbers of the rows that are there."""
+        """The numbers of the valid rows."""
 
     @property
     def head(self) -> int:
@@ -60,11 +60,11 @@ class ReadableRows(Protocol):
 
     @property
     def rewinds(self) -> int:
-        """How often rows were taken back, so that numbers from there on mean other rows."""
+        """The number of rewinds, after each of which row numbers may refer to other rows."""
 
     @property
     def rewinding(self) -> bool:
-        """True if a writer has taken rows back, and has not tidied up after that."""
+        """True while a writer has committed a rewind and not yet completed it."""
 
     @property
     def runs(self) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ class ReadableRows(Protocol):
 
     @property
     def initialised(self) -> bool:
-        """True if there is a schema yet."""
+        """True if the storage has a schema."""
 
     @property
     def is_written(self) -> bool:
@@ -84,20 +84,20 @@ class ReadableRows(Protocol):
     def slots_of(self, rows: np.ndarray) -> np.ndarray:
         """Return the indices of rows [*] in the array of a column.
 
-        Those of rows that follow one another do so, too, but at the end of a ring.
+        Consecutive rows have consecutive indices, except at the end of a ring.
         """
 
     def copies(self, rows: np.ndarray, keys: Sequence[Key] | None = None) -> list[np.ndarray]:
-        """Return copies [*rows.shape, ...] of rows of the span, of all columns or of some."""
+        """Return copies [*rows.shape, ...] of rows of the span, for all columns or for ``keys``."""
 
     def gather(self, rows: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Copy rows as `copies` does, for batches, whose memory may be used again after them."""
+        """Copy rows as `copies` does, for batches, whose memory may be reused after them."""
 
     def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
-        """Return the table of episodes that is stored beside the rows; None without one."""
+        """Return the episode table that is stored alongside the rows, or None."""
 
     def kept_index(self, *, whole: bool = False) -> Any:
-        """Return the index of trajectories that is kept beside the rows; None without one."""
+        """Return the trajectory index that is saved alongside the rows, or None."""
 
     def overrun(self, what: str) -> Overrun:
         """Return the error for rows that a writer overwrites before they are read."""

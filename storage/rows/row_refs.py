@@ -1,4 +1,4 @@
-"""Rows that still lie in other arrays, in any order, and are copied once, to their target."""
+"""References to rows in other arrays, which are copied only once, to their destination."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 import numpy as np
 
 LARGE_NBYTES = 4096
-"""The least bytes of a column's row from which references are quicker than a copy."""
+"""Bytes of a column's row from which references are faster than a copy."""
 
 
 class RowRefs:
-    """References ``sources[origin[i]][index[i]]`` to rows ``i``, which `copy_to` copies.
+    """References to the rows ``sources[origin[i]][index[i]]``, which `copy_to` copies.
 
-    A caller may write them to a storage in the place of an array [N, ...] of large rows. It must
-    not change the sources before the rows are copied.
+    A caller may write them to a storage in place of an array [N, ...] of large rows. The caller
+    must not change the sources before the rows are copied.
 
     Args:
-        sources: C-contiguous arrays [M, ...] of one dtype and row shape.
-        index: intp [N].
-        origin: int [N], the source of each row; None with one source.
+        sources: C-contiguous arrays [M, ...] with the same dtype and row shape.
+        index: the index of each row in its source, intp [N].
+        origin: the source of each row, int [N]; None if there is only one source.
     """
 
     __slots__ = ("dtype", "index", "origin", "shape", "sources")
@@ -33,7 +33,7 @@ class RowRefs:
 
     @classmethod
     def joined(cls, parts: Sequence[RowRefs], order: np.ndarray) -> RowRefs:
-        """Return the rows of ``parts``, one part after the other, in ``order`` (intp [N])."""
+        """Return the concatenated rows of ``parts``, in ``order`` (intp [N])."""
         index = np.concatenate([part.index for part in parts])[order]
         origins: list[np.ndarray] = []
         sources: list[np.ndarray] = []
@@ -58,7 +58,7 @@ class RowRefs:
     def copy_to(self, out: np.ndarray) -> None:
         """Copy the rows to ``out``, a C-contiguous array of their shape and dtype."""
         if self.origin is None:
-            # "clip" copies straight to `out`; indices are within bounds anyway.
+            # "clip" copies directly to `out`. The indices are within bounds anyway.
             self.sources[0].take(self.index, axis=0, out=out, mode="clip")
             return
         turns = (np.flatnonzero(np.diff(self.origin)) + 1).tolist()

@@ -1,4 +1,4 @@
-"""Schemas: the named, typed columns of a storage. Pure; knows no files."""
+"""Schemas: the named, typed columns of a storage. Pure; independent of files."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from tallyroll.storage.rows.tensordict_builder import leaves, require_dense
 
 _MOST_COLUMNS, _MOST_PARTS, _LONGEST_PART, _MOST_SIZES = 2**14, 32, 4096, 64
 _MOST_ROW_NBYTES = 2**47
-"""More than any machine maps."""
+"""Larger than the address space of any machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: nested key, dtype, and the shape of one row's value.
+    """A column: nested key, dtype, and the shape of one row's value.
 
     Raises:
-        InvalidSchema: the dtype cannot be stored, a value has no bytes, or a
-            part of the key cannot be a name.
+        InvalidSchema: the dtype cannot be stored, a value has no bytes, or a part of the key cannot
+            be a name.
     """
 
     key: Key
@@ -68,7 +68,7 @@ class Column:
 
     @property
     def dtype_name(self) -> str:
-        """The dtype without ``torch.``: ``"float32"``."""
+        """The name of the dtype without ``torch.``: ``"float32"``."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
@@ -78,7 +78,7 @@ class Column:
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes that one row takes in this column."""
+        """The bytes of one row in this column."""
         return self.numpy_dtype.itemsize * math.prod(self.shape)
 
 
@@ -87,14 +87,14 @@ class Schema:
     """The ordered columns of a storage.
 
     Raises:
-        InvalidSchema: no columns, a key twice, a key that is both a column
-            and a group of columns, or batch dimensions that columns do not have.
+        InvalidSchema: there are no columns, a key occurs twice, a key is both a column and a group
+            of columns, or columns lack the batch dimensions.
     """
 
     columns: tuple[Column, ...]
     batch_dims: tuple[tuple[Key, int], ...] = ()
-    """Groups of columns whose TensorDicts have more batch dimensions than the rows, and how many
-    more; ``()`` is the root. They are the first ones of the columns' shapes."""
+    """Groups of columns whose TensorDicts have more batch dimensions than the rows, with the number
+    of additional ones; ``()`` is the root. They are the first dimensions of the columns' shapes."""
 
     def __post_init__(self) -> None:
         _check_count(self.columns)
@@ -114,10 +114,10 @@ class Schema:
 
     @classmethod
     def of(cls, rows: TensorDictBase | Mapping[Key, np.ndarray]) -> Schema:
-        """Return the schema of a batch: ``rows`` has the rows in its first dimension, [N, ...].
+        """Return the schema of a batch ``rows``, whose first dimension is the rows, [N, ...].
 
         Raises:
-            InvalidSchema: something in it cannot be a column.
+            InvalidSchema: an entry cannot be a column.
         """
         if isinstance(rows, TensorDictBase):
             if not rows.batch_dims:
@@ -132,7 +132,7 @@ class Schema:
         """Return the schema of tensors [N, ...], whose TensorDicts had these batch dimensions.
 
         Raises:
-            InvalidSchema: something in it cannot be a column.
+            InvalidSchema: an entry cannot be a column.
         """
         columns = tuple(_column_of_tensor(key, leaf) for key, leaf in found.items())
         kept = fitting(batch_dims, {column.key: column.shape for column in columns})
@@ -140,7 +140,7 @@ class Schema:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """The columns' keys, in order."""
+        """The keys of the columns, in order."""
         return tuple(column.key for column in self.columns)
 
     @property
@@ -149,24 +149,24 @@ class Schema:
 
     @property
     def batch_shapes(self) -> dict[Key, tuple[int, ...]]:
-        """The batch size after the rows of each group that `batch_dims` names."""
+        """The batch size after the rows of each group in `batch_dims`."""
         return shapes_of(dict(self.batch_dims), self._shapes)
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes that one row takes in all columns."""
+        """The bytes of one row in all columns."""
         return sum(column.row_nbytes for column in self.columns)
 
     def __contains__(self, key: object) -> bool:
         return key in self.keys
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return a JSON value that `from_json` reads back."""
+        """Return a JSON value that `from_json` reads."""
         return [_column_to_json(column, dict(self.batch_dims)) for column in self.columns]
 
     @classmethod
     def from_json(cls, value: Any) -> Schema:
-        """Return the schema that `to_json` wrote.
+        """Return the schema from the result of `to_json`.
 
         Raises:
             InvalidSchema: ``value`` is something else.
@@ -180,9 +180,10 @@ class Schema:
         return cls(columns, tuple(dims.items()))
 
     def differences(self, other: Schema) -> list[str]:
-        """Differences of ``other`` from this schema, one sentence each.
+        """Return the differences of ``other`` from this schema, one sentence each.
 
-        The order is no difference, and batch dimensions are none: the values are the same.
+        The order of columns and batch dimensions are ignored, because they do not change the
+        values.
         """
         wanted = {column.key: column for column in self.columns}
         got = {column.key: column for column in other.columns}

@@ -1,7 +1,7 @@
-"""Spaces of columns: the values that an environment may give or take, as JSON. Pure.
+"""Spaces of columns: the valid values of an environment's inputs and outputs, as JSON. Pure.
 
-A space is written as Minari writes it, for a column each, but in few bytes: a bound that is
-infinite is a text, bounds that are all alike are one number, and many that differ are their bytes.
+A space is written in Minari's format, one for each column, but compactly. An infinite bound is
+text, equal bounds are one number, and a large number of different bounds is written as bytes.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from typing import Any, Final
 import numpy as np
 
 SPACES: Final = "spaces"
-"""The name, in a run's entry, of the spaces of columns, by the columns' names."""
+"""The field of a run's entry with the spaces of columns, by column name."""
 LEFT_OUT: Final = "spaces_left_out"
-"""The number of columns whose spaces had no room in the entry."""
+"""The number of columns whose spaces did not fit in the entry."""
 UNCHECKED: Final = "spaces_unchecked"
 """The reason why values of these rows may be outside their spaces."""
 
 NO_SPACE: Final = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
-"""Errors that `space_of` and `leaves_of` raise for JSON that is no space."""
+"""Errors that `space_of` and `leaves_of` raise for JSON that is not a space."""
 
 _NBYTES: Final = 2**13
-"""Bytes of all spaces in an entry: it has to fit into what travels with copies and exports."""
+"""Maximum bytes of all spaces in an entry, which must fit into copies and exports."""
 _FEW: Final = 32
-"""Bounds that are written as numbers; more take fewer characters as bytes."""
+"""Maximum number of bounds to write as numbers; more bounds are shorter as bytes."""
 _DEEPEST: Final = 24
 _ROUNDING: Final = 1e-6
-"""By which a float may pass a bound that was written as text, as a part of the bound."""
+"""Relative tolerance of a float for bounds that were written as text."""
 OF_LANES: Final = "of_lanes"
-"""The name, in the JSON of a space, of the bounds of each lane where these differ.
+"""The field, in the JSON of a space, of the bounds of each lane if they differ.
 
-It is a Box ``[lane, ...]``, with the number of its first lane as ``first_lane``; the space itself
-has the bounds that hold for all.
+It is a Box ``[lane, ...]`` with the number of its first lane as ``first_lane``. The space itself
+has the bounds that hold for all lanes.
 """
 _KNOWN: Final = ("Box", "Discrete", "MultiDiscrete", "MultiBinary", "OneHot", "MultiOneHot")
 
 
 @dataclass(frozen=True)
 class Space:
-    """A space without spaces in it."""
+    """A space that contains no other spaces."""
 
     kind: str
     dtype: np.dtype[Any] | None = None
@@ -51,14 +51,14 @@ class Space:
     low: np.ndarray | None = None
     high: np.ndarray | None = None
     hot: tuple[int, ...] = ()
-    """Sizes of the groups of marks along the last axis, of each of which one mark is set."""
+    """Sizes of the groups of marks along the last axis. One mark is set in each group."""
     of_lanes: Space | None = None
-    """The bounds of each lane ``[lane, ...]`` where these differ."""
+    """The bounds of each lane ``[lane, ...]``, if they differ."""
     first_lane: int = 0
-    """The lane of the first of these."""
+    """The lane of the first of these bounds."""
 
     def outside_of_lanes(self, values: np.ndarray, lanes: np.ndarray) -> np.ndarray:
-        """Return which rows [n, ...] have a finite value outside the bounds of their lane [n]."""
+        """Return a mask of the rows [n, ...] with a finite value outside the bounds of lane [n]."""
         found, own = self.outside(values), self.of_lanes
         if own is None or own.low is None or own.high is None:
             return found
@@ -72,12 +72,12 @@ class Space:
 
     @property
     def is_text(self) -> bool:
-        """Return whether values are texts, or of a kind that is not known here."""
+        """True if values are text, or of an unknown kind."""
         return self.kind not in _KNOWN
 
     @property
     def takes_all(self) -> bool:
-        """Return whether every number of its dtype is inside."""
+        """True if the space contains every number of its dtype."""
         if self.low is None or self.high is None or self.dtype is None:
             return self.low is None or self.high is None
         least, most = _limits(self.dtype)
@@ -85,7 +85,7 @@ class Space:
         return not self.hot and bool((low <= least).all() and (high >= most).all())
 
     def differs(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> str | None:
-        """Return why rows of such a dtype and shape are not of the space."""
+        """Return why rows of a dtype and shape do not belong to the space, or None."""
         if (
             self.shape is not None
             and shape != self.shape
@@ -97,7 +97,7 @@ class Space:
         return None
 
     def ends(self, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the least and the largest values [*shape] of a dtype; ValueError for others."""
+        """Return the bounds [*shape] in a dtype; raise ValueError if it cannot hold them."""
         found = []
         for bound in (self.low, self.high):
             if bound is None:
@@ -110,15 +110,15 @@ class Space:
         return found[0], found[1]
 
     def holds(self, values: np.ndarray) -> bool:
-        """Return whether all values [n, ...] are within bounds that all entries share: quick."""
+        """Return True if a quick check shows that all values [n, ...] are within the bounds."""
         if self.low is None or self.high is None or self.hot or not values.size:
             return not self.hot
-        with np.errstate(invalid="ignore"):  # of signalling NaNs, which are in no bounds
+        with np.errstate(invalid="ignore"):  # signalling NaNs, which are outside any bounds
             low, high = _once(self.low), _once(self.high)
             return bool(values.min() >= low.max() and values.max() <= high.min())
 
     def outside(self, values: np.ndarray) -> np.ndarray:
-        """Return which rows [n, ...] have a finite value outside the bounds."""
+        """Return a mask of the rows [n, ...] with a finite value outside the bounds."""
         if self.low is None or self.high is None or values.dtype.kind not in "biuf":
             return np.zeros(len(values), bool)
         flat = values.reshape(len(values), math.prod(values.shape[1:]))
@@ -136,10 +136,10 @@ class Space:
 
 
 def leaves_of(space: Any, deep: int = 0) -> dict[str, Mapping[str, Any]]:
-    """Return the leaves of a space by their paths, each of which begins with a slash, or is empty.
+    """Return the leaves of a space by path. Every path is empty or begins with a slash.
 
     Raises:
-        ValueError, TypeError, KeyError: it is no space.
+        ValueError, TypeError, KeyError: the value is not a space.
     """
     if not isinstance(space, Mapping) or deep > _DEEPEST:
         raise ValueError("it is no space")
@@ -159,7 +159,7 @@ def leaves_of(space: Any, deep: int = 0) -> dict[str, Mapping[str, Any]]:
 
 
 def space_of(said: Mapping[str, Any]) -> Space:
-    """Return the space that JSON says; raise one of `NO_SPACE` if it says none."""
+    """Return the space that JSON describes; raise one of `NO_SPACE` if it describes none."""
     kind = str(said["type"])
     if kind not in _KNOWN:
         return Space(kind)
@@ -204,13 +204,13 @@ def _bounds(said: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarr
         raw = base64.b64decode(said["base64"], validate=True)
         return np.frombuffer(raw, dtype.newbyteorder("<")).reshape(shape)
     found = np.asarray(said)
-    if found.dtype.kind not in "iuf":  # texts, or whole numbers that no dtype has
+    if found.dtype.kind not in "iuf":  # text, or integers beyond every dtype
         found = np.asarray(said, np.float64)
     return np.broadcast_to(found, shape)
 
 
 def _once(bound: np.ndarray) -> np.ndarray:
-    """Return a bound without what broadcasting repeats: its shape may be any that JSON says."""
+    """Return a bound without broadcast repetition, because JSON may give it any shape."""
     return bound[tuple(slice(None) if stride else slice(1) for stride in bound.strides)]
 
 
@@ -222,7 +222,7 @@ def _limits(dtype: np.dtype[Any]) -> tuple[Any, Any]:
 
 
 def box(dtype: np.dtype[Any], low: np.ndarray, high: np.ndarray) -> dict[str, Any]:
-    """Return the JSON of a Box, of bounds [*shape] that have its dtype."""
+    """Return the JSON of a Box with bounds [*shape] of its dtype."""
     said = {"low": _said(low), "high": _said(high)}
     return {"type": "Box", "dtype": dtype.name, "shape": [*low.shape], **said}
 
@@ -230,13 +230,13 @@ def box(dtype: np.dtype[Any], low: np.ndarray, high: np.ndarray) -> dict[str, An
 def box_of_lanes(
     dtype: np.dtype[Any], low: np.ndarray, high: np.ndarray, first_lane: int
 ) -> dict[str, Any]:
-    """Return the JSON of a Box, of bounds [lane, *shape] that have its dtype and differ by lane."""
+    """Return the JSON of a Box with bounds [lane, *shape] of its dtype that differ by lane."""
     own = {**box(dtype, low, high), "first_lane": first_lane}
     return {**box(dtype, low.min(axis=0), high.max(axis=0)), OF_LANES: own}
 
 
 def compact(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON of a space of another program in few bytes; raise one of `NO_SPACE`."""
+    """Return another program's JSON of a space compactly; raise one of `NO_SPACE` if invalid."""
     space = space_of(said)
     if space.kind == "Box" and space.dtype is not None:
         return box(space.dtype, *space.ends(space.dtype))
@@ -258,13 +258,13 @@ def _said_each(bound: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Return a number as JSON has it: an infinite one, and NaN, as a text."""
+    """Return a number as JSON; infinities and NaN become text."""
     number = value.item()
     return number if isinstance(number, int) or math.isfinite(number) else str(number)
 
 
 def agreed(spaces: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the spaces of columns that are alike in all mappings."""
+    """Return the spaces of columns that are equal in all mappings."""
     found: dict[str, Any] | None = None
     for own in spaces:
         found = dict(own) if found is None else {k: v for k, v in found.items() if own.get(k) == v}
@@ -272,7 +272,7 @@ def agreed(spaces: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def fitting(spaces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what an entry says of spaces, by columns' names: of large ones, how large they are."""
+    """Return the fields of an entry for spaces by column name; large spaces get only their size."""
     found, room = dict[str, Any](), _NBYTES
     for name, said in spaces.items():
         nbytes = len(json.dumps(said))
@@ -286,7 +286,7 @@ def fitting(spaces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def spelled(said: Mapping[str, Any]) -> str:
-    """Return a space in a few words, nothing for JSON that is none."""
+    """Return a short description of a space, or "" for JSON that is not a space."""
     try:
         space = space_of(said)
     except NO_SPACE:

@@ -1,4 +1,4 @@
-"""Batches as callers hand them over, taken apart into columns and put together again."""
+"""Conversion between TensorDicts and columns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def leaves(rows: Any, prefix: Key = ()) -> dict[Key, torch.Tensor]:
     except RuntimeError as error:  # a lazy stack of tensors that do not fit together
         raise InvalidSchema(f"these rows cannot be read as one batch: {error}") from error
     for name, value in items:
-        # Tensors first: asking for a collection costs ten times as much.
+        # Tensors first: the test for a collection takes ten times as long.
         if isinstance(value, torch.Tensor):
             found[(*prefix, name)] = value
         elif isinstance(value, TensorDictBase) and not is_non_tensor(value):
@@ -51,17 +51,17 @@ def _require_same_keys(stack: LazyStackedTensorDict) -> None:
 
 
 def array_of(key: Key, leaf: torch.Tensor) -> np.ndarray:
-    """Return the leaf as an array, not copied if it is on the CPU; bfloat16 as bits.
+    """Return the leaf as an array, without a copy if it is on the CPU; bfloat16 as bits.
 
     Raises:
-        InvalidSchema: the tensor is not dense, has no values, or a dtype that NumPy lacks.
+        InvalidSchema: the tensor is not dense, has no values, or has a dtype that NumPy lacks.
     """
     try:
         if leaf.dtype is torch.bfloat16:
             leaf = leaf.detach().view(torch.uint16)
         array: np.ndarray = leaf.numpy()
     except (RuntimeError, TypeError):
-        # On another device, tracked by autograd, a lazily conjugated view, or not dense.
+        # The tensor is on another device, tracked by autograd, lazily conjugated or not dense.
         require_dense(key, leaf)
         try:
             return leaf.numpy(force=True)
@@ -70,7 +70,7 @@ def array_of(key: Key, leaf: torch.Tensor) -> np.ndarray:
                 f"column {format_key(key)} ({leaf.dtype}) cannot be made an array: {error}. "
                 "Convert it before writing."
             ) from error
-    if array.size and not leaf.data_ptr():  # NumPy would make up values
+    if array.size and not leaf.data_ptr():  # NumPy would return arbitrary values
         raise InvalidSchema(
             f"column {format_key(key)} is a tensor without memory: its storage was resized, or it "
             "stands for another tensor. Write what has values."
@@ -81,13 +81,13 @@ def array_of(key: Key, leaf: torch.Tensor) -> np.ndarray:
 def require_rows(
     columns: Mapping[Key, np.ndarray] | Mapping[Key, torch.Tensor], count: int
 ) -> None:
-    """Refuse columns of which one does not have ``count`` rows: tensordict does not always look.
+    """Raise if a column does not have ``count`` rows, which tensordict does not always check.
 
     Raises:
-        RowsMismatch: one has not.
+        RowsMismatch: a column has another number of rows.
     """
     for key, column in columns.items():
-        # Not len(): nested tensors have none.
+        # Not len(), which nested tensors lack.
         size = column.shape[0] if isinstance(column, np.ndarray) else column.size(0)
         if size != count:
             raise RowsMismatch(
@@ -97,10 +97,10 @@ def require_rows(
 
 
 def require_dense(key: Key, leaf: torch.Tensor) -> None:
-    """Refuse sparse and nested tensors, and those on the meta device.
+    """Raise for sparse and nested tensors, and those on the meta device.
 
     Raises:
-        InvalidSchema: it is one.
+        InvalidSchema: the tensor is one of these.
     """
     if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_meta:
         raise InvalidSchema(
@@ -110,9 +110,9 @@ def require_dense(key: Key, leaf: torch.Tensor) -> None:
 
 
 class _Level(NamedTuple):
-    """A TensorDict to make: its batch size after the rows, and the places of its entries.
+    """A TensorDict to make: its batch size after the rows, and the positions of its entries.
 
-    These are columns, or levels that are made before, which are counted after all columns.
+    Entries are columns, or levels that are made earlier, which are numbered after all columns.
     """
 
     behind: tuple[int, ...]
@@ -121,10 +121,10 @@ class _Level(NamedTuple):
 
 
 class TensorDictBuilder:
-    """Puts arrays together, again and again: a plan of the levels, made once.
+    """Factory of TensorDicts from arrays, whose levels are planned once.
 
     Args:
-        columns: key and dtype of each column; the dtype tells bfloat16 from the bits that it is.
+        columns: the key and dtype of each column; the dtype distinguishes bfloat16 from its bits.
         batch_shapes: the batch size after the rows, of levels that have one; ``()`` is the root.
     """
 
@@ -135,7 +135,7 @@ class TensorDictBuilder:
     ) -> None:
         self._bits = [i for i, (_, dtype) in enumerate(columns) if dtype is torch.bfloat16]
         self._levels: list[_Level] = []
-        """Each level after those within it; the last is the root."""
+        """The levels, each after the levels within it; the last is the root."""
         tree: dict[str, Any] = {}
         for index, (key, _) in enumerate(columns):
             level = tree
@@ -147,7 +147,7 @@ class TensorDictBuilder:
     def _add_level(
         self, key: Key, tree: dict[str, Any], columns: int, shapes: Mapping[Key, tuple[int, ...]]
     ) -> int:
-        """Add the level at ``key`` after those within it; return its place."""
+        """Add the level at ``key`` after those within it; return its position."""
         level = _Level(shapes.get(key, ()), [], [])
         for name, it in tree.items():
             level.names.append(name)
@@ -160,7 +160,7 @@ class TensorDictBuilder:
     def __call__(self, arrays: Sequence[np.ndarray], batch: tuple[int, ...]) -> TensorDict:
         """Return a TensorDict whose tensors share the arrays' memory.
 
-        ``batch`` is its batch size, without the dimensions after the rows.
+        ``batch`` is the batch size, without the dimensions after the rows.
         """
         tensors = list(map(torch.from_numpy, arrays))
         for index in self._bits:
@@ -168,7 +168,7 @@ class TensorDictBuilder:
         return self.of_tensors(tensors, batch)
 
     def of_tensors(self, tensors: Sequence[torch.Tensor], batch: tuple[int, ...]) -> TensorDict:
-        """Return the same of tensors."""
+        """Return a TensorDict of tensors, as `__call__` does of arrays."""
         values: list[Any] = list(tensors)
         rows = torch.Size(batch)
         for behind, names, places in self._levels:

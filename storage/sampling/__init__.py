@@ -1,1 +1,1 @@
-"""Drawing for learners: slices of trajectories, targets over n steps."""
+"""Samplers of trajectory slices, and n-step targets."""

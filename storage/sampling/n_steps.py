@@ -1,4 +1,4 @@
-"""n-step returns: rewards and next observations from further along the trajectory."""
+"""n-step returns: sums of rewards and later next observations along a trajectory."""
 
 from __future__ import annotations
 
@@ -51,52 +51,51 @@ def n_step(
     reward_key: str | Key | Sequence[str | Key] | None = None,
     dtype: torch.dtype | None = None,
 ) -> TensorDict:
-    """Return rows whose reward and next observation are those of up to ``n`` steps.
+    """Return rows whose reward and next observation cover up to ``n`` steps.
 
-    Each row goes on along its trajectory, wherever its rows are stored, until ``n`` rewards are
-    summed, the trajectory ends, or no more of it is stored. ``("next", "reward")`` is the sum of
-    gamma^k times the k-th reward; everything else under ``"next"``, done, terminated and
-    truncated too, is that of the last row used, from which one bootstraps as ever.
-    ``"steps_to_next_obs"`` is how many rewards there are and ``"gamma"`` the discount of what
-    comes after them, gamma to that power, both [..., 1]: TorchRL's value estimators and losses
-    read the former, as they do after its `MultiStepTransform`. The row's own reward stays as
+    Each row is followed along its trajectory, wherever the rows of the trajectory are stored, until
+    ``n`` rewards are summed, the trajectory ends, or no later row is stored. ``("next", "reward")``
+    is the sum of gamma^k times the k-th reward. Everything else under ``"next"``, including done,
+    terminated and truncated, comes from the last row used, from which bootstrapping proceeds as
+    usual. ``"steps_to_next_obs"`` is the number k of summed rewards, and ``"gamma"`` is gamma^k,
+    the discount of the bootstrapped value; both are [..., 1]. TorchRL's value estimators and losses
+    read the former, as after its `MultiStepTransform`. The row's own reward is kept as
     ``("next", "original_reward")``.
 
     The reward of a group of agents, ``("next", "agents", "reward")``, is summed for each agent
-    until the done, terminated or truncated of its group says that this agent ended, and what the
-    group has under ``"next"`` is that of the last row which the agent used. How many these are is
-    in ``("agents", "steps_to_next_obs")``, with ``("agents", "gamma")`` beside it.
+    until the done, terminated or truncated flag of the group ends that agent. The group's entries
+    under ``"next"`` come from the last row that the agent used. ``("agents", "steps_to_next_obs")``
+    is the number of rewards of each agent, and ``("agents", "gamma")`` is the discount.
 
-    Sums are made in float64, and have the column's dtype; those of whole numbers are float32.
+    Sums are computed in float64 and returned in the dtype of the column, or in float32 for integer
+    rewards.
 
-    The rows are read from the storage: a buffer's transforms are to be applied to what is
-    returned, and a slot of a ring that was overwritten since it was sampled gives the row that
-    is there now.
+    The rows are read from the storage. Apply a buffer's transforms to the result. If a slot of a
+    ring was overwritten after it was sampled, the result has the row that is in the slot now.
 
     Args:
-        storage: where the rows are.
-        index: rows as ``storage.get`` takes them, in an array or tensor [...]; or a TensorDict
-            [...] that a TensorDictReplayBuffer sampled, with ``"index"``: what else it holds
-            beside columns of the storage, such as weights, is handed on. Where its
-            ``("collector", "mask")`` is False, all is zero.
-        n: the most rewards to sum.
-        gamma: the discount of one step, from 0 to 1; a tensor that broadcasts to a row's reward
-            gives each objective or agent one of its own.
-        reward_key: the rewards to sum, as ``"reward"`` or ``("agents", "reward")``, or a list of
-            such keys, overlays too. None: every column below ``"next"`` that is called
-            ``"reward"``.
-        dtype: of the sums, a floating-point one, where it is not to be the column's.
+        storage: the storage of the rows.
+        index: rows as ``storage.get`` accepts them, in an array or tensor [...]; or a TensorDict
+            [...] that a TensorDictReplayBuffer sampled, with ``"index"``. Entries of the TensorDict
+            that are not columns of the storage, such as weights, are copied to the result. Where
+            its ``("collector", "mask")`` is False, all values are zero.
+        n: the maximum number of rewards to sum.
+        gamma: the discount of one step, from 0 to 1. A tensor that broadcasts to a row's reward
+            gives each objective or agent its own discount.
+        reward_key: the rewards to sum, such as ``"reward"`` or ``("agents", "reward")``, or a list
+            of such keys, which may be overlays. None: every column below ``"next"`` named
+                ``"reward"``.
+        dtype: the floating-point dtype of the sums; None: that of the column.
 
     Returns:
         A TensorDict [...].
 
     Raises:
-        ColumnsMissing: there is no such reward, or the rows do not say which trajectory they
-            belong to.
-        IndexOutOfRange: a row that is not there.
-        SumTooLarge: a sum that its dtype cannot hold: an infinite one of finite rewards, or one
-            of whole numbers that would be rounded.
-        Overrun: a ring is overwritten by another process faster than it is read.
+        ColumnsMissing: a reward does not exist, or the rows have no trajectory columns.
+        IndexOutOfRange: a row does not exist.
+        SumTooLarge: the dtype cannot hold a sum: the sum of finite rewards is infinite, or a sum of
+            integers would be rounded.
+        Overrun: another process overwrites a ring faster than it is read.
     """
     named = _named(reward_key)
     reader = storage.reader
@@ -133,7 +132,7 @@ def _require(reader: RowReader, keys: Sequence[Key]) -> None:
 
 
 def _discount(gamma: float | torch.Tensor) -> float | np.ndarray:
-    """Return the discount in float64; an array for a tensor of several."""
+    """Return the discount in float64, as an array if the tensor has several elements."""
     several = isinstance(gamma, torch.Tensor) and gamma.numel() != 1
     found = torch.as_tensor(gamma).detach().double().numpy(force=True) if several else float(gamma)
     if not np.all((found >= 0) & (found <= 1)):
@@ -142,7 +141,7 @@ def _discount(gamma: float | torch.Tensor) -> float | np.ndarray:
 
 
 def _named(wanted: str | Key | Sequence[str | Key] | None) -> list[Key] | None:
-    """Return the keys of the rewards that the caller names; None for all that there are."""
+    """Return the keys of the rewards that the caller names, or None for all rewards."""
     if wanted is None:
         return None
     if isinstance(wanted, str) or (isinstance(wanted, tuple) and isinstance(wanted[-1], str)):
@@ -160,37 +159,37 @@ def _rewards(reader: RowReader, keys: list[Key] | None) -> list[_Reward]:
     _require(reader, keys)
     schema = reader.schema
     found = [_reward_of(schema, column) for column in schema.columns if column.key in keys]
-    return sorted(found, key=lambda reward: len(reward.flagged))  # of a group in a group, last
+    return sorted(found, key=lambda reward: len(reward.flagged))  # nested groups come last
 
 
 @dataclass(frozen=True, slots=True)
 class _Reward:
-    """A column of rewards, and the flags that end each of them."""
+    """A column of rewards and the flags that end each reward's sum."""
 
     column: Column
     flags: tuple[Key, ...]
-    """Keys of the flags of its group of agents; empty: only those of the root."""
+    """Keys of the flags of its group of agents, or empty if only the root has flags."""
     flag_shape: tuple[int, ...] = ()
     """The shape of the flags in one row, with as many dimensions as a row's reward."""
 
     @property
     def group(self) -> Key:
-        """The group that it belongs to below ``"next"``: () at the root."""
+        """The group of the column below ``"next"``, or () at the root."""
         return self.column.key[1:-1]
 
     @property
     def flagged(self) -> Key:
-        """The group that its flags belong to below ``"next"``."""
+        """The group of the flags below ``"next"``."""
         return self.flags[0][1:-1] if self.flags else ()
 
     @property
     def agents(self) -> tuple[int, ...]:
-        """Sizes of the group whose agents end one by one."""
+        """The shape of the group whose agents end individually."""
         return self.flag_shape[:-1] if self.flag_shape[-1:] == (1,) else self.flag_shape
 
 
 def _reward_of(schema: Schema, column: Column) -> _Reward:
-    """Return the reward with the nearest flags, from its group upwards, that fit its shape."""
+    """Return the reward with the flags of the nearest enclosing group that fit its shape."""
     group = column.key[1:-1]
     for depth in range(len(group), 0, -1):
         flags = [
@@ -214,7 +213,7 @@ def _fits(flag: tuple[int, ...], reward: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Returns:
-    """The rewards to sum, how many, and how."""
+    """Parameters of the sums: the rewards, the number of steps, the discount and the dtype."""
 
     n: int
     gamma: float | np.ndarray
@@ -233,9 +232,9 @@ def _rows_left(reader: RowReader, index: Any, returns: _Returns) -> TensorDict:
         failed: SumTooLarge | None = None
         try:
             found = _read(reader, rows.reshape(-1), returns)
-        except SumTooLarge as error:  # of values that were overwritten meanwhile, it may be
+        except SumTooLarge as error:  # possibly caused by values that were overwritten meanwhile
             failed = error
-        # Overwritten while they were read: once more, with the rows that are there now.
+        # If rows were overwritten during the read, repeat it with the current rows.
         if not rows.size or rows.min() >= reader.span.start:
             if failed is not None:
                 raise failed
@@ -263,7 +262,7 @@ def _read(reader: RowReader, rows: np.ndarray, returns: _Returns) -> TensorDict:
             moved.add(reward.flagged)
             _move_back(reader, arrays, reward, chain, own, last)
     found = reader.nest(arrays, rows.shape)
-    if (_STEPS,) not in sums:  # agents have rewards, and the root has none
+    if (_STEPS,) not in sums:  # only groups of agents have rewards, not the root
         count = used.sum(axis=0)[:, None]
         sums[_STEPS,] = torch.from_numpy(count)
         if not isinstance(returns.gamma, np.ndarray):
@@ -278,7 +277,7 @@ def _of_the_end(key: Key) -> bool:
 
 
 def _used(chain: np.ndarray, ended: np.ndarray) -> np.ndarray:
-    """Return which rows [n, rows] come before the end of their trajectory's stored rows."""
+    """Return a mask [n, rows] of the rows that precede the end of the stored trajectory."""
     used = np.ones(chain.shape, np.bool_)
     used[1:] = (chain[1:] != chain[:-1]) & ~ended[:-1]
     return np.logical_and.accumulate(used)
@@ -287,7 +286,7 @@ def _used(chain: np.ndarray, ended: np.ndarray) -> np.ndarray:
 def _of_agents(
     reader: RowReader, reward: _Reward, chain: np.ndarray, used: np.ndarray
 ) -> np.ndarray:
-    """Return which of the ``used`` rows each agent uses, until it ended: [n, rows, ...]."""
+    """Return a mask [n, rows, ...] of the ``used`` rows up to the end of each agent."""
     own = used.reshape(*used.shape, *(1 for _ in reward.column.shape))
     if not reward.flags:
         return own
@@ -301,7 +300,7 @@ def _of_agents(
 def _summed(
     reader: RowReader, reward: _Reward, chain: np.ndarray, used: np.ndarray, returns: _Returns
 ) -> dict[Key, torch.Tensor]:
-    """Return the sum, the row's own reward, the number of terms, and the discount after them."""
+    """Return the sum, the row's own reward, the number of terms, and the remaining discount."""
     column = reward.column
     (values,) = reader.copies(chain, [column.key])
     original = torch.from_numpy(values[0])
@@ -309,7 +308,7 @@ def _summed(
         values, original = floats_of(values), original.view(column.dtype)
     total = _discounted(reward, values, used, returns, reader)
     count = used.sum(axis=0)
-    if reward.group:  # of each agent, also where all of them end together
+    if reward.group:  # one count per agent, even if all agents end together
         count = np.broadcast_to(count, (count.shape[0], *column.shape[:-1], count.shape[-1])).copy()
     else:
         count = count.reshape(len(count), 1)
@@ -325,7 +324,7 @@ def _summed(
 def _discounted(
     reward: _Reward, values: np.ndarray, used: np.ndarray, returns: _Returns, reader: RowReader
 ) -> torch.Tensor:
-    """Return the discounted sum of the rewards [n, rows, ...] that are used."""
+    """Return the discounted sum of the used rewards; ``values`` is [n, rows, ...]."""
     column, gamma = reward.column, returns.gamma
     if isinstance(gamma, np.ndarray) and not _broadcasts(gamma.shape, column.shape):
         raise ValueError(
@@ -339,7 +338,7 @@ def _discounted(
     whole = not column.dtype.is_floating_point
     dtype = returns.dtype or (torch.float32 if whole else column.dtype)
     found = torch.from_numpy(total).to(dtype)
-    if whole:  # every whole number up to this one is exact
+    if whole:  # the dtype represents every integer up to this bound exactly
         wrong = np.abs(terms).sum(axis=0) > 2 / torch.finfo(dtype).eps
     elif math.isfinite(found.sum()):
         return found
@@ -377,7 +376,7 @@ def _move_back(
     used: np.ndarray,
     last: np.ndarray,
 ) -> None:
-    """Replace what agents that ended before the last row have there by their own last values."""
+    """Replace the entries of agents that ended before the last row by their own last values."""
     rows, agents = len(last), math.prod(reward.agents)
     count = used.sum(axis=0).reshape(rows, agents)
     own = chain[count - 1, np.arange(rows)[:, None]]
@@ -393,7 +392,7 @@ def _move_back(
 
 
 def _put_into(batch: TensorDictBase, found: TensorDict) -> TensorDict:
-    """Return the rows found, with what else the batch says of them: its index, its weights, ..."""
+    """Add the other entries of the batch, such as its index and weights, to the found rows."""
     if batch.device is not None:
         found = found.to(batch.device)
     known = set(found.keys(include_nested=True, leaves_only=True))
@@ -402,7 +401,7 @@ def _put_into(batch: TensorDictBase, found: TensorDict) -> TensorDict:
             found.set(key, leaf)
     if MASK in known or (mask := batch.get(MASK, None)) is None:
         return found
-    for key in known:  # places of a slice without a row
+    for key in known:  # zero the positions of a slice that have no row
         leaf = found.get(key)
         leaf.view(SIGNED.get(leaf.dtype, leaf.dtype))[~mask.to(leaf.device)] = 0
     return found

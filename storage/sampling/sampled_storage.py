@@ -1,4 +1,4 @@
-"""The storage that a sampler draws from: checks of it, and samplers that keep nothing else."""
+"""Checks of a sampler's storage, and a base class for samplers without state."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from tallyroll.storage.storages import DiskStorage
 
 
 def require_storage(storage: Any, sampler: str, others: str) -> None:
-    """Refuse other storages than ours; ``others`` says what draws from those.
+    """Raise unless ``storage`` is a Tallyroll storage.
+
+    Args:
+        storage: the storage of a buffer.
+        sampler: the name of the sampler, for the message.
+        others: the remedy for other storages, for the message.
 
     Raises:
-        TypeError: it is another one.
+        TypeError: the storage is of another library.
     """
     if not isinstance(storage, DiskStorage):
         raise TypeError(
@@ -24,10 +29,10 @@ def require_storage(storage: Any, sampler: str, others: str) -> None:
 
 
 def require_same(own: DiskStorage, storage: Any) -> None:
-    """Refuse a buffer over another storage than the sampler's ``own``.
+    """Raise unless the buffer uses the sampler's ``own`` storage.
 
     Raises:
-        ValueError: it is another one.
+        ValueError: the buffer uses another storage.
     """
     if storage is not own:
         raise ValueError(
@@ -39,10 +44,10 @@ def require_same(own: DiskStorage, storage: Any) -> None:
 def require_slots_stay(
     storage: DiskStorage, instead: str, reading: str = "reading them through a replay buffer"
 ) -> None:
-    """Refuse a ring that is only read here; ``instead`` says what to do.
+    """Raise for a ring that this process only reads; ``instead`` is the remedy for the message.
 
     Raises:
-        SlotsMayChange: it is one, and its slots may get other rows between draw and read.
+        SlotsMayChange: another process may overwrite the ring's slots between draw and read.
     """
     if storage.ring and storage.mode == "read":
         raise SlotsMayChange(
@@ -52,20 +57,20 @@ def require_slots_stay(
 
 
 class StatelessSampler(Sampler):
-    """A sampler without a state: its random numbers are a buffer's, and its rows a storage's."""
+    """Base class of samplers without state: the buffer provides the random numbers."""
 
     def _empty(self) -> None:
-        """Nothing is kept here."""
+        """Do nothing, because there is no state."""
 
     def dumps(self, path: Any) -> None:
-        """Nothing is kept here."""
+        """Do nothing, because there is no state."""
 
     def loads(self, path: Any) -> None:
-        """Nothing is kept here."""
+        """Do nothing, because there is no state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing is kept here."""
+        """Return an empty dict, because there is no state."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing is kept here."""
+        """Do nothing, because there is no state."""

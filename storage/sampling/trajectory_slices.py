@@ -1,4 +1,4 @@
-"""Slices of trajectories for TorchRL's replay buffers."""
+"""Sampler of trajectory slices for TorchRL's replay buffers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tallyroll.storage.trajectories.windows import By, Short, Slices, Windows
 
 
 class TrajectorySliceSampler(StatelessSampler):
-    """Draws slices of trajectories uniformly, with replacement, among all that there are.
+    """Sampler that draws slices of trajectories uniformly, with replacement.
 
     For a replay buffer over a Tallyroll storage::
 
@@ -30,24 +30,26 @@ class TrajectorySliceSampler(StatelessSampler):
         )
         slices = buffer.sample().reshape(32, 16)
 
-    A slice is ``slice_len`` consecutive steps of one trajectory, wherever its rows lie: slices
-    cross batches, never lanes, trajectories or restarts. Trajectories that are shorter are
-    not drawn from, unless ``short`` says so. A sample costs the same however many rows there are.
+    A slice is ``slice_len`` consecutive steps of one trajectory, wherever its rows are stored.
+    Slices cross batches, but never lanes, trajectories or restarts. Shorter trajectories are
+    skipped unless ``short`` says otherwise. The cost of a sample does not depend on the number of
+    stored rows.
 
-    A sample is flat, slice after slice. At the last row of a slice ``("next", "done")``, and that
-    of each group of agents, is True, so that TorchRL's value estimators stop there and
-    bootstrap, and ``("collector", "cut")`` where the trajectory goes on; terminated and truncated
-    stay as they are. Columns ``"is_init"``, at the root and of groups, are True at the first row of
-    a slice: recurrent modules in recurrent mode begin there, from the state that is stored. Random
-    numbers come from the buffer's ``generator``.
+    A sample is flat, slice after slice. At the last row of a slice, ``("next", "done")`` is True,
+    at the root and in each group of agents, so that TorchRL's value estimators stop there and
+    bootstrap. ``("collector", "cut")`` is True there if the trajectory continues. Terminated and
+    truncated keep their values. Columns ``"is_init"``, at the root and in groups, are True at the
+    first row of a slice: recurrent modules in recurrent mode begin there from the stored state.
+    Random numbers come from the buffer's ``generator``.
 
     With ``short="pad"`` or ``burn_in``, ``("collector", "mask")`` is False where a slice has no
-    row: all other values are zero there, and ``"index"`` names a row of the same slice. (A plain
-    ReplayBuffer has these values in the info that it returns, and other rows in the batch.)
+    row. All other values are zero there, and ``"index"`` names a row of the same slice. (A plain
+    ReplayBuffer returns these values in its info, while the batch holds other rows.)
 
     Args:
-        slice_len: rows a slice; batch sizes are multiples of it, or of ``burn_in + slice_len``.
-        short, by, from_start, burn_in: which slices, as of `Trajectories.sample_slices`.
+        slice_len: the number of rows of a slice. Batch sizes are multiples of it, or of
+            ``burn_in + slice_len``.
+        short, by, from_start, burn_in: see `Trajectories.sample_slices`.
     """
 
     def __init__(
@@ -66,11 +68,11 @@ class TrajectorySliceSampler(StatelessSampler):
         """Return the index of ``batch_size`` rows, and values that differ from the stored ones.
 
         Raises:
-            TypeError: not a Tallyroll storage.
+            TypeError: the storage is not a Tallyroll storage.
             ValueError: ``batch_size`` is not a multiple of the rows of a slice.
-            NoSlices: no trajectory is that long.
-            ShortTrajectory: with ``short="error"``, one is shorter.
-            SlotsMayChange: a ring that this process only reads.
+            NoSlices: no trajectory is long enough.
+            ShortTrajectory: with ``short="error"``, a trajectory is shorter.
+            SlotsMayChange: the storage is a ring that this process only reads.
         """
         self._check(storage)
         length = self.windows.length
@@ -109,7 +111,7 @@ class TrajectorySliceSampler(StatelessSampler):
             return 0
         if not self.windows.plain:
             try:
-                draw(reader, 1, self.windows, torch.Generator())  # no number of the buffer's
+                draw(reader, 1, self.windows, torch.Generator())  # another generator
             except NoSlices:
                 return 0
             except ShortTrajectory:
@@ -125,7 +127,7 @@ class TrajectorySliceSampler(StatelessSampler):
 
 
 def _emptied(reader: RowReader, rows: np.ndarray, mask: np.ndarray) -> dict[Key, torch.Tensor]:
-    """Return all columns of rows [n], with zeros where the mask is False."""
+    """Return all columns of rows [n], set to zero where the mask is False."""
     arrays = reader.gather(rows)
     for array in arrays:
         array[~mask] = 0
@@ -134,7 +136,8 @@ def _emptied(reader: RowReader, rows: np.ndarray, mask: np.ndarray) -> dict[Key,
 
 
 def end_marks(reader: RowReader, slices: Slices) -> dict[Key, Any]:
-    """Return values [n * length] at both ends of slices that differ from the stored ones, by key.
+    """Return the values [n * length] at the ends of slices that differ from the stored ones, by
+    key.
 
     Flags are False where there is no row.
     """

@@ -1,1 +1,1 @@
-"""A store of rows: what it reads with, what it writes with, and both as one object."""
+"""Row stores: a reader and a writer of rows, and the object that combines them."""

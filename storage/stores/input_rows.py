@@ -1,4 +1,4 @@
-"""Rows as callers give them, checked against a schema, or of which a new schema is made."""
+"""Conversion of callers' rows: derive a new schema, or check rows against a schema."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ from tallyroll.storage.trajectories.id_checks import IdChecks, renumbered
 
 
 def is_tensordict(rows: Any) -> bool:
-    """Return whether rows are a TensorDict of any class."""
+    """Return True if the rows are a TensorDict of any class."""
     kind = type(rows)
     return kind is TensorDict or (kind is not dict and isinstance(rows, TensorDictBase))
 
 
 def schema_of(rows: Any, without: Key | None = None, *, items: bool = False) -> Schema:
-    """Return the schema of a storage whose first rows these are.
+    """Return the schema of a storage that starts with these rows.
 
-    ``without`` is a column that they may have, and which is left out. With ``items`` each may be
-    several transitions.
+    Args:
+        rows: a TensorDict, or arrays by key.
+        without: a column to leave out, which the rows may have.
+        items: each row may consist of several transitions.
 
     Raises:
-        InvalidSchema: a storage cannot hold them.
-        RowsMismatch: they are no rows.
+        InvalidSchema: a storage cannot hold the columns.
+        RowsMismatch: the value is not rows.
     """
     if not is_tensordict(rows):
         _require_mapping(rows)
@@ -52,7 +54,7 @@ def schema_of(rows: Any, without: Key | None = None, *, items: bool = False) -> 
 
 
 class InputRows:
-    """Makes `NewRows` of TensorDicts and mappings of arrays, for one storage of ``schema``."""
+    """Converter of TensorDicts and mappings of arrays to `NewRows`, for one storage."""
 
     def __init__(self, reader: FileReader, schema: Schema) -> None:
         self._path, self._schema = reader.path, schema
@@ -60,10 +62,14 @@ class InputRows:
         self._by_address = fast_paths.is_on("address")
 
     def checked(self, rows: Any, without: Key | None = None) -> ArrayRows | TensorRows:
-        """Return the rows, but ``without`` this column, if they fit the storage.
+        """Return the rows in a writable form, after checking that they fit the storage.
+
+        Args:
+            rows: a TensorDict, or arrays by key.
+            without: a column to leave out.
 
         Raises:
-            RowsMismatch: they do not.
+            RowsMismatch: the rows do not fit.
         """
         check, kind = self._check, type(rows)
         if kind is not TensorDict and (kind is dict or not isinstance(rows, TensorDictBase)):
@@ -85,7 +91,7 @@ class InputRows:
             arrays = {key: array_of(key, leaf) for key, leaf in found.items()}
         except InvalidSchema as error:
             raise RowsMismatch(f"these rows do not fit {self._path}: {error}") from error
-        # bfloat16 and uint16 are the same array: tell them apart while they are tensors.
+        # As arrays, bfloat16 and uint16 are the same. Compare the dtypes of the tensors.
         for column in self._sixteen_bits:
             if column.key in found and (got := found[column.key].dtype) != column.dtype:
                 raise RowsMismatch(
@@ -115,10 +121,10 @@ def _leaves_of(rows: TensorDictBase, without: Key | None) -> dict[Key, torch.Ten
 
 
 def with_new_ids(rows: Any, reader: FileReader, checks: IdChecks | None) -> Any:
-    """Return the rows with ids above those that are stored or were given away.
+    """Return the rows with ids above all stored ids and all ids that a collector reserved.
 
     Raises:
-        ColumnsMissing: they, or those of the storage, have no ids.
+        ColumnsMissing: the rows or the storage have no ids.
     """
     tensors = is_tensordict(rows)
     found = rows.get(TRAJ_IDS, None) if tensors or isinstance(rows, Mapping) else None

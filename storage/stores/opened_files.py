@@ -1,4 +1,4 @@
-"""The files of a storage in the hands of its one writer: made, enlarged, shown and closed."""
+"""The files of a storage as its one writer has them open: create, enlarge, flush and close."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tallyroll.storage.rows.schema import Schema
 
 
 class OpenedFiles:
-    """The files that a `FileReader` reads, open for a writer.
+    """The files of a `FileReader`, open for a writer.
 
     Args:
-        reader: of the files.
-        capacity: rows to reserve space for at once, 0 for none.
-        max_size: slots of a ring, None where every row is kept.
-        durability: what a commit survives.
+        reader: the reader of the files.
+        capacity: the number of rows to reserve space for, or 0.
+        max_size: the number of slots of a ring; None keeps every row.
+        durability: the failures that a commit survives; see `DiskStorage`.
         accept_copy: open a copy of a storage that was open for writing.
     """
 
@@ -41,7 +41,7 @@ class OpenedFiles:
         self.path, self.reader = reader.path, reader
         self._capacity, self.durability = capacity, durability
         self.turn = threading.RLock()
-        """The lock that is held while rows are written, and while files are made or replaced."""
+        """Lock that is held while rows are written and while files are created or replaced."""
         if reader.mode == "create":
             reader.format.refuse_existing()
             reader.ring = max_size or 0
@@ -73,7 +73,7 @@ class OpenedFiles:
             reader.write_manifest(kept)
 
     def _finish_rewind(self) -> None:
-        """Tidy up after a writer that was killed when it had taken rows back."""
+        """Complete the rewind of a writer that was killed after it had committed the rewind."""
         reader, engine = self.reader, self.reader.running()
         if (rewind := engine.counts.undone) is not None:
             reader.require_numbered_rewinds()
@@ -81,17 +81,17 @@ class OpenedFiles:
 
     @told
     def create(self, schema: Schema, runs: list[Any], id: str | None = None) -> None:
-        """Make the files; a copy of another storage gets its ``id``."""
+        """Create the files; a copy of another storage gets its ``id``."""
         reader = self.reader
         made = create_new(reader.format, schema, runs, id=id, ring=reader.ring, **self._options)
         reader.use(*made)
 
     @told
     def require_room(self, schema: Schema, rows: int) -> None:
-        """Refuse to make files that have no room for so many rows, or for the capacity.
+        """Raise unless the disk has room for so many rows, or for the capacity if it is larger.
 
         Raises:
-            StorageFull: says what is missing.
+            StorageFull: the rows do not fit. The message states the missing space.
         """
         reader, capacity = self.reader, self._capacity
         if not reader.format.grows and 0 < capacity < rows:
@@ -150,12 +150,12 @@ class OpenedFiles:
 
     @told
     def settle(self) -> None:
-        """Return when all committed rows are on the disk."""
+        """Wait until all committed rows are on the disk."""
         with self.turn:
             self.reader.running().settle()
 
     @told
     def leave(self, finish: Callable[[], None] | None = None) -> None:
-        """Close the files as `Engine.close` does."""
+        """Close the files; see `Engine.close`."""
         if (engine := self.reader.let_go()) is not None:
             engine.close(finish)

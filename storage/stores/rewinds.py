@@ -1,8 +1,8 @@
-"""Rows of a storage that are taken back, so that it is as it was at an earlier commit.
+"""Rewinds, which restore a storage to the state of an earlier commit.
 
-A rewind is decided by one store, of the head; what follows it here is done again by the next
-writer, if this one is killed. The manifest keeps, for each rewind in turn, how many rows it left:
-so a state of earlier rows can tell whether they are still those.
+One store to the head decides a rewind. If this writer is killed, the next one repeats the steps
+that follow here. The manifest records, for each rewind in turn, how many rows it left. A state of
+earlier rows can thus determine whether its rows are still the same.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 
 
 def require_kept(reader: RowReader, rows: int, rewinds: int, what: str) -> None:
-    """Raise `StateMismatch` if some of the first ``rows`` rows are others than they were.
+    """Raise `StateMismatch` if some of the first ``rows`` rows have been replaced since.
 
-    ``rewinds`` is how often rows had been taken back then; ``what`` names the state for messages.
+    Args:
+        reader: the reader of the storage.
+        rows: the number of rows of the state.
+        rewinds: the number of rewinds at the time of the state.
+        what: the name of the state, for the message.
     """
     now = reader.rewinds
     left = least_kept(reader.manifest, rewinds, now) if rewinds < now else None
@@ -38,16 +42,17 @@ def require_kept(reader: RowReader, rows: int, rewinds: int, what: str) -> None:
 def take_back(
     writer: RowWriter | NoWriter, rows: int, record: tuple[int, bytes] | None, run: object = None
 ) -> int:
-    """Take back all rows from ``rows`` on, and return how many; the record becomes ``record``.
+    """Remove all rows from number ``rows`` on and restore the record; return how many were removed.
 
-    What readers of other processes have of such rows changes when later rows come. A ring does not
-    get the rows back that were overwritten since.
+    The contents that readers in other processes hold of these rows change when later rows arrive.
+    In a ring, rows that were overwritten in the meantime are not restored.
 
     Args:
-        writer: of the storage.
-        rows: how many are to be committed, as if no more had ever been.
-        record: the rows that it was written with, and its payload; None: there was none.
-        run: a collector's run that has the claim.
+        writer: the writer of the storage.
+        rows: the number of committed rows after the rewind.
+        record: the number of rows at which the restored record was written, and its payload; None:
+            there was no record.
+        run: a collector's run that holds the claim.
 
     Raises:
         StateMismatch: fewer rows are committed, or the storage was finalized with more.
@@ -66,7 +71,7 @@ def take_back(
         at, payload = (-1, b"") if record is None else record
         rewind = Rewind(reader.rewinds + 1, rows, at, payload)
         writer.runs.settle()
-        forget_beside(writer, rewound=True)  # before: they would tell of rows that are gone
+        forget_beside(writer, rewound=True)  # first, since these files describe rows that disappear
         engine.rewind(rewind, lambda: reader.write_manifest(settled(reader.manifest, rewind)))
         writer.rows_changed()
         return head - rows
@@ -74,10 +79,10 @@ def take_back(
 
 @told
 def forget_beside(writer: RowWriter, *, rewound: bool = False) -> None:
-    """Remove the files beside the rows, which are others from here on.
+    """Remove the files alongside the rows, because they describe rows that are replaced.
 
-    Where rows were only taken back (``rewound``), two may stay: that of priorities says which rows
-    it is of, and that of drawn rows only counts.
+    After a rewind (``rewound``) two files may stay: the file of priorities says which rows it
+    belongs to, and the file of drawn rows contains only counts.
     """
     writer.reader.running().right.require()
     for path in writer.files.beside:
@@ -86,7 +91,7 @@ def forget_beside(writer: RowWriter, *, rewound: bool = False) -> None:
 
 
 def require_rewindable(writer: RowWriter | NoWriter, rows: int, run: object = None) -> None:
-    """Raise as `take_back` does, where it would; nothing changes."""
+    """Raise the errors of `take_back` if it would fail; change nothing."""
     if isinstance(writer, NoWriter):
         writer.refuse()
     writer.reader.running().right.require()

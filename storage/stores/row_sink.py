@@ -1,20 +1,21 @@
-"""The interface of a sink: what a collector asks of a storage that its run is written to.
+"""Protocol of a sink, the storage that a collector writes its run to.
 
-`RowReader` says what can be read, of any rows; this adds what a run needs to write them. The
-storages on disk satisfy it as they are, and a storage of another package does that has these
-members: no class of ours need be a base of it. ``tests/support/storages/ram_ring.py`` is one in
-memory, in a hundred lines.
+`RowReader` defines the read side, for rows of any kind. This module adds the members that a run
+needs to write rows. The storages on disk satisfy the protocol. A storage of another package
+satisfies it by having these members; it need not derive from a class of Tallyroll.
+``tests/support/storages/ram_ring.py`` is an in-memory sink in a hundred lines.
 
-In the order of a run:
+The steps of a run, in order:
 
-1. a collector is made: it takes the claim, looks at `RowReader.manifest`, ``record`` and rows for a
-   run to be continued, reserves space, and begins an entry with the schema;
-2. each batch is one `RunWriter.append`: the rows and the record that counts them, all or nothing;
-3. a call that changes environments is an event of the run's entry;
-4. at the end the last record is put, files are flushed, and the claim ends.
+1. The constructor of a collector takes the claim, looks at `RowReader.manifest`, ``record`` and
+   rows for a run to continue, reserves space, and begins an entry with the schema.
+2. Each batch is one `RunWriter.append`, which stores the rows and the record that counts them, or
+   nothing.
+3. A call that changes environments is an event of the run's entry.
+4. At the end the last record is written, files are flushed, and the claim ends.
 
-A collector writes from one thread at a time. An exception of a sink reaches its caller: rows that
-were appended before count as stored, those of the call that raised do not.
+A collector writes from one thread at a time. An exception of a sink propagates to the caller. Rows
+that were appended before count as stored; those of the call that raised do not.
 """
 
 from __future__ import annotations
@@ -31,42 +32,42 @@ from tallyroll.storage.stores.run_claim import RunClaim
 
 
 class RowSink(Protocol):
-    """Rows that a collector may add to: pass one as ``storage=``."""
+    """Rows that a collector can append to: pass one as ``storage=``."""
 
     @property
     def mode(self) -> Mode:
-        """``"read"`` is refused; in ``"create"`` no run is there before the first row."""
+        """The open mode. ``"read"`` is refused; ``"create"`` has no run before the first row."""
 
     @property
     def reader(self) -> RowReader:
-        """The reader of the rows, which sees each of them as soon as it is appended.
+        """The reader of the rows, which sees each row as soon as it is appended.
 
-        A run is continued from its ``manifest``, ``record``, ``span`` and ``column``. ``path``
-        names the sink in messages, and a batch must fit in ``ring``. ``initialised`` is False
-        until there is a schema. ``last_head`` and ``closed`` are asked after the end, too.
+        A collector continues a run from ``manifest``, ``record``, ``span`` and ``column``. ``path``
+        names the sink in messages, and a batch must fit in ``ring``. ``initialised`` is False until
+        there is a schema. ``last_head`` and ``closed`` are also read after the end.
         """
 
     @property
     def writer(self) -> RunWriter:
-        """The writer of the rows; it may be the sink itself."""
+        """The writer of the rows, which may be the sink itself."""
 
     def reserve(self, rows: int) -> None:
-        """Make sure that ``rows`` rows fit in all, those that are there included.
+        """Ensure that ``rows`` rows in all fit, including existing rows.
 
         Raises:
-            StorageFull: they do not, and nothing was changed.
+            StorageFull: the rows do not fit; nothing was changed.
         """
 
     def flush(self) -> None:
-        """Show all rows to other programs; called when a run is over."""
+        """Make all rows visible to other programs. Called when a run is over."""
 
 
 class RunWriter(Protocol):
-    """Writes the runs of collectors, one at a time."""
+    """Writer of collectors' runs, one at a time."""
 
     @property
     def claim(self) -> RunClaim:
-        """The claim of the run that is being written, made with the sink's lock and path."""
+        """The claim of the run that is being written. It uses the sink's lock and path."""
 
     @property
     def runs(self) -> RunsOfSink:
@@ -74,72 +75,74 @@ class RunWriter(Protocol):
 
     @property
     def in_one_call(self) -> bool:
-        """True of a `RowWriter`, to whose files the extension stores few slots in one call.
+        """True for a `RowWriter`, to which the C extension can store a few slots in one call.
 
-        Elsewhere False: all rows come as :meth:`append` says, which is a little slower.
+        Other sinks return False. All their rows come through :meth:`append`, which is a little
+        slower.
         """
 
     def append(self, rows: CopiedInSteps, record: bytes | None = None) -> range:
-        """Append rows, and the record with them: all of it is there afterwards, or nothing.
+        """Append rows and the record atomically.
 
         Args:
-            rows: ``rows.count`` of them, of the schema and never more than a ring has.
-                ``rows.as_arrays().values`` has an array [count, ...] for each column, in the
-                schema's order, of its ``numpy_dtype``; large ones may be `RowRefs`, which copy
-                themselves by ``copy_to(array)``. Their memory is the caller's again afterwards.
-            record: what ``reader.record`` returns from now on, with the number of rows then; None
-                leaves the last one.
+            rows: ``rows.count`` rows of the schema, never more than a ring has slots.
+                ``rows.as_arrays().values`` has an array [count, ...] for each column, in the order
+                of the schema and with its ``numpy_dtype``. Large ones may be `RowRefs`, which copy
+                themselves with ``copy_to(array)``. The caller may reuse their memory after the
+                call.
+            record: the payload that ``reader.record`` returns from now on, with the number of rows
+                after the append; None keeps the last record.
 
         Returns:
-            The rows' numbers, from ``reader.head`` before on.
+            The numbers of the rows, starting at the previous ``reader.head``.
 
         Raises:
-            WriteError: refused, with nothing written (its subclasses say why).
+            WriteError: the write was refused and nothing was written (the subclasses say why).
         """
 
     def put_record(self, payload: bytes) -> None:
-        """Replace the record, without rows."""
+        """Replace the record without writing rows."""
 
 
 class RunsOfSink(Protocol):
-    """Keeps an entry of JSON for each run, and each time that one was continued."""
+    """JSON entries of runs, one for each start or continuation of a run."""
 
     def require_schema(self, schema: Schema) -> None:
-        """Raise `SchemaMismatch` unless rows of ``schema`` fit a sink that has a schema."""
+        """Raise `SchemaMismatch` if the sink has a schema that rows of ``schema`` do not fit."""
 
     def begin(self, schema: Schema, provenance: Mapping[str, Any] | None = None) -> None:
-        """Add the entry ``{**provenance, "first_row": rows so far}``; it is the last one then.
+        """Append the entry ``{**provenance, "first_row": rows so far}``, as the last entry.
 
-        A new sink has this schema from now on.
+        A new sink adopts the schema.
 
         Raises:
-            SchemaMismatch: it has another one; nothing was changed.
+            SchemaMismatch: the sink has another schema; nothing was changed.
         """
 
     def withdraw(self, run: Mapping[str, Any]) -> None:
-        """Remove the entry ``run``, which got no rows, if it is there."""
+        """Remove the entry ``run``, which has no rows, if it exists."""
 
     def add_event(self, run: Mapping[str, Any], event: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add a call of environments to the entry ``run``; return the entry as it is then."""
+        """Add an environment call to the entry ``run``; return the updated entry."""
 
 
 class BufferedWriter(RunWriter, Protocol):
-    """Writes what comes through a replay buffer, too: asked of a sink that is under one.
+    """Writer that also accepts rows from a replay buffer, required of a sink under a buffer.
 
-    The collector gives rows to the buffer, which writes them to the sink.
+    The collector passes rows to the buffer, which writes them to the sink.
     """
 
     def stage_record(self, payload: bytes) -> None:
-        """Keep a record that the next commit of rows writes, by any caller."""
+        """Stage a record that the next commit of rows writes, by any caller."""
 
     def fresh_ids(self) -> AbstractContextManager[None]:
-        """Write rows that a replay buffer gives with their ids unchecked, within the context."""
+        """Write rows from a replay buffer without checking their ids, within the context."""
 
 
 def absent(kind: type, found: object) -> list[str]:
-    """Return which members of one of these protocols an object does not have.
+    """Return the members of one of these protocols that an object lacks.
 
-    It is looked for, and never called: a property may raise until there is a schema.
+    Members are looked up but not called, because a property may raise until there is a schema.
     """
     there = dir(found)
     names = [name for base in kind.__mro__ for name in vars(base) if not name.startswith("_")]

@@ -1,4 +1,4 @@
-"""The users' face over a reader and a writer of rows. Knows nothing of replay buffers."""
+"""User interface over a reader and a writer of rows, independent of replay buffers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class RowStore:
-    """Rows on disk; the arguments are those of `DiskStorage`."""
+    """Store of rows on disk; see `DiskStorage` for the arguments."""
 
     mode: Mode
     reader: RowReader
@@ -72,58 +72,58 @@ class RowStore:
         self.writer: RowWriter | NoWriter = RowWriter(opened)
 
     def initialise(self, schema: Schema, provenance: Mapping[str, Any] | None = None) -> None:
-        """Make a new storage's files, or check that an existing one has these columns.
+        """Create the files of a new storage, or check that an existing one has these columns.
 
-        A run's entry, ``{**provenance, "first_row": rows so far}``, joins the
-        manifest. Nothing changes if this raises.
+        The entry of a run, ``{**provenance, "first_row": rows so far}``, is appended to the
+        manifest. Nothing changes if the call raises.
 
         Raises:
-            SchemaMismatch: the storage has other columns; every difference is named.
-            InvalidSchema: the format cannot hold them.
-            InvalidProvenance: ``provenance`` is not JSON.
-            StorageFull: no room for ``capacity`` rows.
+            SchemaMismatch: the storage has other columns; the message names every difference.
+            InvalidSchema: the format cannot hold the columns.
+            InvalidProvenance: ``provenance`` cannot be serialized as JSON.
+            StorageFull: the disk has no room for ``capacity`` rows.
         """
         self.writer.runs.begin(schema, provenance)
 
     def reserve(self, rows: int) -> None:
-        """Reserve space for ``rows`` rows in all, those that are there included.
+        """Reserve space for ``rows`` rows in all, including existing rows.
 
-        If a format cannot grow in place, its file is replaced by a larger one.
+        If the format cannot grow in place, a larger file replaces the file.
 
         Raises:
-            StorageFull: there is no space; nothing was changed.
+            StorageFull: the disk has no space; nothing was changed.
         """
         _check_rows("rows", rows)
         self.writer.opened.reserve(rows)
 
     def finalize(self, progress: MoreDone | None = None) -> None:
-        """Leave exactly the committed rows, with checksums in the manifest, and close.
+        """Trim the files to the committed rows, add checksums to the manifest, and close.
 
-        The hash of the content is kept there too, where the rows say which they are; see
+        The manifest also gets the hash of the content if the rows have the required columns; see
         `content_hash`.
 
-        An HDF5 file is replaced by one without the reserved space, which takes its size
-        once more meanwhile. The storage can be opened again, also to append to it.
+        A file without reserved space replaces an HDF5 file. This temporarily needs the space of the
+        file once more. The storage can be opened again, also for appending.
 
         Args:
-            progress: called with the number of bytes that were read since the last call.
+            progress: callback that is called with the number of bytes read since the last call.
 
         Raises:
-            StorageFull: no space; the storage is closed as it was.
+            StorageFull: the disk has no space; the storage is closed unchanged.
         """
         self.writer.finalize(progress)
 
     def close(self) -> None:
-        """Trim the files to the committed rows and let the next writer in. Twice is harmless.
+        """Trim the files to the committed rows and release the writer lock.
 
-        Another thread's write is finished first.
+        A second call has no effect. A write by another thread is finished first.
         """
         if "_overlays" in self.__dict__:
             self._overlays.close()
         self.writer.close()
 
     def flush(self) -> None:
-        """Show all committed rows to other libraries; with durability="power", sync them too."""
+        """Make committed rows visible to other libraries; sync them if durability="power"."""
         self.writer.flush()
         syncs = isinstance(self.writer, RowWriter) and self.writer.durability == "power"
         if syncs and "_overlays" in self.__dict__:
@@ -142,35 +142,35 @@ class RowStore:
 
     @property
     def closed(self) -> bool:
-        """True if it was closed."""
+        """True if the storage is closed."""
         return self.reader.closed
 
     @property
     def last_head(self) -> int:
-        """`head`, of a writer that was closed too: what it was then."""
+        """The value of `head`; after a writer has closed, the value at that time."""
         return self.reader.last_head
 
     @property
     def head(self) -> int:
-        """Rows ever committed."""
+        """The number of rows ever committed."""
         return self.reader.head
 
     @property
     def span(self) -> range:
         """The numbers of the valid rows, counted over all rows ever written.
 
-        It begins above 0 where a ring has overwritten rows.
+        It begins above 0 if a ring has overwritten rows.
         """
         return self.reader.span
 
     @property
     def ring(self) -> int:
-        """Slots of the ring, ``max_size``; 0 where every row is kept."""
+        """The number of slots of the ring, ``max_size``; 0 if every row is kept."""
         return self.reader.ring
 
     @property
     def grows(self) -> bool:
-        """True if space for more rows can be added to it while it is open."""
+        """True if the storage can grow while it is open."""
         return self.writer.grows
 
     @property
@@ -179,14 +179,14 @@ class RowStore:
         return Trajectories(self.reader, self)
 
     def slots_of(self, rows: np.ndarray) -> np.ndarray:
-        """Return slots of rows by number [*]: the index of `column`.
+        """Return the slots of rows given by number [*], which index `column`.
 
-        It is the one that `get` takes, too, but in a ring that was emptied.
+        They are also valid indices of `get`, except in a ring that was emptied.
         """
         return self.reader.slots_of(rows)
 
     def index_of(self, rows: np.ndarray) -> np.ndarray:
-        """Return the index by which `get` finds rows by number [*], which must be there."""
+        """Return the indices by which `get` finds existing rows given by number [*]."""
         return self.reader.index_of(rows)
 
     def __len__(self) -> int:
@@ -194,7 +194,7 @@ class RowStore:
 
     @property
     def schema(self) -> Schema:
-        """The columns."""
+        """The schema of the rows."""
         return self.reader.schema
 
     @property
@@ -204,12 +204,12 @@ class RowStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the committed rows."""
+        """The size of the committed rows in bytes."""
         return len(self) * self.schema.row_nbytes if self.head else 0
 
     @property
     def record(self) -> tuple[int, bytes] | None:
-        """The newest intact record: the rows committed when it was written, and its payload."""
+        """The newest intact record: the number of rows when it was written, and its payload."""
         return self.reader.record
 
     @property
@@ -219,55 +219,55 @@ class RowStore:
 
     @property
     def left_open(self) -> bool:
-        """True if a writer has the storage open, or did not close it: it was killed.
+        """True if a writer has the storage open or was killed before it closed the storage.
 
-        A storage of version 2 does not say, and this is False.
+        A storage of version 2 does not record this, and the value is False.
         """
         return self.reader.left_open
 
     def column(self, key: str | Key) -> np.ndarray:
-        """Return the committed rows of one column, [rows, ...], read-only, read when used.
+        """Return the committed rows of one column, [rows, ...], as a lazy read-only array.
 
-        In a ring row r is at index ``slots_of(r)``, later writes to the ring may show in the
-        array, and rows that `empty()` removed stay in it until they are overwritten. bfloat16
-        comes as the ``uint16`` of its bits. Changes that you make all the same, through a tensor
-        of its memory, show in that array alone.
+        In a ring, row r is at index ``slots_of(r)``, later writes to the ring may become visible in
+        the array, and rows that `empty()` removed stay in it until they are overwritten. bfloat16
+        is returned as the ``uint16`` of its bits. If you change the array nevertheless, through a
+        tensor over its memory, the change is visible only in that array.
 
         Raises:
-            KeyError: there is no such column.
+            KeyError: the column does not exist.
         """
         array = self.reader_with([key]).shown(as_key(key))
         array.flags.writeable = False
         return array
 
     def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
-        """Return rows by int, slice, range, list, array or tensor of ints, or one bool a row.
+        """Return rows by int, slice, range, list, array or tensor of ints, or a bool per row.
 
-        An int gives one row, batch size []; row numbers of shape S give new tensors, batch size
-        S; a slice gives tensors of its own, too, batch size [n], which are read when they are
-        used (a small slice is copied at once). Changes to them show in them alone. In a slice of
-        a ring, later rows of the writer may show until you have used it; so where rows are taken
-        back, as by a checkpoint that is loaded.
+        An int gives one row with batch size []. Row numbers of shape S give new tensors with batch
+        size S. A slice gives private tensors with batch size [n], which are read on first use; a
+        small slice is copied at once. Changes to the result are visible only in the result. In a
+        slice of a ring, later rows of the writer may become visible until you have used it. The
+        same applies when rows are rewound, for example by loading a checkpoint.
 
-        Nested TensorDicts have the further batch dimensions of the rows that made the storage,
-        after these; so has the root, if each row is an item with a time dimension.
+        Nested TensorDicts have additional batch dimensions after these if the rows that created the
+        storage had them. The same applies to the root if each row is an item with a time dimension.
 
-        ``keys`` are the columns that are wanted, such as ``["observation", ("next", "reward")]``;
-        None: all. Others are not read. They may be overlays, too, whose values are copied.
+        ``keys`` selects columns, such as ``["observation", ("next", "reward")]``; None: all. Other
+        columns are not read. Keys may name overlays, whose values are copied.
 
         Raises:
-            IndexOutOfRange: a row that is not there.
-            ColumnsMissing: a column that is not there.
+            IndexOutOfRange: a row does not exist.
+            ColumnsMissing: a column does not exist.
         """
         return (self.reader if keys is None else self.reader_with(keys)).get(index, keys)
 
     def in_order(self, keys: Keys | None = None) -> TensorDict:
-        """Return all rows, the oldest first, batch size [rows]; those of a ring are copied.
+        """Return all rows, oldest first, with batch size [rows]. The rows of a ring are copied.
 
-        `get` returns the rows of a ring slot by slot, in index order. ``keys`` as in `get`.
+        `get`, by contrast, returns the rows of a ring in index order. ``keys`` are those of `get`.
 
         Raises:
-            ColumnsMissing: a column that is not there.
+            ColumnsMissing: a column does not exist.
         """
         return (self.reader if keys is None else self.reader_with(keys)).in_order(keys)
 
@@ -280,48 +280,48 @@ class RowStore:
         *,
         writable: bool | None = None,
     ) -> Overlay:
-        """Return a column beside the rows that may be written again; make it if there is none.
+        """Return an overlay, a rewritable column beside the rows; create it if it does not exist.
 
-        Its values are in a file of their own, and rows are read as before: with its values by
-        ``get(index, keys=[..., name])``, `column`, `n_step`'s ``reward_key``, and
-        `DiskStorage.with_overlays` for slices and replay buffers. It has one writer at a time,
-        from the first value that is set until the storage is closed.
+        The values are in a separate file, and the rows are read as before. Read the values with
+        ``get(index, keys=[..., name])``, `column` or `n_step`'s ``reward_key``. Use
+        `DiskStorage.with_overlays` for slices and replay buffers. An overlay has one writer at a
+        time, from the first value that is set until the storage is closed.
 
         Args:
-            name: a name, or a tuple of names, that is no column of the rows.
-            dtype: of the values. None opens one that is there, whatever it keeps.
-            shape: of one row's value.
-            fill: the number that rows without a value have.
-            writable: whether values may be set here. None: unless the storage was opened with
-                mode="read". There, True writes to the overlay, and never to rows.
+            name: a name, or a tuple of names, that is not a column of the rows.
+            dtype: the dtype of the values. None opens an existing overlay of any dtype.
+            shape: the shape of a row's value.
+            fill: the value of rows that have not been set.
+            writable: whether values may be set here. None: True unless the storage was opened with
+                mode="read". In that mode, True permits writes to the overlay but never to the rows.
 
         Raises:
-            SchemaMismatch: there is one of another dtype, shape or fill.
-            InvalidSchema: a column has that name, or the overlay cannot be beside the rows.
-            ColumnsMissing: there is none, and ``dtype`` is None.
-            DamagedOverlay: its file cannot be used; `drop_overlay` removes it.
-            ReadOnlyStorage: there is none, and it is not ``writable``.
+            SchemaMismatch: an overlay of another dtype, shape or fill exists.
+            InvalidSchema: a column has that name, or the rows cannot have an overlay.
+            ColumnsMissing: the overlay does not exist and ``dtype`` is None.
+            DamagedOverlay: the file cannot be used; `drop_overlay` removes it.
+            ReadOnlyStorage: the overlay does not exist and ``writable`` is False.
             NotInitialised: the storage has no schema yet.
         """
         return self._overlays.overlay(name, dtype, shape, fill, writable)
 
     @property
     def overlays(self) -> list[str | Key]:
-        """The names of all overlays: of one that has several, a tuple."""
+        """The names of all overlays; a nested name is a tuple."""
         return self._overlays.names()
 
     def drop_overlay(self, name: str | Key) -> None:
-        """Remove an overlay and its values. A damaged one can be removed, too.
+        """Remove an overlay and its values, even if it is damaged.
 
         Raises:
-            ColumnsMissing: there is none of that name.
-            StorageLocked: another process writes to it.
+            ColumnsMissing: no overlay has that name.
+            StorageLocked: another process writes to the overlay.
             ReadOnlyStorage: the storage was opened with mode="read".
         """
         self._overlays.drop(name)
 
     def reader_with(self, keys: Keys) -> RowReader:
-        """Return the reader of the rows, together with those of ``keys`` that are overlays."""
+        """Return the reader of the rows, extended by the overlays among ``keys``."""
         wanted = (keys,) if isinstance(keys, str) else tuple(keys)
         known = self.reader.keys
         if all(as_key(each) in known for each in wanted):

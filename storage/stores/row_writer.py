@@ -1,4 +1,4 @@
-"""The writer of our own files, one at a time: it checks, appends and commits rows."""
+"""The writer of Tallyroll's own files, which checks, appends and commits rows."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ from tallyroll.storage.trajectories.leaves import hash_of
 
 
 class FirstRows:
-    """Rows that decide the schema of a storage, and all that checks them and the rows to come.
+    """First rows of a new storage: determine its schema and set up the checks of later rows.
 
     Args:
-        opened: of the storage, which has no files yet.
+        opened: the files of the storage, which do not exist yet.
         rows: a TensorDict, or arrays by key.
-        without: a column that is left out.
-        ids: as `DiskStorage.extend`.
-        items: they come from a replay buffer, and each may be several transitions.
+        without: a column to leave out.
+        ids: see `DiskStorage.extend`.
+        items: the rows come from a replay buffer, and each may consist of several transitions.
 
     Raises:
-        InvalidSchema: the storage cannot hold them.
-        WriteError: they cannot be written so, not even one by one.
-        StorageFull: there is no space for them.
+        InvalidSchema: the storage cannot hold the columns.
+        WriteError: the rows cannot be written, not even one by one.
+        StorageFull: the rows do not fit on the disk.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class FirstRows:
         opened.require_room(schema, self.checked.count)
 
     def require_at_once(self, record: bytes | None) -> None:
-        """Refuse a ring of fewer slots, and a ``record`` that is too large.
+        """Raise unless the rows fit in the ring and ``record`` fits in its slot.
 
         Raises:
-            BatchTooLong, RecordTooLarge: says how large it may be.
+            BatchTooLong, RecordTooLarge: the message states the maximum size.
         """
         require_slots(self._reader.format.path, self._reader.ring, self.checked.count)
         if record is not None:
@@ -78,55 +78,55 @@ class FirstRows:
 
 
 class RowWriter:
-    """Writes rows to opened files, and closes them; a storage's ``writer``."""
+    """Writer of rows to opened files; the ``writer`` of a storage."""
 
     in_one_call = True
-    """The extension stores few slots by one call of :meth:`append`."""
+    """True, because the C extension can store a few slots in this writer's files in one call."""
 
-    # __del__ also runs after a constructor that raised.
+    # __del__ also runs if the constructor raised.
     _is_made = False
 
     def __init__(self, opened: OpenedFiles) -> None:
         self.opened, self.reader = opened, opened.reader
         self.path, self.durability = opened.path, opened.durability
         self.files = self.reader.format
-        """The format, which has the files."""
+        """The format, which names the files."""
         self.grows = self.files.grows
-        """True if space for more rows can be added while the storage is open."""
+        """True if the storage can grow while it is open."""
         self.runs, self.claim = RunEntries(opened), RunClaim(opened)
         self.temporary = False
-        """True for a storage that ends with its process, and that users need not close."""
+        """True for a temporary storage, which ends with its process and need not be closed."""
         self.tell: Callable[[range], None] | None = None
-        """Called with the rows of each :meth:`append`, for replay buffers over the storage."""
+        """Callback with the rows of each :meth:`append`, for replay buffers over the storage."""
         self.closing: list[Callable[[], None]] = []
-        """Called before the files are closed, by :meth:`close`, to write what is kept beside."""
+        """Callbacks of :meth:`close` that write files alongside the rows before the close."""
         self._staged: bytes | None = None
         self._fresh_in: int | None = None
-        """The thread within :meth:`fresh_ids`, whose ids are not looked at."""
+        """The id of the thread inside :meth:`fresh_ids`, whose trajectory ids are not checked."""
         self._is_made = True
         _open.add(self)
 
     @property
     def turn(self) -> threading.RLock:
-        """The lock that is held while rows are written, and while files are made or replaced."""
+        """Lock that is held while rows are written and while files are created or replaced."""
         return self.opened.turn
 
     # --- rows -------------------------------------------------------------------------------------
 
     def append(self, rows: NewRows, record: bytes | None = None) -> range:
-        """Append rows of the storage's schema whose trajectory ids are new, or go on rightly.
+        """Append rows of the storage's schema whose trajectory ids are new or continue correctly.
 
-        So does a collector, which makes the ids. A record that was staged is dropped.
+        A collector, which makes the ids, calls this method. A staged record is dropped.
 
         Args:
             rows: the rows, of any kind.
-            record: as `DiskStorage.extend`.
+            record: see `DiskStorage.extend`.
 
         Returns:
-            The rows' numbers, as `Engine.append`.
+            The numbers of the rows; see `Engine.append`.
 
         Raises:
-            WriteError: refused, with nothing written.
+            WriteError: the write was refused and nothing was written.
         """
         reader = self.reader
         with self.opened.turn:
@@ -148,9 +148,14 @@ class RowWriter:
         *,
         items: bool = False,
     ) -> range:
-        """Implement `DiskStorage.extend`; ``without`` names a column that is left out.
+        """Implement `DiskStorage.extend`.
 
-        With ``items`` they come from a replay buffer, and each may be several transitions.
+        Args:
+            rows: see `DiskStorage.extend`.
+            record: see `DiskStorage.extend`; None: the staged record, if there is one.
+            without: a column to leave out.
+            ids: see `DiskStorage.extend`.
+            items: the rows come from a replay buffer, and each may consist of several transitions.
         """
         kind, came_from = type(rows), None
         if kind is TensorDict or (kind is not dict and isinstance(rows, TensorDictBase)):
@@ -171,10 +176,10 @@ class RowWriter:
                 return self._write(rows, record, without, ids, came_from, items)
 
     def write_items(self, rows: TensorDictBase, without: Key | None) -> None:
-        """Implement `DiskStorage.set`: write items that a replay buffer gives, as `write` does.
+        """Implement `DiskStorage.set`: write items from a replay buffer like `write`.
 
-        More rows than a ring has are written in pieces, of which the last ones stay. An error is
-        raised before the first piece is written.
+        More rows than a ring has slots are written in pieces, so that the last rows remain. Errors
+        are raised before the first piece is written.
         """
         ids: Ids = "fresh" if self._fresh_in == threading.get_ident() else "check"
         ring = self.reader.ring
@@ -195,7 +200,7 @@ class RowWriter:
 
     @contextmanager
     def fresh_ids(self) -> Iterator[None]:
-        """Write rows from a replay buffer with their ids unchecked, while the context is open.
+        """Write rows from a replay buffer without checking their ids, within the context.
 
         The caller numbers trajectories as collectors do: see ``extend(..., ids="fresh")``.
         """
@@ -234,13 +239,13 @@ class RowWriter:
         return span
 
     def _begin(self, first: FirstRows, came_from: Told) -> ArrayRows | TensorRows:
-        """Make the files of a new storage for its first rows, and return these."""
+        """Create the files of a new storage for its first rows, and return the checked rows."""
         self.runs.begin(first.schema, self.runs.copied.first_entry(came_from))
         self.given, self._id_checks = first.given, first.id_checks
         return first.checked
 
     def _checked(self, rows: Any, without: Key | None, ids: Ids) -> ArrayRows | TensorRows:
-        """Return rows that can be written with these ids."""
+        """Return the rows in a writable form; check the right to write, the rows and the ids."""
         engine = self.reader.engine
         assert engine is not None
         if not engine.right.look_at:
@@ -252,22 +257,22 @@ class RowWriter:
 
     @cached_property
     def given(self) -> InputRows:
-        """The maker of `NewRows` from the rows that callers give."""
+        """The converter of callers' rows to `NewRows`."""
         return InputRows(self.reader, self.reader.schema)
 
     @cached_property
     def _id_checks(self) -> IdChecks | None:
-        """The checks of ids that callers write; None if rows have no ids."""
+        """The checks of callers' trajectory ids, or None if the rows have no ids."""
         return IdChecks.of(self.reader, self.reader.schema)
 
     def rows_changed(self) -> None:
-        """Forget what was known of rows that are others now."""
+        """Drop cached state about rows that have been replaced."""
         self.__dict__.pop("_id_checks", None)
         self.runs.copied.forget()
         self._staged = None
 
     def empty(self) -> None:
-        """Make every row of a ring invalid, and go on after them."""
+        """Invalidate every row of a ring. Later rows continue the numbering."""
         reader = self.reader
         with self.opened.turn:
             engine = reader.running()
@@ -281,18 +286,18 @@ class RowWriter:
         """Commit a record without rows.
 
         Raises:
-            RecordTooLarge: beyond its slot.
-            NotInitialised: a new storage without schema has no place for it yet.
+            RecordTooLarge: the record is larger than its slot.
+            NotInitialised: the storage has no schema, and hence no files, yet.
         """
         with self.opened.turn:
             self.reader.running().put_record(payload)
             self._staged = None
 
     def stage_record(self, payload: bytes) -> None:
-        """Keep a record that the next commit of given rows writes, by any caller.
+        """Stage a record that the next commit of rows writes, by any caller.
 
         Raises:
-            RecordTooLarge: beyond its slot.
+            RecordTooLarge: the record is larger than its slot.
         """
         self.reader.require_open()
         check_record_size(payload)
@@ -329,7 +334,7 @@ class RowWriter:
 
     @told
     def close(self, finish: Callable[[], None] | None = None) -> None:
-        """Trim the files, call ``finish``, and let the next writer in."""
+        """Trim the files, call ``finish``, and release the writer lock."""
         reader = self.reader
         with self.opened.turn:
             try:
@@ -342,7 +347,7 @@ class RowWriter:
                 self.opened.leave(finish)
 
     def let_go(self) -> None:
-        """Close a storage that the user did not close, and warn of it."""
+        """Close a storage that the user did not close, and issue a ResourceWarning."""
         if not self._is_made or (engine := self.reader.engine) is None:
             return
         if engine.right.held and not self.temporary:
@@ -356,9 +361,9 @@ class RowWriter:
 
 
 class NoWriter:
-    """Stands in the place of a writer over a reader that is none of our own files.
+    """Writer stub for a reader of files that Tallyroll does not write.
 
-    Whatever would write raises `ReadOnlyStorage`.
+    Every write raises `ReadOnlyStorage`.
     """
 
     grows = False
@@ -380,14 +385,14 @@ class NoWriter:
         )
 
     def flush(self) -> None:
-        """Nothing is to be shown."""
+        """Do nothing, because there are no rows to make visible."""
 
     def close(self) -> None:
         """Close the reader."""
         self.reader.close()
 
 
-# What is never closed is closed before the interpreter takes itself apart.
+# Close open storages before the interpreter shuts down.
 _open: weakref.WeakSet[RowWriter] = weakref.WeakSet()
 
 
@@ -399,7 +404,7 @@ def _close_all() -> None:
 
 
 def _renew_turns() -> None:
-    # In a forked child, where a thread that held one may not exist.
+    # In a forked child, the thread that held a lock may not exist.
     for writer in list(_open):
         writer.opened.turn = threading.RLock()
 

@@ -1,4 +1,4 @@
-"""The claim of a collector's run to a storage, while the run is written."""
+"""The claim that a collector's run has to a storage while it is written."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from tallyroll.storage.errors import RunUnderWay
 
 
 class Claimable(Protocol):
-    """A storage that a run may claim, or its files."""
+    """A storage that a run can claim, or the files of one."""
 
     path: Path
     turn: threading.RLock
-    """The lock that is held while rows are written."""
+    """Lock that is held while rows are written."""
 
 
 class RunClaim:
-    """Lets only ``ids="fresh"`` write until a run is over.
+    """Claim that restricts writes to ``ids="fresh"`` until a run is over.
 
-    A collector's run numbers its trajectories and counts its rows: rows of another writer in
-    between would be counted as its own. A claim also ends when its run is deleted.
+    A collector's run numbers its trajectories and counts its rows. Rows of another writer in
+    between would be counted as rows of the run. A claim also ends when its run is
+    garbage-collected.
     """
 
     def __init__(self, claimed: Claimable) -> None:
@@ -34,19 +35,19 @@ class RunClaim:
     def take(self, run: object, *, begins: bool = True) -> bool:
         """Claim the storage for ``run``.
 
-        A run that ``begins`` takes the claim from a run that has not begun; a run that does not
-        begin yet gets a claim only if there is none.
+        A run that begins (``begins``) takes the claim from a run that has not begun. A run that
+        does not begin yet gets the claim only if no other run has it.
 
         Returns:
-            Whether ``run`` has the claim now.
+            True if ``run`` has the claim now.
 
         Raises:
-            RunUnderWay: another run has begun, and is not over.
+            RunUnderWay: another run has begun and is not over.
         """
         with self._claimed.turn:
             other = self._other_than(run)
             if other and self._run_begun and begins:
-                gc.collect()  # a run that was dropped may be part of a cycle
+                gc.collect()  # a dropped run may be part of a reference cycle
                 if self._other_than(run):
                     raise RunUnderWay(
                         f"another collector is writing a run to {self._claimed.path}: rows of two "
@@ -63,11 +64,11 @@ class RunClaim:
         return self._run is not None and self._run() not in (None, run)
 
     def is_of(self, run: object) -> bool:
-        """Return whether ``run`` has the claim."""
+        """Return True if ``run`` has the claim."""
         return self._run is not None and self._run() is run
 
     def end(self, run: object) -> None:
-        """End the claim of ``run``, unless another run has taken it since."""
+        """Release the claim of ``run``; do nothing if another run has taken it."""
         if self.is_of(run):
             self._run = None
 
@@ -77,7 +78,7 @@ class RunClaim:
         return self._run is not None and self._run() is not None
 
     def require_none(self) -> None:
-        """Raise `RunUnderWay` while a run has the claim."""
+        """Raise `RunUnderWay` if a run has the claim."""
         if self._run is not None and self._run() is not None:
             raise RunUnderWay(
                 f"a collector is writing a run to {self._claimed.path}, and rows from elsewhere in "

@@ -1,4 +1,4 @@
-"""The entries in a manifest that say which runs wrote which rows."""
+"""The manifest entries that record which runs wrote which rows."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from tallyroll.storage.stores.opened_files import OpenedFiles
 
 
 class _Copy(NamedTuple):
-    """The copy that the last entry is of."""
+    """The copy that the last entry describes."""
 
     manifest: dict[str, Any]
-    """The manifest of the storage that the rows came from."""
+    """The manifest of the source storage."""
     span: range
-    """The smallest range there that has them all."""
+    """The smallest range of source rows that contains all copied rows."""
     made: range
-    """Rows there that were made by the runs in the entry, which are all its runs."""
+    """Source rows that the runs in the entry made, and no other runs."""
     in_pieces: bool = False
-    """The entry does not say which is the last row."""
+    """True if the entry does not record the last row."""
     known: bool = True
-    """`span` has the last row."""
+    """True if `span` includes the last row."""
 
     def has(self, origin: Origin, rows: range) -> bool:
-        """Return whether the entry stays right when the rows ``rows`` of ``origin`` come, too."""
+        """Return True if the entry remains correct once ``rows`` of ``origin`` are added."""
         return (
             origin.manifest is self.manifest
             and rows.start >= self.span.start
@@ -56,28 +56,28 @@ class _Copy(NamedTuple):
 
 
 class CopiedRows:
-    """Knows what the last entry of a writer's manifest says of the rows to come."""
+    """State of the last manifest entry of a writer, used to attribute the next rows."""
 
     def __init__(self, entries: RunEntries) -> None:
         self._room = ENTRY_NBYTES
-        # What a writer drops goes at once, and lets go of its files.
+        # A proxy avoids a cycle, so that a dropped writer releases its files at once.
         self._entries: RunEntries = weakref.proxy(entries)
         self.forget()
 
     def forget(self) -> None:
-        """Know nothing of the entries, which are others now."""
+        """Reset the cached state, because the entries have changed."""
         self.copy: _Copy | None = None
         self._last: Entry | None = None
         self._copied = self._collected = False
 
     def is_of_others(self, own: bool) -> bool:
-        """Return whether rows of unknown origin need a new entry; ``own`` as in `note`."""
+        """Return True if rows of unknown origin need a new entry; ``own`` is that of `note`."""
         if self._last is None:
             self._look()
         return self._copied or (self._collected and not own)
 
     def _look(self) -> Entry:
-        """Return the last entry, empty where there is none."""
+        """Return the last entry, or an empty one if there is none."""
         if self._last is None:
             reader = self._entries.reader
             if reader.engine is None or not (runs := reader.runs):
@@ -87,28 +87,31 @@ class CopiedRows:
         return self._last
 
     def settled(self) -> list[Any]:
-        """Return the entries of the manifest, with the last row of what came in pieces."""
+        """Return the manifest entries, completed with the last row of a copy in pieces."""
         runs, copy = self._entries.reader.runs, self.copy
         if copy is None or not (copy.in_pieces and copy.known):
             return runs
         return [*runs[:-1], self._entry_of(runs[-1], copy._replace(in_pieces=False), runs[:-1])]
 
     def goes_on(self, told: Told) -> bool:
-        """Return whether the last entry is right for these rows, too."""
+        """Return True if the last entry also covers these rows."""
         return told is not None and self.copy is not None and self.copy.has(*told)
 
     def count(self, told: Told) -> None:
-        """Know that rows were written with which the copy of the last entry goes on."""
+        """Record that rows were written that continue the copy of the last entry."""
         if told is not None and self.copy is not None:
             self.copy = self.copy._replace(span=_both(self.copy.span, told[1]))
 
     def note(self, told: Told, *, own: bool) -> bool:
-        """Note where rows come from that are to be written next; whether entries changed.
+        """Record the origin of the rows that are written next; return True if entries changed.
 
-        ``own``: where a collector's run is last, it has these rows itself.
+        Args:
+            told: the origin of the rows, or None if it is unknown.
+            own: if the last entry is a collector's run, the rows belong to that run.
 
         Raises:
-            InvalidProvenance: there is no room to say that they are no collector's.
+            InvalidProvenance: the manifest has no room to record that the rows are not a
+                collector's.
         """
         last = self._look()
         if not last or (own and is_collected(last)) or LEFT_OUT_OF_COPIES in last:
@@ -116,7 +119,7 @@ class CopiedRows:
         if told is not None:
             for room in (self._room, 0):
                 self._room = room
-                with suppress(InvalidProvenance):  # as little as fits
+                with suppress(InvalidProvenance):  # retry with less detail
                     return self._note_copy(last, *told)
         if self.is_of_others(own):
             self._begin({"first_row": self._entries.reader.head})
@@ -124,7 +127,7 @@ class CopiedRows:
         return False
 
     def first_entry(self, told: Told) -> Entry:
-        """Return the first entry of a new storage, made of such rows."""
+        """Return the first entry of a new storage that consists of such rows."""
         return {} if told is None else self._entry_of({}, _copy_of(*told), [])
 
     def _note_copy(self, last: Entry, origin: Origin, rows: range) -> bool:
@@ -150,18 +153,18 @@ class CopiedRows:
         self.copy = copy
 
     def _begin(self, entry: Entry, copy: _Copy | None = None) -> None:
-        """Let the rows from here on be those of ``entry``."""
+        """Start ``entry``, to which the rows from here on belong."""
         runs = self.settled()
         last = runs[-1]
         if last["first_row"] == entry["first_row"] and not is_collected(last):
-            runs, entry = runs[:-1], {**without_copy(last), **entry}  # it has no rows
+            runs, entry = runs[:-1], {**without_copy(last), **entry}  # the last entry has no rows
         elif copy is not None and not has_room(runs):
             entry, copy = {"first_row": entry["first_row"], LEFT_OUT_OF_COPIES: True}, None
         self._entries.write([*runs, entry])
         self.copy = copy
 
     def _entry_of(self, entry: Entry, copy: _Copy, others: list[Any]) -> Entry:
-        """``entry`` as one of a copy, where the manifest has ``others`` too."""
+        """Return ``entry`` extended by the copy, for a manifest that also has ``others``."""
         span, manifest = copy.span, copy.manifest
         runs, _ = makers(manifest["runs"], span)
         rows = [span.start, None if copy.in_pieces else span.stop - 1]
@@ -180,13 +183,13 @@ def _copy_of(origin: Origin, span: range, **more: bool) -> _Copy:
 
 
 class RunEntries:
-    """Writes the entries of runs, and of rows that came from other storages."""
+    """Writer of the manifest entries of runs and of rows from other storages."""
 
     def __init__(self, opened: OpenedFiles) -> None:
         self.path, self.reader, self._opened = opened.path, opened.reader, opened
         self.require_schema = opened.require_schema
         self.provenance: Mapping[str, Any] = {}
-        """Entries that are added to every run's entry: the command that writes it."""
+        """Fields that are added to every run's entry: the command that writes it."""
         self.copied = CopiedRows(self)
 
     @told
@@ -203,7 +206,7 @@ class RunEntries:
             self.write([*self.copied.settled(), run])
 
     def withdraw(self, run: Mapping[str, Any]) -> None:
-        """Remove an entry without rows."""
+        """Remove an entry that has no rows."""
         with self._opened.turn:
             runs = self.reader.runs
             if run in runs:
@@ -211,9 +214,9 @@ class RunEntries:
                 self.write([*runs[:at], *runs[at + 1 :]])
 
     def add_event(self, run: Mapping[str, Any], event: Mapping[str, Any]) -> dict[str, Any]:
-        """Add an event to the entry ``run``, and return the entry as it is then.
+        """Add an event to the entry ``run``; return the updated entry.
 
-        It is left out, and the entry says so, once as many are kept as there is room for.
+        If the entry has no room for more events, the event is left out and the entry records that.
         """
         with self._opened.turn:
             runs = self.reader.runs
@@ -224,7 +227,7 @@ class RunEntries:
             return self.reader.runs[at]
 
     def note(self, run: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the fields ``found`` to the entry ``run``, and return the entry as it is then."""
+        """Add the fields ``found`` to the entry ``run``; return the updated entry."""
         with self._opened.turn:
             runs = self.reader.runs
             at = max(at for at, each in enumerate(runs) if each is run or each == run)
@@ -232,7 +235,7 @@ class RunEntries:
             return self.reader.runs[at]
 
     def create(self, schema: Schema, runs: list[Any], id: str | None = None) -> None:
-        """Make the files of a storage with these entries, as `OpenedFiles.create` does."""
+        """Create the files of a storage with these entries; see `OpenedFiles.create`."""
         bare = [{k: v for k, v in run.items() if k not in (EVENTS, IN_FILE)} for run in runs]
         self._opened.create(schema, bare, id)
         if bare != runs:
@@ -245,15 +248,15 @@ class RunEntries:
         self.copied.forget()
 
     def settle(self) -> None:
-        """Write the entries for good, before the files are closed."""
+        """Write the completed entries before the files are closed."""
         if (runs := self.copied.settled()) is not self.reader.runs:
             self.write(runs)
 
     @contextmanager
     def noted(self, came_from: Told, own: bool) -> Iterator[None]:
-        """Record where the rows come from that the context writes; undo it if they are refused.
+        """Record the origin of the rows that the context writes; revert it if the write fails.
 
-        ``own`` as `CopiedRows.note`.
+        ``own`` is that of `CopiedRows.note`.
         """
         engine, copied, known = self.reader.engine, self.copied, self.copied.copy
         if engine is not None:

@@ -13,9 +13,9 @@ from typing import Any
 
 
 class TemporaryFolder:
-    """A new folder, which is removed together with its storage.
+    """New folder that is removed together with its storage.
 
-    Maps of removed files stay valid. A forked child leaves the folder to its parent.
+    Memory maps of removed files stay valid. A forked child does not remove the folder.
 
     Args:
         mode: the mode of the storage, which must be ``"create"``.
@@ -29,17 +29,17 @@ class TemporaryFolder:
         """The path of the storage."""
 
     def remove(self) -> None:
-        """Remove the folder at once."""
+        """Remove the folder."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def leave_with(self, storage: Any, close: Callable[[], None]) -> Callable[[], Any]:
-        """Remove the folder after the storage or process; return a function that does it now."""
+        """Remove the folder with the storage or process; return a function that removes it now."""
         return weakref.finalize(storage, _leave, self._folder, close, os.getpid())
 
 
 def _leave(folder: str, close: Callable[[], None], owner: int) -> None:
     if os.getpid() != owner:
         return
-    with contextlib.suppress(Exception):  # the folder is removed in any state
+    with contextlib.suppress(Exception):  # remove the folder even if closing fails
         close()
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Which rows make a trajectory: ids, episodes, and the index of both."""
+"""Assignment of rows to trajectories: ids, episodes, and the index of both."""
 
 from tallyroll.storage.package.moved_paths import moved_names
 

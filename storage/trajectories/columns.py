@@ -1,4 +1,4 @@
-"""Read the columns that rows have of trajectories, in the order of row numbers."""
+"""Access to the trajectory columns of rows, in the order of row numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tallyroll.storage.trajectories.episodes import EpisodeRows
 from tallyroll.storage.trajectories.lane_stretches import RowChunk
 
 WHOSE: Final = (TRAJ_IDS, STEP, LANE)
-"""The columns that say to which trajectory a row belongs."""
+"""The columns that assign a row to a trajectory."""
 _NUMBERS = (*WHOSE, POLICY_VERSION, RESET_SEED)
 
 Chunk = TypeVar("Chunk", bound=RowChunk)
@@ -37,18 +37,18 @@ _LOOKS = 8
 
 
 class RowFollower(Protocol):
-    """Something that follows the rows, up to a number of them."""
+    """An object that has processed the rows up to some number."""
 
     @property
     def seen(self) -> int:
-        """The number of rows that it has followed."""
+        """The number of rows that it has processed."""
 
 
 def unread(reader: ReadableRows, counted: RowFollower) -> Iterator[tuple[int, int]]:
-    """Yield stretches of the rows that are not ``counted`` yet, each no longer than a ring.
+    """Yield the ranges of rows that ``counted`` has not processed, none longer than a ring.
 
-    A ring goes on while it is read, and what was read first may be overwritten by then: it is
-    looked at again, a few times, for each takes a fraction of the time before.
+    The writer of a ring may go on during the iteration and overwrite rows that were read first. The
+    iteration is therefore repeated a few times, each of which takes a fraction of the time before.
     """
     size = min(_CHUNK_ROWS, reader.ring or _CHUNK_ROWS)
     for _ in range(_LOOKS if reader.ring else 1):
@@ -61,7 +61,7 @@ def unread(reader: ReadableRows, counted: RowFollower) -> Iterator[tuple[int, in
 
 
 class RowOrder:
-    """Reads stretches of rows, column by column, of a reader with this schema."""
+    """Reader of ranges of rows, column by column, for readers with this schema."""
 
     def __init__(self, schema: Schema) -> None:
         self._keys = set(schema.keys)
@@ -71,11 +71,11 @@ class RowOrder:
         }
 
     def chunk(self, reader: ReadableRows, start: int, stop: int) -> RowChunk:
-        """Whose the rows ``[start, stop)`` are, without the first ones if they are gone."""
+        """Return the ids, steps and lanes of rows ``[start, stop)``, without overwritten rows."""
         return _left(reader, RowChunk(start, *self._whose(reader, start, stop)))
 
     def episode_rows(self, reader: ReadableRows, start: int, stop: int) -> EpisodeRows:
-        """Return the rows that episodes are counted from, as `chunk`."""
+        """Return the rows that episodes are counted from, without overwritten rows."""
         count = stop - start
         terminated, truncated = (
             flags_of(self._column(reader, key, start, stop))
@@ -93,7 +93,7 @@ class RowOrder:
             else np.full(count, -1)
             for key in (POLICY_VERSION, RESET_SEED)
         )
-        # Last, for what is overwritten until then is left out.
+        # Read these last, so that rows that were overwritten by then are left out.
         ids, steps, lane = self._whose(reader, start, stop)
         rows = EpisodeRows(start, ids, steps, lane, terminated, truncated, reward, version, seed)
         return _left(reader, rows)
@@ -104,19 +104,19 @@ class RowOrder:
     def _column(self, reader: ReadableRows, key: Key, start: int, stop: int) -> np.ndarray:
         """Return rows of one column, [stop - start, ...]."""
         found = reader.column(key).slice(start, stop)
-        if reader.ring:  # before `_left` looks whether they were overwritten
+        if reader.ring:  # copy before `_left` checks which rows were overwritten
             found = found.copy()
         return floats_of(found) if key in self._sixteen_bits else found
 
 
 def _left(reader: ReadableRows, rows: Chunk) -> Chunk:
-    """Return the rows without the first ones that a writer overwrote during the copy."""
+    """Return the rows without leading rows that a writer overwrote during the copy."""
     gone = min(max(0, reader.span.start - rows.start), len(rows.ids)) if reader.ring else 0
     return rows.part(gone) if gone else rows
 
 
 def missing(schema: Schema, keys: Iterable[Key]) -> list[str]:
-    """Return the columns that are missing, or are neither one number a row nor flags."""
+    """Return the columns that are missing, or are neither one integer per row nor flags."""
     columns = {column.key: column for column in schema.columns}
     return [
         format_key(key)
@@ -128,13 +128,13 @@ def missing(schema: Schema, keys: Iterable[Key]) -> list[str]:
 
 
 def numbers_of(column: np.ndarray) -> np.ndarray:
-    """Return whole numbers [n, ...], one a row, as int64 [n]."""
+    """Return integers [n, ...], one per row, as int64 [n]."""
     column = column if column.ndim == 1 else column.reshape(len(column))
     return column if column.dtype == np.int64 else column.astype(np.int64)
 
 
 def flags_of(column: np.ndarray) -> np.ndarray:
-    """Return flags [n, ...], bools or numbers, as bools [n]: True if any of a row is set."""
+    """Return flags [n, ...], bools or numbers, as bools [n]: True if any flag of a row is set."""
     flags: np.ndarray = column if column.dtype == np.bool_ else column != 0
     if flags.ndim > 1:
         flags = flags.reshape(len(flags), math.prod(flags.shape[1:]))
@@ -143,6 +143,6 @@ def flags_of(column: np.ndarray) -> np.ndarray:
 
 
 def floats_of(bits: np.ndarray) -> np.ndarray:
-    """Return the numbers of bfloat16 columns, whose arrays hold their bits, as float32."""
+    """Return the values of a bfloat16 column, whose array holds their bits, as float32."""
     found: np.ndarray = (bits.astype(np.uint32) << 16).view(np.float32)
     return found

@@ -1,7 +1,7 @@
-"""The content of a storage: its rows in an order of their own.
+"""The content of a storage: its rows in a canonical order.
 
-The order is that of trajectory and step, so that it does not matter in which order rows were
-committed, nor in which format and files they lie.
+Rows are ordered by trajectory and step, so that the order does not depend on the order of commits,
+on the format or on the files.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tallyroll.storage.trajectories.columns import missing, numbers_of
 
 Numbering: TypeAlias = Literal["kept", "relative"]
 NAMING: Final = (TRAJ_IDS, STEP)
-"""The columns that say which row is which."""
+"""The columns that identify a row."""
 
 
 def compared_columns(schema: Schema) -> list[Column]:
-    """Return the columns that are content, by name."""
+    """Return the columns that are part of the content, ordered by name."""
     return sorted(
         (column for column in schema.columns if column.key != CUT),
         key=lambda column: format_key(column.key),
@@ -31,19 +31,19 @@ def compared_columns(schema: Schema) -> list[Column]:
 
 
 class Content:
-    """The rows that a reader has at this moment, ordered by trajectory and step.
+    """The current rows of a reader, ordered by trajectory and step.
 
-    They are kept as runs: rows of a trajectory that follow one another in both orders.
+    They are represented as runs: rows of a trajectory that are consecutive in both orders.
 
     Args:
         reader: the reader.
         numbering: ``"relative"`` numbers trajectories 0, 1, 2 ... in the order of their ids.
-        steps_apart: a run ends before a step that is a multiple of two to the power of this.
+        steps_apart: a run ends before a step that is a multiple of two to this power.
 
     Raises:
-        ColumnsMissing: the rows do not say which trajectory and step they are.
-        Overrun: a ring's writer overwrites rows while they are read.
-        ValueError: ``numbering`` is none.
+        ColumnsMissing: the rows lack trajectory ids or steps.
+        Overrun: the writer of a ring overwrites rows while they are read.
+        ValueError: ``numbering`` is invalid.
     """
 
     def __init__(
@@ -57,20 +57,20 @@ class Content:
                 "say which row is which. Tallyroll's collectors write these columns."
             )
         self._reader, self.span = reader, reader.span
-        """The rows that were there at that moment."""
+        """The rows that were valid when the object was made."""
         ids, steps = (self._numbers(key) for key in NAMING)
         self.check()
         begins = np.ones(len(ids), np.bool_)
         begins[1:] = ids[1:] != ids[:-1]
         begins[1:] |= steps[1:] - steps[:-1] != 1
         begins[1:] |= (steps[1:] ^ steps[:-1]) >> steps_apart != 0
-        if reader.ring:  # they lie side by side in memory, too
+        if reader.ring:  # the rows of a run are also contiguous in memory
             begins[-self.span.start % reader.ring :: reader.ring] = True
         first = np.flatnonzero(begins)
         counts = np.diff(first, append=len(ids))
         order = _ordered(ids[first])
         first, counts = first[order], counts[order]
-        if _overlap(ids[first], steps[first], counts):  # rows from elsewhere, in no order of time
+        if _overlap(ids[first], steps[first], counts):  # foreign rows, not in time order
             first, counts = np.lexsort((np.arange(len(ids)), steps, ids)), np.ones_like(ids)
         numbers = ids[first]
         self.relative = numbering == "relative"
@@ -79,9 +79,9 @@ class Content:
         self.run_rows: np.ndarray = first + self.span.start
         """The number of the first row of each run, int64 [runs]."""
         self.run_counts: np.ndarray = counts
-        """How many rows each has, int64 [runs]."""
+        """The number of rows of each run, int64 [runs]."""
         self.run_ids: np.ndarray = numbers
-        """Their trajectories, int64 [runs]."""
+        """The trajectory of each run, int64 [runs]."""
         self.run_steps: np.ndarray = steps[first]
         """The step of the first row of each run, int64 [runs]."""
 
@@ -90,7 +90,7 @@ class Content:
         return found.copy() if self._reader.ring else found
 
     def check(self) -> None:
-        """Raise `Overrun` if rows of the span are gone."""
+        """Raise `Overrun` if rows of the span have been overwritten."""
         if self._reader.span.start > self.span.start:
             raise self._reader.overrun(f"{len(self.span):,}")
 
@@ -98,21 +98,21 @@ class Content:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """The numbers of the rows in their order, int64 [rows]."""
+        """The numbers of the rows in this order, int64 [rows]."""
         return expanded(self.run_rows, self.run_counts)
 
     @cached_property
     def steps(self) -> np.ndarray:
-        """Their steps, int64 [rows]."""
+        """The steps of the rows, int64 [rows]."""
         return expanded(self.run_steps, self.run_counts)
 
     @cached_property
     def ids(self) -> np.ndarray:
-        """Their trajectories, int64 [rows]."""
+        """The trajectories of the rows, int64 [rows]."""
         return np.repeat(self.run_ids, self.run_counts)
 
     def bytes_at(self, column: Column, at: np.ndarray) -> np.ndarray:
-        """Return a column's bytes at places [n] of the order, uint8 [n, bytes of a row]."""
+        """Return a column's bytes at positions [n] of the order, uint8 [n, bytes of a row]."""
         if self.relative and column.key == TRAJ_IDS:
             values: Any = self.ids[at].astype(column.numpy_dtype)
         else:
@@ -123,7 +123,7 @@ class Content:
 
 
 def expanded(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return numbers that begin with ``first`` and follow one another, ``counts`` of each."""
+    """Return the concatenation of ranges that start at ``first`` and have ``counts`` entries."""
     before = np.cumsum(counts) - counts
     found: np.ndarray = np.repeat(first - before, counts)
     found += np.arange(len(found))
@@ -131,20 +131,20 @@ def expanded(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _overlap(ids: np.ndarray, steps: np.ndarray, counts: np.ndarray) -> bool:
-    """Return whether a run begins before the one of the same trajectory that precedes it ends."""
+    """Return True if a run begins before the preceding run of the same trajectory ends."""
     before = ids[1:] == ids[:-1]
     before &= steps[1:] < steps[:-1] + counts[:-1] - 1
     return bool(before.any())
 
 
 def _ordered(ids: np.ndarray) -> np.ndarray:
-    """Return the order of ids [n], in which equal ones stay as they are, int64 [n]."""
+    """Return the indices that sort ids [n], int64 [n]. The sort is stable."""
     order, shift = np.arange(len(ids)), 0
     if not len(ids):
         return order
     low, high = int(ids.min()), int(ids.max())
     rest = (ids - low).view(np.uint64)
-    # By 16 bits at a time, the lowest first: NumPy sorts so few in a tenth of the time.
+    # A radix sort by 16 bits, lowest first: NumPy sorts 16-bit numbers in a tenth of the time.
     while high - low >> shift:
         digits = (rest >> np.uint64(shift)).astype(np.uint16)
         order = order[np.argsort(digits[order], kind="stable")]

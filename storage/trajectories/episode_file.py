@@ -1,4 +1,4 @@
-"""The table of episodes as a file: an ``.npy`` that `numpy.load` opens, then a checksum."""
+"""The file of the episode table: an ``.npy`` that `numpy.load` opens, then a checksum."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _HEADER_LIMIT = 10_000  # NumPy's own
 
 
 def write_table(inside: Inside, path: Path, table: np.ndarray, *, synced: bool = False) -> None:
-    """Write the lines to a file beside ``path`` and rename it, so that ``path`` is always whole.
+    """Write the lines atomically: write a temporary file and rename it to ``path``.
 
-    Where ``synced``, after a power cut too.
+    With ``synced``, ``path`` is complete even after a power cut.
 
     Raises:
-        StorageFull: no space; what was there stays.
-        NotWritable: the file system does not let us write there.
+        StorageFull: the disk has no space; the previous file stays.
+        NotWritable: the file system does not allow the write.
     """
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, table, version=(1, 0), allow_pickle=False)
@@ -41,22 +41,22 @@ def write_table(inside: Inside, path: Path, table: np.ndarray, *, synced: bool =
 
 
 def read_table(inside: Inside, path: Path, dtype: np.dtype[Any], head: int) -> np.ndarray | None:
-    """Return the lines in a file, or None without one. Later rows are not in it yet.
+    """Return the lines in a file, or None if it does not exist. The newest rows may be missing.
 
     Args:
         inside: the storage's files.
         path: the file.
-        dtype: what a line is.
-        head: rows ever committed.
+        dtype: the dtype of a line.
+        head: the number of rows ever committed.
 
     Raises:
-        DamagedTable: the file is damaged, another program's, or tells of rows that are not there.
+        DamagedTable: the file is damaged, is another program's, or refers to rows beyond ``head``.
     """
     try:
-        # Before all of it is read, which may be much: it ends as our tables do.
+        # Check the end before reading the whole file, which may be large if it is not ours.
         if not inside.read_end(path, _TAIL_NBYTES).startswith(_MARK):
             raise _damaged(path, "its checksum is not there")
-        # No more lines than rows, and a head of version 1.0, which is shorter than 2**16 + 10.
+        # A table has at most one line per row, and a version 1.0 header is shorter than 2**16 + 10.
         content = inside.read(path, head * dtype.itemsize + _HEAD_NBYTES + _TAIL_NBYTES)
     except FileNotFoundError:
         return None
@@ -75,8 +75,8 @@ def read_table(inside: Inside, path: Path, dtype: np.dtype[Any], head: int) -> n
 
 
 def _parse(content: bytes, dtype: np.dtype[Any]) -> np.ndarray:
-    """Return the lines in a file of version 1.0 that has such lines."""
-    # Not by NumPy, which makes any dtype that the file names, and has more errors and warnings.
+    """Return the lines in a file of version 1.0, after checking their dtype."""
+    # NumPy's parser would accept any dtype that the file names and raise more kinds of errors.
     file = io.BytesIO(content)
     if np.lib.format.read_magic(file) != (1, 0):
         raise ValueError("another version")

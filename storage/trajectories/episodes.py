@@ -1,22 +1,22 @@
-"""The table of episodes: one line a trajectory, counted from the rows. Pure.
+"""The episode table: one line per trajectory, computed from the rows. Pure.
 
 Fields of a line:
 
 ================= ==============================================================================
-``id``, ``lane``  of the trajectory
-``first_row``     number of its first row that was counted, and that row's step, ``first_step``:
-                  0, unless the rows before were never stored or overwritten before they were
-                  counted
-``last_row``      number of its last row
-``length``        rows counted
-``return``        sum of their rewards; one for each where a row has several; NaN without rewards
-``end``           how it ended: 0 open, 1 terminated (truncated too, perhaps), 2 truncated, 3 cut
-``version_first`` and ``version_last``: the policy's version at these rows; -1 without one
-``reset_seed``    the seed of the reset that it began with, as its first row has it, or as the run's
-                  first resets had it; -1 if unknown
+``id``, ``lane``  the id and lane of the trajectory
+``first_row``     number of the first row that was counted; ``first_step`` is the step of that
+                  row. It is 0 unless earlier rows were never stored, or were overwritten before
+                  they were counted
+``last_row``      number of the last row
+``length``        number of rows counted
+``return``        sum of the rewards; a vector if rows have several rewards; NaN without rewards
+``end``           the end: 0 open, 1 terminated (possibly truncated as well), 2 truncated, 3 cut
+``version_first`` and ``version_last``: the policy version at these rows; -1 if unknown
+``reset_seed``    the seed of the reset that began the trajectory, from its first row or from the
+                  seeds of the run's first resets; -1 if unknown
 ================= ==============================================================================
 
-Lines are in the order of first rows.
+Lines are ordered by first row.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FIRST_ROOM = 64
 
 
 def table_dtype(reward_shape: tuple[int, ...] = ()) -> np.dtype[Any]:
-    """Return the dtype of a table; returns are vectors if rows have several rewards."""
+    """Return the dtype of a table. Returns are vectors if rows have several rewards."""
     shape = () if all(size == 1 for size in reward_shape) else reward_shape
     return np.dtype(
         [
@@ -67,28 +67,28 @@ def table_dtype(reward_shape: tuple[int, ...] = ()) -> np.dtype[Any]:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRows(RowChunk):
-    """Rows to be counted, [n] each."""
+    """Rows to be counted; each array is [n]."""
 
     terminated: np.ndarray
     truncated: np.ndarray
     reward: np.ndarray
-    """[n, *shape of a return]."""
+    """Shape [n, *shape of a return]."""
     version: np.ndarray
     reset_seed: np.ndarray
-    """-1 where rows have none."""
+    """The seed of the reset at each row, or -1."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSeeds:
-    """A run that wrote rows, from its first row on to the next run's."""
+    """The lane seeds of a run, which wrote the rows from its first row to the next run's."""
 
     first_row: int
     lane_seeds: np.ndarray
-    """The seeds of each lane's first reset, [lanes] or empty."""
+    """The seeds of each lane's first reset, [lanes], or empty."""
 
 
 def runs_of(entries: Sequence[Mapping[str, Any]]) -> list[RunSeeds]:
-    """Return the runs in a manifest, without seeds that are not whole numbers of 64 bits."""
+    """Return the runs in a manifest. Seeds that are not 64-bit integers are left out."""
     return [RunSeeds(entry["first_row"], _seeds_of(entry.get("lane_seeds"))) for entry in entries]
 
 
@@ -101,11 +101,11 @@ def _seeds_of(seeds: Any) -> np.ndarray:
 
 
 class Episodes:
-    """A table that counts trajectories as rows come.
+    """Episode table that is extended as rows arrive.
 
     Args:
-        ring: slots of the ring, 0 if every row is kept. In a ring the lines of trajectories
-            without rows are dropped.
+        ring: the number of slots of the ring, or 0 if every row is kept. In a ring, the lines of
+            trajectories without rows are dropped.
         reward_shape: the shape of one row's reward.
     """
 
@@ -113,11 +113,11 @@ class Episodes:
         self._ring = ring
         self._lines = np.zeros(_FIRST_ROOM, table_dtype(reward_shape))
         self._count = 0
-        # The last trajectory of each lane: its line, -1 without one, and its id.
+        # The last trajectory of each lane: its line (-1 if there is none) and its id.
         self._tail, self._tail_id = np.empty(0, np.int64), np.empty(0, np.int64)
-        self._tail_step = np.empty(0, np.int64)  # of its last row
+        self._tail_step = np.empty(0, np.int64)  # the step of its last row
         self._since = self.seen = 0
-        """The number of rows that are counted."""
+        """The number of rows that have been counted."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -126,16 +126,16 @@ class Episodes:
         return dtype
 
     def last_row(self, id: int) -> int | None:
-        """Return the last row of a trajectory, None if it has none."""
+        """Return the last row of a trajectory, or None if it has none."""
         found = np.flatnonzero(self._lines["id"][: self._count] == id)
         return int(self._lines["last_row"][found[-1]]) if len(found) else None
 
     def last_id(self, lane: int) -> int:
-        """Return the last trajectory of a lane, `NOBODY` without one."""
+        """Return the last trajectory of a lane, or `NOBODY` if it has none."""
         return self._tail_id.item(lane) if lane < len(self._tail_id) else NOBODY
 
     def resume(self, lines: np.ndarray) -> None:
-        """Go on after the lines of a table in which `what_is_wrong` finds no fault."""
+        """Continue from the lines of a table that `what_is_wrong` accepts."""
         self._begin_anew(0)
         self._lines = lines.copy() if len(lines) else self._lines
         self._count = len(lines)
@@ -147,16 +147,16 @@ class Episodes:
         self._since = self.seen if self._ring else 0
 
     def extend(self, rows: EpisodeRows, runs: Sequence[RunSeeds] = ()) -> None:
-        """Count the rows after those that were counted.
+        """Count rows that follow those already counted.
 
-        If ``rows`` begin later, because rows were overwritten, counting begins again with them.
+        If ``rows`` begin later, because rows were overwritten, counting restarts with them.
 
         Args:
-            rows: in a ring, no more than it has slots.
+            rows: the rows; in a ring, no more than it has slots.
             runs: all runs so far, by their first rows.
 
         Raises:
-            CorruptStorage: a number that no lane can have.
+            CorruptStorage: a lane number is out of range.
         """
         if rows.start > self.seen:
             self._begin_anew(rows.start)
@@ -169,18 +169,18 @@ class Episodes:
         self._tail[:], self._tail_id[:] = -1, NOBODY
 
     def _count_in(self, rows: EpisodeRows, order: LaneOrder, runs: Sequence[RunSeeds]) -> None:
-        """Count each trajectory's rows as one stretch, which begins a line or extends one."""
+        """Count each trajectory's rows as one stretch, which starts a new line or extends one."""
         at = order.at
         self._know_lanes(int(order.lane[-1]) + 1)
         ids = rows.ids[at]
         begins = order.carry(ids, self._tail_id) != ids
         if self._ring:
-            # An id may be written again when its rows are gone.
+            # An id may be used again once its rows have been overwritten.
             steps = rows.steps[at]
             begins |= order.carry(steps, self._tail_step) >= steps
         stretches = order.stretches(begins)
-        # From here on arrays have one entry a stretch. A stretch that begins a trajectory gets a
-        # new line, in the order of first rows; any other goes on with its lane's last line.
+        # From here on arrays have one entry per stretch. A stretch that begins a trajectory gets a
+        # new line, in the order of first rows; any other extends the last line of its lane.
         start, last = stretches.at, at[stretches.until]
         fresh = begins[start]
         new = self._new_lines(rows, at[start[fresh]])
@@ -188,7 +188,7 @@ class Episodes:
         line[fresh] = new
         before = stretches.carry(line, self._tail)
 
-        # No line comes twice, so that sums can be added by index.
+        # Every line occurs at most once, so that sums can be added by index.
         lines = self._lines
         lines["length"][line] += stretches.length
         reward = in_float64(rows.reward[at])
@@ -201,14 +201,14 @@ class Episodes:
             END_TERMINATED,
             np.where(rows.truncated[last], END_TRUNCATED, END_OPEN),
         )
-        # A line that was open when its lane's next one began was cut.
+        # An open line is cut if the next trajectory of its lane has begun.
         superseded = before[fresh]
         superseded = superseded[superseded >= 0]
         lines["end"][superseded[lines["end"][superseded] == END_OPEN]] = END_CUT
         self._seed(line[fresh], before[fresh], runs)
 
     def _new_lines(self, rows: EpisodeRows, at: np.ndarray) -> np.ndarray:
-        """Begin lines at the rows of index ``at``; return the lines' numbers."""
+        """Add lines for trajectories that begin at index ``at``; return the lines' numbers."""
         self._make_room(len(at), rows.stop)
         number = np.empty(len(at), np.int64)
         number[np.argsort(at)] = np.arange(self._count, self._count + len(at))
@@ -227,11 +227,11 @@ class Episodes:
         if self._count + more > len(self._lines):
             if self._ring:
                 self._forget(stop - self._ring)
-            # Half of the table is free then, so that lines are moved once or twice on average.
+            # Half of the table is then free, so that lines are moved once or twice on average.
             self._lines = grown(self._lines, 2 * self._count + more)
 
     def _forget(self, first: int) -> None:
-        """Drop the lines of trajectories that have no row from ``first`` on and do not go on."""
+        """Drop lines of trajectories that have no row from ``first`` on and cannot continue."""
         current = self._tail >= 0
         keep = self._lines["last_row"][: self._count] >= first
         keep[self._tail[current]] = True
@@ -245,11 +245,11 @@ class Episodes:
         self._tail_step = extended(self._tail_step, lanes, -1)
 
     def _seed(self, line: np.ndarray, before: np.ndarray, runs: Sequence[RunSeeds]) -> None:
-        """Give the first trajectory of every lane in a run the lane's seed, where rows have none.
+        """Assign the lane's seed to the first trajectory of every lane in a run, if rows have none.
 
         Args:
             line: the numbers of new lines, [n].
-            before: the line before each in its lane, -1 without one, [n].
+            before: the preceding line in each one's lane, or -1, [n].
             runs: all runs so far.
         """
         if not len(line) or not any(len(run.lane_seeds) for run in runs):
@@ -261,7 +261,7 @@ class Episodes:
         for number in np.unique(run[run >= 0]).tolist():
             begun, seeds = runs[number].first_row, runs[number].lane_seeds
             if begun < self._since:
-                continue  # its first trajectories were not counted
+                continue  # the first trajectories of the run were not counted
             mine = (run == number) & (rows_before < begun) & (lane < len(seeds))
             mine &= (lines["first_step"][line] == 0) & (lines["reset_seed"][line] < 0)
             lines["reset_seed"][line[mine]] = seeds[lane[mine]]
@@ -270,9 +270,9 @@ class Episodes:
         """Return a copy of the lines of all trajectories that have rows from ``first`` on.
 
         Args:
-            first: the lowest row that is valid.
-            active_from: trajectories that did not end, and have rows from this number on,
-                may go on; None if no process writes.
+            first: the lowest valid row.
+            active_from: trajectories that have not ended and have rows from this number on may
+                still continue; None: no process writes.
         """
         table = self._lines[: self._count].copy()
         current = self._tail[self._tail >= 0]
@@ -283,7 +283,7 @@ class Episodes:
 
 
 def what_is_wrong(table: np.ndarray, head: int) -> str | None:
-    """Return why these cannot be the lines of ``head`` rows, or None."""
+    """Return the reason why a table cannot describe ``head`` rows, or None."""
     first, last, length = table["first_row"], table["last_row"], table["length"]
     checks = {
         "lines are not in the order of first rows": np.diff(first) <= 0,

@@ -1,8 +1,8 @@
-"""Check the trajectory ids of rows before a write: each is new, or goes on with its own.
+"""Checks of trajectory ids before a write: each id is new or continues its trajectory.
 
-Collectors number their trajectories themselves, so that their rows are not checked. Rows from
-elsewhere, such as another storage's, may have ids that are stored already, and would become rows
-of those trajectories.
+Collectors number their trajectories themselves, so their rows are not checked. Rows from elsewhere,
+such as another storage, may have ids that are already stored, and would be added to those
+trajectories.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _FIRST = np.zeros(1, np.int64)
 
 
 class IdChecks:
-    """Checks of the ids of a batch against those of a storage, which has ``schema`` or gets it.
+    """Checks of the ids of a batch against those of a storage with ``schema``.
 
-    Most batches take one comparison: all ids are larger than any stored one, or each lane goes on
-    with its last trajectory.
+    Most batches take one comparison: all ids are larger than any stored one, or each lane continues
+    its last trajectory.
     """
 
     def __init__(self, reader: IndexedReader, schema: Schema) -> None:
@@ -48,35 +48,35 @@ class IdChecks:
         if len(ends) < 2 and DONE in keys:
             ends = [DONE]
         self._ends = [keys.index(key) for key in ends]
-        # Done alone may also mean that a batch was cut there. A flag without done is no end either:
+        # Done alone may also mean that a batch was cut. A flag without done is not an end either:
         # TorchRL's trainers set truncated in every row that they store.
         self._done = [keys.index(DONE)] if DONE in keys else []
         self._order = RowOrder(schema)
         self.seen = 0
-        """The number of rows whose ids are known."""
+        """The number of rows whose ids have been read."""
         self._largest: int = NOBODY
-        # Of each lane's last row, if its trajectory goes on: the trajectory, and the next step.
+        # For each lane's last row, if its trajectory continues: the trajectory and the next step.
         # `NOBODY` if the row was not looked up.
         self._tail_id = np.empty(0, np.int64)
         self._tail_next = np.empty(0, np.int64)
         self._episodes: Episodes | None = None
-        """The table of episodes, made for the first batch that needs it."""
+        """The episode table, computed for the first batch that needs it."""
         self._admitted: tuple[int, Any, Any, Any] | None = None
         self._replaces_all = False
-        """True if the batch fills the ring, so that no stored row stays."""
+        """True if the batch fills the ring, so that it replaces all stored rows."""
 
     @classmethod
     def of(cls, reader: IndexedReader, schema: Schema) -> IdChecks | None:
-        """Return the checks for rows of ``schema``; None if they have no ids."""
+        """Return the checks for rows of ``schema``, or None if they have no ids."""
         return cls(reader, schema) if says_whose(schema) else None
 
     def largest(self) -> int:
-        """Return the largest id of the stored rows, `NOBODY` without any."""
+        """Return the largest id of the stored rows, or `NOBODY` if there are none."""
         self._catch_up()
         return self._largest
 
     def admit(self, values: Sequence[Any]) -> None:
-        """Check the batch that is written next: arrays or tensors [n, ...], one a column.
+        """Check the batch that is written next: arrays or tensors [n, ...], one per column.
 
         Raises:
             TrajectoryIdTaken: an id belongs to another trajectory.
@@ -107,7 +107,7 @@ class IdChecks:
     def _admit_slot(
         self, ids: np.ndarray, steps: np.ndarray, lane: np.ndarray, values: Sequence[Any]
     ) -> bool:
-        """Admit a row of each of some lanes, in their order, that all go on; whether they are."""
+        """Admit one row for each of some lanes, in order, if all rows continue; return success."""
         if not (lane[1:] > lane[:-1]).all() or not 0 <= lane[0] <= lane[-1] < len(self._tail_id):
             return False
         known = self._tail_id.take(lane) == ids
@@ -149,7 +149,7 @@ class IdChecks:
     def _require_trajectories(
         self, runs: LaneStretches, ids: np.ndarray, steps: np.ndarray, ended: np.ndarray
     ) -> None:
-        """Refuse rows, by lane, that cannot follow each other, or runs of which two have one id."""
+        """Raise if rows of a lane cannot follow each other, or if two runs have the same id."""
         gaps = steps[1:] != steps[:-1] + 1
         gaps |= ended[:-1]
         gaps[runs.at[1:] - 1] = False
@@ -183,7 +183,7 @@ class IdChecks:
         )
 
     def settle(self, head: int) -> None:
-        """Take note that the admitted rows are written, and ``head`` rows committed."""
+        """Record that the admitted rows were written and that ``head`` rows are committed."""
         if self._admitted is not None:
             (largest, lane, id, step), self._admitted = self._admitted, None
             self._tail_id[lane], self._tail_next[lane] = id, step
@@ -195,7 +195,7 @@ class IdChecks:
             self._tail_next = np.resize(self._tail_next, len(self._tail_id))
 
     def _ended(self, values: Sequence[Any], at: np.ndarray | None = None) -> np.ndarray:
-        """Return which of the rows, or of those ``at`` [n], end their trajectories, [n]."""
+        """Return a mask [n] of the rows, or of the rows ``at`` [n], that end their trajectories."""
         count = len(values[self._places[0]]) if at is None else len(at)
         ended: np.ndarray = np.zeros(count, np.bool_)
         for place in self._ends:
@@ -205,7 +205,7 @@ class IdChecks:
         return ended
 
     def _catch_up(self) -> None:
-        """Count the rows that were written unchecked."""
+        """Process rows that were written without checks."""
         self._tail_id = np.empty(0, np.int64)
         for start, stop in unread(self._reader, self):
             ids = self._order.chunk(self._reader, start, stop).ids
@@ -213,9 +213,12 @@ class IdChecks:
             self.seen = stop
 
     def _require_own(self, id: int, step: int, lane: int, row: int, *, opens: bool) -> None:
-        """Refuse an id that is stored, unless such a row goes on from that id's last row.
+        """Raise if an id is already stored, unless the row continues from that id's last row.
 
-        It is ``row`` of the batch, and ``opens`` its lane there.
+        Args:
+            id, step, lane: the values of the row.
+            row: the index of the row in the batch.
+            opens: True if it is the first row of its lane in the batch.
         """
         if self._replaces_all or not self._reader.head:
             return
@@ -240,7 +243,7 @@ class IdChecks:
             )
 
     def _require_later(self, id: int, lane: int, current: int, row: int) -> None:
-        """Refuse an id that is new, and smaller than that of its lane's last stored row."""
+        """Raise if a new id is smaller than that of its lane's last stored row."""
         last = self._counted().last_row(current) if current > id else None
         if last is not None and last >= self._reader.span.start:
             raise TrajectoryIdTaken(
@@ -253,7 +256,7 @@ class IdChecks:
     def _counted(self) -> Episodes:
         """Return the episode table of all rows.
 
-        These checks have a table of their own: the index must not depend on the batches checked.
+        The checks keep their own table, because the index must not depend on checked batches.
         """
         reader = self._reader
         if self._episodes is None:
@@ -263,7 +266,7 @@ class IdChecks:
         return self._episodes
 
     def _why_not(self, row: int, step: int, lane: int) -> str | None:
-        """Return why such a row cannot follow the stored row ``row`` in its trajectory, or None."""
+        """Return the reason why a row cannot follow the stored row ``row``, or None."""
         last = self._order.chunk(self._reader, row, row + 1)
         if int(last.lane[0]) != lane:
             return f"its last row is of lane {last.lane[0]}"
@@ -279,7 +282,7 @@ def _flags_at(column: Any, at: np.ndarray | None) -> np.ndarray:
 
 
 def _array(values: Any) -> np.ndarray:
-    # Through a tensor's __array__ it takes longer.
+    # Conversion through the tensor's __array__ takes longer.
     return values.numpy() if type(values) is torch.Tensor else np.asarray(values)
 
 
@@ -293,10 +296,10 @@ def _require_lanes(least: int, most: int, path: Path) -> None:
 
 
 def renumbered(ids: np.ndarray, base: int) -> np.ndarray:
-    """Return ids [n, ...], moved by one number so that the smallest is ``base``.
+    """Return ids [n, ...], shifted by one offset so that the smallest is ``base``.
 
     Raises:
-        TrajectoryIdTaken: they would not fit the column.
+        TrajectoryIdTaken: the dtype of the column cannot hold the new ids.
     """
     if not len(ids):
         return ids
@@ -306,6 +309,6 @@ def renumbered(ids: np.ndarray, base: int) -> np.ndarray:
             f"these trajectories, {least} to {most}, cannot be numbered from {base} on, for "
             f"{ids.dtype} holds no such number. Number them without gaps, and write again."
         )
-    # In two steps, each of which fits; the way from the smallest to the base may not.
+    # In two steps that cannot overflow; the offset itself may not fit.
     moved: np.ndarray = ids - ids.min() + ids.dtype.type(base)
     return moved

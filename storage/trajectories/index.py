@@ -1,4 +1,4 @@
-"""The index of a storage's trajectories, brought up to date by every question."""
+"""The trajectory index of a storage, which every query brings up to date."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _LANES_LOOKED_AT = 256
 
 
 class TrajectoryIndex:
-    """The rows of trajectories, and the table of episodes; each is built when a caller needs it.
+    """Index of the rows of trajectories, and the episode table, each built on first use.
 
-    A reader owns its index. The index holds no reader, so that both are freed together.
-    Hold `lock` while you use rows or a table.
+    A reader owns its index. The index does not refer to the reader, so that both are freed
+    together. Hold `lock` while you use rows or a table.
     """
 
     def __init__(self) -> None:
@@ -42,10 +42,10 @@ class TrajectoryIndex:
         self._order: RowOrder | None = None
         self._rows: RowIndex | None = None
         self.counted: Episodes | None = None
-        """The table of episodes, up to the rows of the last question; None before the first."""
+        """The episode table, up to date as of the last query; None before the first query."""
         self.slice_columns: SliceColumns | None = None
         """The columns that slices change; None before the first slice."""
-        # The rows that the files beside the rows know.
+        # The number of rows that the files alongside the rows cover.
         self._in_file = self._in_index = -1
         self._rewinds = 0
 
@@ -53,8 +53,8 @@ class TrajectoryIndex:
         """Return the index of all committed rows.
 
         Raises:
-            ColumnsMissing: the rows do not say which trajectory they belong to.
-            CorruptStorage: a number that no lane can have.
+            ColumnsMissing: the rows have no trajectory columns.
+            CorruptStorage: a lane number is out of range.
         """
         with self.lock:
             rows = self._begun(reader)
@@ -65,7 +65,7 @@ class TrajectoryIndex:
             return rows
 
     def _begun(self, reader: ReadableRows) -> RowIndex:
-        """Return the index of the rows that it knows, or that are known beside the rows."""
+        """Return the index as it is, or load the one that is saved alongside the rows."""
         self._forget_rewound(reader)
         rows = self._rows
         if rows is None or rows.damaged:
@@ -74,7 +74,7 @@ class TrajectoryIndex:
         return rows
 
     def _kept(self, reader: ReadableRows, *, again: bool) -> SavedBlocks | None:
-        """Return the blocks that are kept beside the rows, unless they turned out to be damaged."""
+        """Return the blocks that are saved beside the rows, unless they are known to be damaged."""
         self._in_index = -1
         if again:
             return None
@@ -83,16 +83,16 @@ class TrajectoryIndex:
             if kept is None or not _fits(kept, reader):
                 return None
         except (UnusableIndex, CorruptStorage):
-            return None  # the rows say the same as the file; `verify` reports the damage
+            return None  # rebuild from the rows; `verify` reports the damage
         self._in_index = kept.seen
         return kept
 
     def episodes(
         self, reader: ReadableRows, progress: Callable[[int], object] = lambda rows: None
     ) -> Episodes:
-        """Return the table of all committed rows; raise as `rows` does.
+        """Return the episode table of all committed rows; raise as `rows` does.
 
-        ``progress`` is called with the number of rows that are counted, a stretch at a time.
+        ``progress`` is called with the number of rows counted so far, after each range of rows.
         """
         with self.lock:
             self._forget_rewound(reader)
@@ -108,7 +108,7 @@ class TrajectoryIndex:
             return episodes
 
     def table(self, reader: ReadableRows) -> np.ndarray:
-        """Return the lines of the trajectories that have rows left; raise as `rows` does."""
+        """Return the lines of trajectories that still have rows; raise as `rows` does."""
         with self.lock:
             return read_consistently(
                 reader,
@@ -116,7 +116,7 @@ class TrajectoryIndex:
             )
 
     def _forget_rewound(self, reader: ReadableRows) -> None:
-        """Begin again if rows were taken back: numbers from there on mean other rows."""
+        """Reset after a rewind, because row numbers may now refer to other rows."""
         seen = max(self._rows.seen if self._rows else 0, self.counted.seen if self.counted else 0)
         if (rewinds := reader.rewinds) != self._rewinds or reader.head < seen:
             self._rows = self.counted = None
@@ -128,13 +128,13 @@ class TrajectoryIndex:
         return self._order
 
     def load(self, reader: ReadableRows) -> Episodes:
-        """Return a new table with the lines of the file, from which the caller counts on."""
+        """Return a new table with the lines of the file, which the caller brings up to date."""
         shapes = {column.key: column.shape for column in reader.schema.columns}
         episodes = Episodes(reader.ring, shapes.get(REWARD, ()))
         try:
             lines = reader.episode_lines(episodes.dtype)
         except DamagedTable:
-            return episodes  # the rows say the same as the table; `verify` reports the damage
+            return episodes  # recompute from the rows; `verify` reports the damage
         with self.lock:
             if lines is not None and self._belongs(lines, reader):
                 episodes.resume(lines)
@@ -142,7 +142,7 @@ class TrajectoryIndex:
         return episodes
 
     def _belongs(self, lines: np.ndarray, reader: ReadableRows) -> bool:
-        """Return whether the last trajectory of every lane in a table is where the table says."""
+        """Return True if the last trajectory of every lane in a table has the recorded last row."""
         last = np.full(int(lines["lane"].max(initial=-1)) + 1, -1)
         last[lines["lane"]] = np.arange(len(lines))
         line = lines[last[last >= 0]]
@@ -153,24 +153,24 @@ class TrajectoryIndex:
     def make_way(self, reader: ReadableRows, rows: Any) -> None:
         """Count the rows that a batch, or an index of its rows, will overwrite in a ring.
 
-        Without a table, which no caller has needed yet, nothing is counted.
+        Nothing is counted if no caller has needed the table yet.
         """
         episodes = self.counted
         if episodes is not None and reader.head + _length(rows) - episodes.seen > reader.ring:
-            with contextlib.suppress(CorruptStorage):  # `table` raises it to its caller
+            with contextlib.suppress(CorruptStorage):  # `table` raises the error to its caller
                 self.episodes(reader)
 
     def save(self, reader: FileBackedReader, *, synced: bool) -> None:
-        """Write the table beside the rows, before their writer closes, if they can have one.
+        """Write the episode table beside the rows before their writer closes, if the schema allows.
 
         Raises:
-            StorageFull: no space; an older table stays.
-            NotWritable: the file system does not let us write there.
+            StorageFull: the disk has no space; an older table stays.
+            NotWritable: the file system does not allow the write.
         """
         with self.lock:
             if not reader.head or missing(reader.schema, _COUNTED):
                 return
-            with contextlib.suppress(CorruptStorage):  # as above
+            with contextlib.suppress(CorruptStorage):  # see `make_way`
                 episodes = self.episodes(reader)
                 if episodes.seen != self._in_file:
                     table = episodes.table(reader.span.start)
@@ -181,9 +181,9 @@ class TrajectoryIndex:
                 self._save_rows(reader, synced=synced)
 
     def _save_rows(self, reader: FileBackedReader, *, synced: bool) -> None:
-        """Write the index beside the rows, where there are blocks that it does not have there.
+        """Write the index alongside the rows if it has blocks that the file lacks.
 
-        Do without it where it cannot be written.
+        An index that cannot be written is skipped.
         """
         if missing(reader.schema, WHOSE) or len(reader.span) < least_block():
             return
@@ -199,7 +199,7 @@ class TrajectoryIndex:
 
 
 class IndexedReader(ReadableRows, Protocol):
-    """A reader with an index of its rows."""
+    """Reader with an index of its rows."""
 
     @property
     def trajectory_index(self) -> TrajectoryIndex:
@@ -207,13 +207,13 @@ class IndexedReader(ReadableRows, Protocol):
 
 
 class FileBackedReader(ReadableRows, Protocol):
-    """A reader of rows in files of ours."""
+    """Reader of rows in Tallyroll's own files."""
 
     format: Format
 
 
 def _fits(kept: SavedBlocks, reader: ReadableRows) -> bool:
-    """Return whether the last rows of lanes, of many those of some, are what kept blocks say."""
+    """Return True if kept blocks match the last rows of lanes, sampled if there are many lanes."""
     base, _, ids, steps = kept.tail.state
     lane = np.flatnonzero(base > 0)
     lane = lane[:: max(1, len(lane) // _LANES_LOOKED_AT)]
@@ -227,9 +227,9 @@ def _fits(kept: SavedBlocks, reader: ReadableRows) -> bool:
 
 
 def _active_from(reader: ReadableRows) -> int | None:
-    """Return the first row of the run that is being written, None if no process writes.
+    """Return the first row of the run that is being written, or None if no process writes.
 
-    Runs that were copied in parts count as one, because their trajectories may go on.
+    Runs that were copied in parts count as one, because their trajectories may continue.
     """
     if not reader.is_written:
         return None
@@ -241,7 +241,7 @@ def _active_from(reader: ReadableRows) -> int | None:
 
 
 def says_whose(schema: Schema) -> bool:
-    """Return whether rows of these columns say to which trajectory they belong."""
+    """Return True if rows of these columns say which trajectory they belong to."""
     return not missing(schema, WHOSE)
 
 
@@ -255,7 +255,7 @@ def _require(reader: ReadableRows, keys: tuple[Key, ...]) -> None:
 
 
 def _length(rows: Any) -> int:
-    """Return the number of rows of a batch; 0 for another object, which is refused later."""
+    """Return the number of rows of a batch, or 0 for another object, which is refused later."""
     if not isinstance(rows, (TensorDictBase, range, np.ndarray)):
         rows = next(iter(rows.values()), ()) if isinstance(rows, Mapping) else ()
     try:

@@ -1,13 +1,13 @@
-"""The index of trajectories as a file beside the rows, which readers map.
+"""The file of the trajectory index alongside the rows, which readers map.
 
-The file can be lost without losing rows. It begins with a line that names it and its version, and
-one with the length of what follows and its CRC-32, both in hexadecimal. That is one line of JSON:
-the ``id`` of the storage, the slots of its ``ring``, the number of ``rows`` that it knows, how
-often rows had been taken back by then (``rewinds``), how many ``blocks``, ``lanes`` and ``cells``
-there are, and a ``shelves`` entry each: the key of `ShelfState`, and the lengths of its arrays.
+The file can be lost without losing rows. Its first line contains its name and version. Its second
+line contains the length and the CRC-32 of the third line, both in hexadecimal. The third line is
+JSON: the ``id`` of the storage, the slots of its ``ring``, the number of ``rows`` that the index
+covers, the number of ``rewinds`` by then, the numbers of ``blocks``, ``lanes`` and ``cells``, and
+an entry of ``shelves`` for each shelf: the key of `ShelfState` and the lengths of its arrays.
 
-The arrays of `BlockState` follow in their order, little-endian, the first at a multiple of 64
-bytes, each at one of 8; in the end 4 bytes of a mark and the CRC-32 of all that is before it.
+The arrays of `BlockState` follow in their order, little-endian. The first is aligned to 64 bytes,
+the others to 8. The file ends with a mark of 4 bytes and the CRC-32 of everything before it.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _END: Final = len(_MARK) + 4
 _INT64: Final = np.dtype("<i8")
 _PIECE: Final = 2**24
 _MOST_EACH: Final = 2**7
-"""More numbers than an array of a shelf has for each row and cell."""
+"""Upper bound of the length of a shelf's array, per row and cell."""
 CHECKED: Final = 2**24
-"""The checksum of a file of more bytes is left to `verify`: that takes longer than to map it."""
+"""Larger files are mapped without comparing their checksum, which `verify` does: it is slow."""
 
 
 class UnusableIndex(Exception):
-    """The file is damaged, or does not belong to these rows. The message says why."""
+    """The file is damaged or belongs to other rows. The message states the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexOwner:
-    """The rows that an index is of."""
+    """Identity of the rows that an index describes."""
 
     id: str | None
     ring: int
@@ -72,12 +72,13 @@ def _padding(nbytes: int, step: int) -> bytes:
 def write_index(
     inside: Inside, path: Path, owner: IndexOwner, state: BlockState, *, synced: bool
 ) -> None:
-    """Write the file aside and rename it, so that ``path`` is always whole.
+    """Write the file atomically: write a temporary file and rename it to ``path``.
 
-    Where ``synced``, after a power cut too. An index of very many shelves is not written.
+    With ``synced``, ``path`` is complete even after a power cut. An index with very many shelves is
+    not written.
 
     Raises:
-        OSError: the system refuses; an older file stays.
+        OSError: the system refuses the write; an older file stays.
     """
     shelves = [
         [list(shelf.key), [sum(map(len, parts)) for parts in shelf.arrays]]
@@ -99,7 +100,7 @@ def write_index(
 
 
 def _content(line: bytes, state: BlockState) -> Iterator[Any]:
-    """Yield the bytes of a file, piece by piece."""
+    """Yield the bytes of a file in pieces."""
     head = _MAGIC + _LENGTHS % (len(line), zlib.crc32(line)) + line
     head += _padding(len(head), _HEAD_STEP)
     told = zlib.crc32(head)
@@ -120,17 +121,17 @@ def _content(line: bytes, state: BlockState) -> Iterator[Any]:
 def read_index(
     inside: Inside, path: Path, owner: IndexOwner, head: Callable[[], int], *, whole: bool = False
 ) -> SavedBlocks | None:
-    """Return the blocks in a file that is mapped; None without one, or of before a rewind.
+    """Map a file and return its blocks; return None if it is missing or predates a rewind.
 
     Args:
         inside: the directory of the file.
         path: the file.
-        owner: what it is to be of.
-        head: returns the number of rows ever committed, of which others may be writing some.
-        whole: compare the checksum however large the file is.
+        owner: the expected owner.
+        head: returns the number of rows ever committed, which other processes may increase.
+        whole: compare the checksum regardless of the size of the file.
 
     Raises:
-        UnusableIndex: it cannot be used.
+        UnusableIndex: the file cannot be used.
     """
     try:
         file = inside.open(path, os.O_RDONLY)
@@ -163,7 +164,7 @@ def read_index(
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """The head of a file: the numbers that say how long its arrays are."""
+    """The header of a file, whose numbers determine the lengths of its arrays."""
 
     id: str | None
     ring: int
@@ -175,7 +176,7 @@ class _Head:
     shelves: Sequence[tuple[tuple[int, ...], Sequence[int]]]
 
     def arrays(self) -> Iterator[tuple[np.dtype[Any], tuple[int, ...], bool]]:
-        """Yield dtype and shape of each array, and whether it has few numbers."""
+        """Yield the dtype and shape of each array, and True if it is short."""
         yield _INT64, (BY_BLOCK, self.blocks), True
         yield _INT64, (BY_LANE, self.lanes), True
         for dtype in BY_CELL:
@@ -188,7 +189,7 @@ class _Head:
     def require_possible(self) -> None:
         """Raise ValueError if the arrays are longer than the rows allow.
 
-        Some of the arrays are copied, and a sparse file may be as long as any.
+        Some of the arrays are copied, and a sparse file may have any length.
         """
         possible = max(self.blocks, self.lanes) <= self.rows
         possible &= self.cells <= self.blocks * self.lanes
@@ -200,7 +201,7 @@ class _Head:
             raise ValueError(f"its arrays are longer than {self.rows} rows allow")
 
     def nbytes(self, begin: int) -> int:
-        """Return the bytes of a file whose arrays begin there."""
+        """Return the size of a file whose arrays begin at ``begin``."""
         for dtype, shape, _ in self.arrays():
             nbytes = dtype.itemsize
             for length in shape:
@@ -209,7 +210,7 @@ class _Head:
         return begin + _END
 
     def state(self, region: Region, begin: int) -> BlockState:
-        """Return the arrays of a file; those that have few numbers are copied."""
+        """Return the arrays of a file. Short ones are copied."""
         found = []
         for dtype, shape, few in self.arrays():
             array = region.array(dtype, shape, begin)
@@ -229,7 +230,7 @@ def _stored(key: Sequence[int]) -> tuple[StoredArray, ...]:
 
 
 def _head(file: int) -> tuple[_Head, int]:
-    """Return what a file says of itself, and where its arrays begin."""
+    """Return the header of a file and the offset of its arrays."""
     start = os.pread(file, _BEGIN, 0)
     if not start.startswith(_MAGIC):
         if start.startswith(_NAME):
@@ -261,7 +262,7 @@ def _head(file: int) -> tuple[_Head, int]:
 
 
 def _compare(region: Region) -> None:
-    """Raise ValueError unless the checksum fits."""
+    """Raise ValueError unless the checksum matches."""
     octets = region.array(np.dtype(np.uint8), (region.nbytes,))
     told = 0
     for at in range(0, len(octets) - 4, _PIECE):

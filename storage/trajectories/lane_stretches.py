@@ -1,9 +1,9 @@
-"""Rows that follow one another, walked lane by lane, chunk after chunk. Pure.
+"""Traversal of consecutive rows lane by lane, in chunks. Pure.
 
-Within a storage, and within what a collector makes, each lane's rows are in time order, whatever
-lies between them, and one trajectory of a lane follows the other. So a row continues the row
-before it in its lane, or it begins a trajectory. The row before may be in an earlier chunk: what
-is needed of each lane's last row is kept in tails, arrays of one entry for every lane.
+In a storage, and in the output of a collector, the rows of each lane are in time order, whatever
+rows lie between them, and the trajectories of a lane follow one another. A row therefore continues
+the previous row of its lane, or begins a trajectory. The previous row may be in an earlier chunk:
+the required values of each lane's last row are kept in tails, arrays with one entry per lane.
 """
 
 from __future__ import annotations
@@ -16,57 +16,57 @@ import numpy as np
 from tallyroll.storage.errors import CorruptStorage
 
 MOST_LANES = 2**20
-"""Lanes are numbered from 0; a number beyond that is taken for damage."""
+"""Upper bound of lane numbers, which start from 0. A larger number is treated as damage."""
 NOBODY = np.iinfo(np.int64).min
-"""The id where no row came before."""
+"""The id that stands for the absence of an earlier row."""
 
 _FEW = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class RowChunk:
-    """Rows that follow one another in a storage. Arrays are [n]."""
+    """Consecutive rows of a storage. Arrays are [n]."""
 
     start: int
-    """The first row's number."""
+    """The number of the first row."""
     ids: np.ndarray
     steps: np.ndarray
     lane: np.ndarray
 
     @property
     def stop(self) -> int:
-        """One more than the last row's number."""
+        """One more than the number of the last row."""
         return self.start + len(self.ids)
 
     def part(self, begin: int, stop: int | None = None) -> Self:
-        """Return some of these rows, by their index."""
+        """Return a range of these rows, by their index."""
         arrays = (getattr(self, each.name)[begin:stop] for each in fields(self)[1:])
         return type(self)(self.start + begin, *arrays)
 
 
 class LaneOrder:
-    """Rows by lane, and in time within it.
+    """Rows ordered by lane, and by time within a lane.
 
     Args:
         at: indices into the chunk, [n].
-        lane: of each, [n], ascending.
-        first: where each lane that has rows begins, [lanes].
+        lane: the lane of each row, [n], ascending.
+        first: the position at which each lane with rows begins, [lanes].
     """
 
     __slots__ = ("_one_each", "at", "first", "lane", "last", "own")
 
     def __init__(self, at: np.ndarray, lane: np.ndarray, first: np.ndarray) -> None:
         self.at, self.lane, self.first = at, lane, first
-        # Vectors of environments give one row a lane at a time: that case is quick.
+        # Vectorized environments give one row per lane at a time, which is the fast path.
         self._one_each = len(first) == len(at)
         self.own = lane if self._one_each else lane.take(first)
         """The lanes that have rows in the chunk, [lanes]."""
         self.last = first if self._one_each else _lasts(first, len(at))
-        """The last row of each, [lanes]."""
+        """The position of the last row of each lane, [lanes]."""
 
     @classmethod
     def of(cls, at: np.ndarray, lane: np.ndarray) -> LaneOrder:
-        """Return the order of rows ``at`` of a chunk, which are sorted by lane already."""
+        """Return the order of rows ``at`` of a chunk, which are already sorted by lane."""
         begins = np.empty(len(lane), np.bool_)
         begins[:1] = True
         np.not_equal(lane[1:], lane[:-1], out=begins[1:])
@@ -87,11 +87,11 @@ class LaneOrder:
         return shifted
 
     def keep(self, values: np.ndarray, tails: np.ndarray) -> None:
-        """Write the value of each lane's last row into ``tails``."""
+        """Write the value of each lane's last row to ``tails``."""
         tails.put(self.own, values if self._one_each else values.take(self.last))
 
     def carry(self, values: np.ndarray, tails: np.ndarray) -> np.ndarray:
-        """Return the values of `before`, and `keep` these for the next chunk."""
+        """Return the values of `before`, then `keep` the new ones for the next chunk."""
         before = self.before(values, tails)
         self.keep(values, tails)
         return before
@@ -100,9 +100,9 @@ class LaneOrder:
         """Return for each row the value of the first row of its unbroken run, [n].
 
         Args:
-            follows: True if a row follows the one before it in its lane, bool [n].
+            follows: True if a row follows the previous one in its lane, bool [n].
             values: the values of the rows in this order, [n].
-            tails: the value that this method found for every lane's last earlier row, [lanes].
+            tails: the result of this method for every lane's last earlier row, [lanes].
         """
         if self._one_each:
             return np.where(follows, tails.take(self.lane), values)
@@ -115,7 +115,7 @@ class LaneOrder:
         return values.take(begun)
 
     def stretches(self, begins: np.ndarray) -> LaneStretches:
-        """Split each lane's rows into stretches at the rows that begin one, bool [n]."""
+        """Split each lane's rows into stretches; ``begins``, bool [n], marks their first rows."""
         begins = begins.copy()
         begins.put(self.first, True)
         start = begins.nonzero()[0]
@@ -124,9 +124,9 @@ class LaneOrder:
 
 
 class LaneStretches(LaneOrder):
-    """Stretches of rows of an order, themselves in the order of their lanes.
+    """Stretches of the rows of an order, ordered by lane.
 
-    ``at`` are their first rows, as indices into that order.
+    ``at`` contains their first rows, as indices into that order.
     """
 
     __slots__ = ("length", "until")
@@ -142,7 +142,7 @@ class LaneStretches(LaneOrder):
 
 
 def _lasts(first: np.ndarray, count: int) -> np.ndarray:
-    """Return the last entry of each part of ``count`` entries; ``first`` are the first ones."""
+    """Return the last entry of each part of ``count`` entries, given the first entries."""
     last = np.empty_like(first)
     np.subtract(first[1:], 1, out=last[:-1])
     last[-1:] = count - 1
@@ -150,18 +150,18 @@ def _lasts(first: np.ndarray, count: int) -> np.ndarray:
 
 
 def lane_order(lane: np.ndarray, start: int = 0) -> LaneOrder:
-    """Return the order of rows by their lanes [n], n above 0.
+    """Return the order of rows by their lanes [n], where n is above 0.
 
     Args:
-        lane: the lane of each row, a whole number.
-        start: the first row's number, for messages.
+        lane: the lane of each row, an integer.
+        start: the number of the first row, for messages.
 
     Raises:
-        CorruptStorage: a number that no lane can have.
+        CorruptStorage: a lane number is out of range.
     """
     key = lane
     if len(lane) > _FEW and lane.max() < 2**16 and lane.min() >= 0:
-        key = lane.astype(np.uint16)  # sixteen bits are sorted in one pass
+        key = lane.astype(np.uint16)  # NumPy sorts 16-bit numbers in one pass
     at = key.argsort(kind="stable")
     ordered = lane.take(at)
     for end in (0, -1):
@@ -174,7 +174,7 @@ def lane_order(lane: np.ndarray, start: int = 0) -> LaneOrder:
 
 
 def extended(array: np.ndarray, length: int, fill: Any) -> np.ndarray:
-    """Return the array if it has ``length`` entries, else a longer copy that ends with ``fill``.
+    """Return the array if it has ``length`` entries, else a longer copy padded with ``fill``.
 
     The copy is at least twice as long, so that entries are moved once on average.
     """
@@ -186,7 +186,7 @@ def extended(array: np.ndarray, length: int, fill: Any) -> np.ndarray:
 
 
 def grown(array: np.ndarray, length: int) -> np.ndarray:
-    """Return the array as `extended` does, with any values at the end."""
+    """Return the array as `extended` does, but with undefined values at the end."""
     if len(array) >= length:
         return array
     longer = np.empty((max(length, 2 * len(array)), *array.shape[1:]), array.dtype)

@@ -1,12 +1,13 @@
-"""Hashes of leaves in a file beside the rows, for callers that hash a growing storage again.
+"""Cached leaf hashes in a file alongside the rows, for hashing a growing storage repeatedly.
 
-The file can be lost without losing rows. It begins with a line that names it, and one of JSON, with
-the ``id`` of the storage, the SHA-256 of its columns' names, dtypes and shapes (``about``), the
-number of ``rows`` that it knows, how often rows had been taken back by then (``rewinds``), and the
-number of ``leaves``. A `LEAF` for each follows, and at the end the SHA-256 of all that.
+The file can be lost without losing rows. Its first line contains its name, and its second line is
+JSON: the ``id`` of the storage, the SHA-256 of the names, dtypes and shapes of its columns
+(``about``), the number of ``rows`` that it covers, the number of ``rewinds`` by then, and the
+number of ``leaves``. A `LEAF` for each leaf follows, and finally the SHA-256 of everything before.
 
-Rows never change, and keep their numbers, while a storage lives. So a leaf has the hash of an
-earlier one that begins and ends with the same rows, has as many, and had all of them.
+Rows never change, and keep their numbers, during the life of a storage. A leaf therefore has the
+hash of a cached one that begins and ends with the same rows, has the same number of rows, and has
+the same newest row.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ LEAF: Final = np.dtype(
         ("sha256", "u1", (32,)),
     ]
 )
-"""A leaf: the numbers of its first and its last row in the order of the content, and of the one
-that was committed last; how many it has; and their hash."""
+"""A leaf: the numbers of its first and last row in the order of the content, the number of its
+most recently committed row, its number of rows, and its hash."""
 _MAGIC: Final = b"tallyroll leaves 1\n"
 _MORE_ROWS: Final = 2**16
 _SUM_NBYTES: Final = 32
 
 
 class UnusableLeaves(Exception):
-    """The file is damaged, or does not belong to these rows. The message says why."""
+    """The file is damaged or belongs to other rows. The message states the reason."""
 
 
 class LeafHashes:
-    """The hashes that are kept of one storage.
+    """Cached leaf hashes of one storage.
 
     Args:
         files: the files of the storage.
-        id: its id.
-        about: what its columns are, see `leaves.about`.
-        head: returns the rows that were ever committed to it.
-        rewinds: how often rows were taken back: numbers of rows may mean others since.
+        id: the id of the storage.
+        about: a description of its columns, see `leaves.about`.
+        head: returns the number of rows ever committed to the storage.
+        rewinds: the number of rewinds, after which row numbers may refer to other rows.
     """
 
     def __init__(
@@ -58,17 +59,17 @@ class LeafHashes:
         self._files, self._head, self._rewinds = files, head, rewinds
         self._owner = {"id": id, "about": hashlib.sha256(about).hexdigest()}
         self.seen = -1
-        """The rows that the file knows of; -1 without one that can be used."""
+        """The number of rows that the file covers, or -1 if there is no usable file."""
 
     def read(self) -> np.ndarray | None:
-        """Return the leaves in the file [n] of `LEAF`; None without one.
+        """Return the leaves in the file, [n] of `LEAF`, or None if there is no file for these rows.
 
         Raises:
-            UnusableLeaves: it cannot be used.
+            UnusableLeaves: the file cannot be used.
         """
         path = self._files.leaves_path
         try:
-            # No more leaves than rows, of which others may be writing some.
+            # A file has at most one leaf per row, and other processes may be adding rows.
             most = (self._head() + _MORE_ROWS) * LEAF.itemsize
             content = self._files.inside.read(path, most)
         except FileNotFoundError:
@@ -97,9 +98,10 @@ class LeafHashes:
         return np.frombuffer(rest, LEAF)
 
     def fill(self, lines: np.ndarray, kept: np.ndarray) -> np.ndarray:
-        """Fill in the hashes of leaves [n] of `LEAF` that are among those that were `read`.
+        """Fill in the hashes of those leaves [n] of `LEAF` that are among the cached ones.
 
-        Return which are, bool [n].
+        Returns:
+            A mask of the leaves that were filled in, bool [n].
         """
         if not len(kept):
             return np.zeros(len(lines), np.bool_)
@@ -112,7 +114,7 @@ class LeafHashes:
         return known
 
     def write(self, lines: np.ndarray, seen: int) -> None:
-        """Replace the file, whole or not at all; do without it where it cannot be written."""
+        """Replace the file atomically; skip it if it cannot be written."""
         told: dict[str, Any] = {**self._owner, "rewinds": self._rewinds}
         told |= {"rows": seen, "leaves": len(lines)}
         body = _MAGIC + json.dumps(told).encode() + b"\n" + lines.tobytes()

@@ -1,9 +1,9 @@
-"""The hash of a storage's content: SHA-256 of its leaves, and of these hashes.
+"""The hash of a storage's content: the SHA-256 of the SHA-256 of its leaves.
 
-A leaf is a stretch of the rows in their order, a few thousands of bytes to a mebibyte: the rows of
-some trajectories whose ids follow one another, or a part of a long one. Where leaves begin follows
-from ids and steps alone, so that it is the same however rows are stored, and a row that is added
-or lost changes the leaf that it belongs to, and few others.
+A leaf is a stretch of rows in the order of the content, from a few thousand bytes to 1 MiB: the
+rows of some trajectories with consecutive ids, or a part of a long trajectory. The boundaries of
+leaves follow from ids and steps alone, so that they do not depend on how rows are stored. A row
+that is added or lost changes the leaf that it belongs to, and few others.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from tallyroll.storage.trajectories.content import (
 from tallyroll.storage.trajectories.leaf_hashes import LEAF, LeafHashes, UnusableLeaves
 
 
-class LeafMemory:
-    """Memory in which parts of the rows are packed: each has its columns one after the other.
+class Packing:
+    """Memory in which parts of the rows are packed, column by column within each part.
 
     Args:
         reader: the reader of the rows.
-        columns: the columns of a part, in order, and the bytes of a value of each.
+        columns: the columns of a part, in order, and the number of bytes of a value of each.
         rows: the number of the first row of each run, int64 [runs].
-        counts: how many rows each run has, which lie side by side, int64 [runs].
-        most: how many rows there is memory for.
+        counts: the number of rows of each run, which are contiguous, int64 [runs].
+        most: the number of rows to allocate memory for.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LeafMemory:
         self._columns, self._rows, self._counts, self._most = columns, rows, counts, most
         sizes = [nbytes for _, nbytes in columns]
         self._room, self._row_nbytes = np.empty(most * sum(sizes), np.uint8), sum(sizes)
-        # Held here, for the table does not keep them alive.
+        # Referenced here, because the table does not keep the arrays alive.
         self._arrays = [column.array for column, _ in columns]
         arrays = [each for each in self._arrays if each is not None and each.flags.c_contiguous]
         self._kernel = compiled() if len(arrays) == len(columns) else None
@@ -67,14 +67,14 @@ class LeafMemory:
     def parts(
         self, runs: slice, parts: np.ndarray, bounds: Sequence[int]
     ) -> Iterator[bytes | memoryview]:
-        """Yield the bytes of each part, which are there until the next call.
+        """Yield the bytes of each part, which are valid until the next call.
 
-        Of a ring these may be any bytes where its writer overwrites the rows meanwhile.
+        If the writer of a ring overwrites the rows meanwhile, the bytes are undefined.
 
         Args:
-            runs: which runs the parts have together.
-            parts: how many each has, one or more, int64 [parts].
-            bounds: the rows before each part, and after the last one, [parts + 1].
+            runs: the runs that the parts consist of.
+            parts: the number of runs of each part, one or more, int64 [parts].
+            bounds: the number of rows before each part, and after the last one, [parts + 1].
         """
         if self._kernel is not None:
             self._kernel.pack_runs(self._table, self._runs[runs], parts, self._slots, self._most)
@@ -93,13 +93,13 @@ class LeafMemory:
 
 _MAGIC: Final = "tallyroll content 1"
 _LEAF_NBYTES: Final = 2**16
-"""Steps of a trajectory that a leaf has, in bytes. A hash costs as much as 2 KiB of rows."""
+"""Bytes of the steps of a trajectory in a leaf. A hash costs as much as 2 KiB of rows."""
 _LEAF_IDS: Final = 2**4
-"""Ids of short trajectories that a leaf has."""
+"""The number of ids of short trajectories in a leaf."""
 _MOST_NBYTES: Final = 2**20
-"""The largest leaf, but for one row that is larger, and for rows that say the same step."""
+"""The largest leaf in bytes, except for a larger single row or rows with the same step."""
 _CACHED_NBYTES: Final = 2**18
-"""Rows that are copied at a time, but for a larger leaf: they stay in the processor's cache."""
+"""Bytes that are copied at a time, except for larger leaves, to fit in the CPU cache."""
 _HASH_NBYTES: Final = 32
 
 
@@ -109,14 +109,14 @@ def hash_of(
     progress: MoreDone | None = None,
     kept: LeafHashes | None = None,
 ) -> str:
-    """Return one SHA-256 of the rows that a reader has at this moment; see `content_hash`.
+    """Return the SHA-256 of the current rows of a reader; see `content_hash`.
 
     Args:
         reader: the reader.
-        ids: how trajectories are numbered.
-        progress: called with the number of bytes that were hashed since its last call.
-        kept: hashes of leaves that are kept, which are used and written again. Rows that changed
-            since are not noticed.
+        ids: the numbering of trajectories.
+        progress: callback that is called with the number of bytes hashed since its last call.
+        kept: cached leaf hashes, which are used and updated. Changes to the covered rows are not
+            detected.
     """
     if not reader.initialised:
         return hashlib.sha256(_MAGIC.encode()).hexdigest()
@@ -129,7 +129,7 @@ def hash_of(
 
 
 def about(schema: Schema) -> bytes:
-    """Return the words that the hash of the content begins with: the columns of the rows."""
+    """Return the prefix of the content hash's input, which describes the columns of the rows."""
     columns = [
         [format_key(column.key), column.dtype_name, list(column.shape)]
         for column in compared_columns(schema)
@@ -138,20 +138,20 @@ def about(schema: Schema) -> bytes:
 
 
 def kept_of(reader: ReadableRows, files: Format) -> LeafHashes:
-    """Return the hashes that are kept of the storage of a reader, which lies in these files."""
+    """Return the cached leaf hashes of a reader's storage, which consists of these files."""
     columns = about(reader.schema)
     return LeafHashes(files, reader.id, columns, lambda: reader.head, reader.rewinds)
 
 
 def _with(kept: LeafHashes, leaves: Leaves, progress: MoreDone | None) -> np.ndarray:
-    """Return the hashes of all leaves, of which some are kept; keep the others, too."""
+    """Return the hashes of all leaves, using the cached ones and caching the others."""
     lines = leaves.lines()
     known = np.zeros(len(lines), np.bool_)
-    with contextlib.suppress(UnusableLeaves):  # the rows say the same; `verify` reports it
+    with contextlib.suppress(UnusableLeaves):  # recompute from the rows; `verify` reports it
         if (found := kept.read()) is not None:
             known = kept.fill(lines, found)
     if len(places := np.flatnonzero(known)):
-        # Rows that other rows took the place of, and that no writer said so of.
+        # Detect rows that were replaced without a record of it.
         newest = places[[lines["newest"][places].argmax()]]
         if leaves.hashes(newest).tobytes() != lines["sha256"][newest].tobytes():
             known[:] = False
@@ -166,10 +166,10 @@ def _with(kept: LeafHashes, leaves: Leaves, progress: MoreDone | None) -> np.nda
 
 
 class Leaves:
-    """The leaves of the rows that a reader has at this moment; raises as `Content` does.
+    """The leaves of the current rows of a reader; raises as `Content` does.
 
-    A leaf ends where ids come to another multiple of a number, or steps to one of another number.
-    Both are powers of two that follow from the bytes of a row.
+    A leaf ends where ids reach the next multiple of one number, or steps the next multiple of
+    another. Both are powers of two that follow from the bytes of a row.
     """
 
     def __init__(self, reader: ReadableRows, ids: Numbering = "kept") -> None:
@@ -183,7 +183,7 @@ class Leaves:
         end = [len(numbers)] if len(numbers) else []
         bounds = np.concatenate(([0], np.flatnonzero(apart) + 1, end)).astype(np.int64)
         self.starts, self.runs = bounds[:-1], np.diff(bounds)
-        """The first run of each leaf, and how many it has, int64 [leaves]."""
+        """The first run of each leaf and its number of runs, int64 [leaves]."""
         self._columns = [(self._column(each), each.row_nbytes) for each in columns]
 
     def _column(self, column: Column) -> ReadColumn:
@@ -193,7 +193,7 @@ class Leaves:
         return _RenumberedIds(self.reader, content.rows, content.ids.astype(column.numpy_dtype))
 
     def lines(self) -> np.ndarray:
-        """Return the leaves [n] of `LEAF`, without their hashes."""
+        """Return the leaves, [n] of `LEAF`, without their hashes."""
         lines = np.zeros(len(self.starts), LEAF)
         if len(lines):
             rows, counts = self.content.run_rows, self.content.run_counts
@@ -206,10 +206,10 @@ class Leaves:
     def hashes(
         self, wanted: np.ndarray | None = None, progress: MoreDone | None = None
     ) -> np.ndarray:
-        """Return the SHA-256 of each leaf, or of those that are ``wanted``, uint8 [leaves, 32].
+        """Return the SHA-256 of each leaf, or of the ``wanted`` ones, uint8 [leaves, 32].
 
         Raises:
-            Overrun: a ring's writer overwrites rows while they are read.
+            Overrun: the writer of a ring overwrites rows while they are read.
         """
         starts, runs = self.starts, self.runs
         rows, counts = self.content.run_rows, self.content.run_counts
@@ -251,7 +251,7 @@ class Leaves:
             at = stop
 
     def _of_large(self, rows: np.ndarray) -> bytes:
-        """Return the hash of a leaf that is read in parts."""
+        """Return the hash of a large leaf, which is read in parts."""
         found = hashlib.sha256()
         for column, size in self._columns:
             step = max(1, _CACHED_NBYTES // size)
@@ -261,8 +261,8 @@ class Leaves:
         return found.digest()
 
 
-class _RenumberedIds:
-    """The ids of rows, numbered otherwise."""
+class _Renumbered:
+    """Column of trajectory ids under another numbering."""
 
     def __init__(self, reader: ReadableRows, rows: np.ndarray, ids: np.ndarray) -> None:
         self._reader, slots = reader, reader.slots_of(rows)

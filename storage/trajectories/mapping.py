@@ -1,4 +1,4 @@
-"""The trajectories of a storage, as a mapping from ids to rows."""
+"""The trajectories of a storage as a mapping from ids to rows."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from tallyroll.storage.trajectories.windows import (
 
 _PATIENCE_SECONDS: Final = 1.0
 _NUMBER_NBYTES: Final = 16
-"""Bytes of a row's number and its mask while slices are drawn."""
+"""Bytes of a row number and its mask while slices are drawn."""
 _LARGE_NBYTES: Final = 2**28
-"""Slices of more bytes are refused before they are drawn, if there is no memory for them."""
+"""Larger samples, in bytes, are checked against the available memory before the draw."""
 
 
 class Trajectories(Mapping[int, TensorDict]):
-    """The trajectories that have rows in a storage, in the order of their first rows.
+    """Mapping of the trajectories that have rows in a storage, in the order of their first rows.
 
-    A mapping: ``trajectories[id]`` are the rows of one, ``for id, rows in
-    trajectories.items()`` goes through all. Whatever one asks for is brought up to the
-    rows that are committed at that moment; `table` holds all that is known of
-    trajectories at one moment.
+    ``trajectories[id]`` returns the rows of one trajectory, and ``for id, rows in
+    trajectories.items()`` iterates over all. Every access includes the rows that are committed at
+    that moment. `table` is a consistent snapshot of all facts about trajectories.
 
-    In a ring the first rows of a trajectory may be overwritten: then `whole` is False,
-    and the rows are those that are left.
+    In a ring, the first rows of a trajectory may be overwritten. Then `whole` is False, and the
+    mapping returns the remaining rows.
 
     Args:
-        reader: of the rows.
-        owner: kept while these are in use: what closes the reader when it goes.
+        reader: the reader of the rows.
+        owner: an object to keep alive while the mapping is in use, because its finalizer closes the
+            reader.
 
     Raises:
-        ColumnsMissing: the rows do not say which trajectory they belong to.
+        ColumnsMissing: the rows have no trajectory columns.
 
     Examples:
         >>> from tallyroll.collector import SyncCollector
@@ -83,45 +83,45 @@ class Trajectories(Mapping[int, TensorDict]):
 
     @property
     def table(self) -> np.ndarray:
-        """One line a trajectory: a structured array [trajectories], see `episodes`."""
+        """The episode table, a structured array [trajectories]; see `episodes` for the fields."""
         if not self._reader.initialised and not self._reader.head:
             return np.empty(0, table_dtype())
         return self._index.table(self._reader)
 
     @property
     def ids(self) -> np.ndarray:
-        """int64 [trajectories]."""
+        """The ids of the trajectories, int64 [trajectories]."""
         return self._field("id")
 
     @property
     def lanes(self) -> np.ndarray:
-        """The lane of each, int32 [trajectories]."""
+        """The lane of each trajectory, int32 [trajectories]."""
         return self._field("lane")
 
     @property
     def lengths(self) -> np.ndarray:
-        """The number of rows of each when it was counted, int64 [trajectories]."""
+        """The number of rows of each trajectory when it was counted, int64 [trajectories]."""
         return self._field("length")
 
     @property
     def returns(self) -> np.ndarray:
-        """The sum of each one's rewards, float64 [trajectories]."""
+        """The sum of the rewards of each trajectory, float64 [trajectories]."""
         return self._field("return")
 
     @property
     def ends(self) -> np.ndarray:
-        """The end of each: ``"terminated"``, ``"truncated"``, ``"cut"``, or still ``"open"``.
+        """The end of each trajectory: ``"terminated"``, ``"truncated"``, ``"cut"`` or ``"open"``.
 
-        Text [trajectories]. A trajectory is cut if it neither ended nor goes on: the next one of
-        its lane has begun, or no process writes any more.
+        An array of text, [trajectories]. A trajectory is cut if it did not end and cannot continue,
+        because the next trajectory of its lane has begun or no process writes any more.
         """
         names: np.ndarray = np.array(END_NAMES)[self._field("end")]
         return names
 
     @property
     def whole(self) -> np.ndarray:
-        """True if all rows of a trajectory are there, from step 0 on, bool [trajectories]."""
-        # The table first: rows that are overwritten meanwhile are then missing from the span.
+        """True if all rows of a trajectory from step 0 on are stored, bool [trajectories]."""
+        # Read the table first, so that rows overwritten meanwhile are missing from the span.
         table = self.table
         whole: np.ndarray = (table["first_step"] == 0) & (
             table["first_row"] >= self._reader.span.start
@@ -147,10 +147,10 @@ class Trajectories(Mapping[int, TensorDict]):
             return False
 
     def rows_of(self, id: Any) -> np.ndarray:
-        """Return the numbers of a trajectory's rows, in time order, [rows].
+        """Return the numbers of a trajectory's rows in time order, [rows].
 
         Raises:
-            UnknownTrajectory: no row of it is stored.
+            UnknownTrajectory: no row of the trajectory is stored.
         """
         return read_consistently(self._reader, lambda: self._rows_of(id))
 
@@ -172,16 +172,16 @@ class Trajectories(Mapping[int, TensorDict]):
         return found
 
     def items(self) -> ItemsView[int, TensorDict]:
-        """Pairs of id and rows; the storage is not asked again for what there is."""
+        """Return pairs of id and rows, for the trajectories that exist when iteration begins."""
         return _Items(self, self._each)
 
     def values(self) -> ValuesView[TensorDict]:
-        """Return the rows of one trajectory after the other."""
+        """Return the rows of the trajectories, one trajectory after the other."""
         return _Values(self, self._each)
 
     def _each(self) -> Iterator[tuple[int, TensorDict]]:
         reader = self._reader
-        rewinds = reader.rewinds  # before the table: rows may be taken back between the two
+        rewinds = reader.rewinds  # before the table, because a rewind may occur between the two
         table = self.table
         for id, last in zip(table["id"].tolist(), table["last_row"].tolist(), strict=True):
             with self._index.lock:
@@ -190,16 +190,16 @@ class Trajectories(Mapping[int, TensorDict]):
                 left = first <= last and not taken_back
                 rows = index.back_from(last, first) if left else np.empty(0, np.int64)
             found = self._rows(rows) if len(rows) else None
-            if taken_back or rewinds != reader.rewinds:  # the table is of rows that are gone
+            if taken_back or rewinds != reader.rewinds:  # a rewind has invalidated the table
                 found = self.get(id)
             if found is not None and len(found):
                 yield id, found
 
     def _rows(self, rows: np.ndarray) -> TensorDict:
-        """Return the rows of these numbers [n] that are left, copied."""
+        """Return copies of the rows [n] that have not been overwritten."""
         reader = self._reader
         arrays = reader.copies(rows)
-        # Overwritten while they were copied: the first ones.
+        # Leading rows may have been overwritten during the copy.
         gone = int(np.searchsorted(rows, reader.span.start))
         return reader.nest([array[gone:] for array in arrays], (len(rows) - gone,))
 
@@ -214,43 +214,41 @@ class Trajectories(Mapping[int, TensorDict]):
         from_start: bool = False,
         burn_in: int = 0,
     ) -> TensorDict:
-        """Slices drawn uniformly, with replacement, among all that there are.
+        """Draw slices of trajectories uniformly, with replacement.
 
-        A slice is ``slice_len`` consecutive steps of one trajectory. At its last row
-        ``("next", "done")``, and that of each group of agents, is True, so that value
-        estimators stop there, and ``("collector", "cut")`` where the trajectory goes on;
-        terminated and truncated stay as they are; ``"is_init"`` is True at its first row, from
-        whose stored state recurrent modules begin. A ring may be written by another process
-        meanwhile.
+        A slice is ``slice_len`` consecutive steps of one trajectory. At its last row ``("next",
+        "done")`` is True, at the root and in each group of agents, so that value estimators stop
+        there. ``("collector", "cut")`` is True there if the trajectory continues. Terminated and
+        truncated keep their values. ``"is_init"`` is True at the first row, from whose stored state
+        recurrent modules begin. Another process may write to a ring during the call.
 
         A trajectory of n rows has ``n - slice_len + 1`` windows, from which slices are drawn. With
-        ``short="pad"`` a shorter one is a window, too. Where places may be empty, by ``"pad"``
-        or ``burn_in``, ``("collector", "mask")`` is True where there is a row; all other values
-        are zero where there is none.
+        ``short="pad"``, a shorter trajectory is also a window. If ``"pad"`` or ``burn_in`` can
+        leave positions empty, ``("collector", "mask")`` is True where there is a row, and all other
+        values are zero where there is none.
 
         Args:
-            num_slices: how many.
-            slice_len: rows a slice.
-            generator: of random numbers; None is torch's own.
-            short: what becomes of trajectories with fewer rows than a slice: ``"skip"``, they
-                are not drawn; ``"pad"``, they are drawn whole, and padded at the end;
-                ``"error"``, they are drawn, and one that is raises. Those that still go on are
-                among them.
-            by: ``"window"``, every window has the same probability; ``"trajectory"``, every
-                trajectory that has one, and then each of its windows. One with rows in between
-                that were never stored counts as several.
-            from_start: slices begin at the first step of trajectories only, each with the same
-                probability.
-            burn_in: rows before the slice, in front of it, which warm a recurrent state; fewer
-                at the beginning of a trajectory, after empty places. ``"is_init"`` is True at the
-                first of them.
+            num_slices: the number of slices.
+            slice_len: the number of rows of a slice.
+            generator: the source of random numbers; None: torch's default generator.
+            short: the treatment of trajectories with fewer rows than a slice, including
+                trajectories that still continue. ``"skip"`` does not draw them. ``"pad"`` draws
+                them whole and pads the end. ``"error"`` draws them and raises if one is drawn.
+            by: ``"window"`` gives every window the same probability. ``"trajectory"`` gives every
+                trajectory that has a window the same probability, and then each of its windows. A
+                trajectory with gaps, rows that were never stored, counts as several.
+            from_start: draw only slices that begin at the first step of a trajectory, each with the
+                same probability.
+            burn_in: the number of rows before the slice that warm up a recurrent state. Near the
+                beginning of a trajectory there are fewer rows, preceded by empty positions.
+                ``"is_init"`` is True at the first of these rows.
 
         Returns:
             A TensorDict [num_slices, burn_in + slice_len].
 
         Raises:
-            NoSlices: no trajectory is that long, or none is there from its first step on.
-            ShortTrajectory: with ``short="error"``, a trajectory is shorter.
+            NoSlices: no trajectory is long enough, or none is stored from its first step on.
+            ShortTrajectory: with ``short="error"``, a drawn trajectory is shorter.
             Overrun: the ring is overwritten faster than it is read.
         """
         check_positive("num_slices", num_slices)
@@ -273,7 +271,7 @@ class Trajectories(Mapping[int, TensorDict]):
                 mask[torn] = again.mask
             for array, values in zip(arrays, reader.copies(rows[torn]), strict=True):
                 array[torn] = values
-        # In place: they are copies.
+        # In place, because the arrays are copies.
         if mask is not None:
             for array in arrays:
                 array[~mask] = 0
@@ -307,7 +305,7 @@ class _Values(ValuesView[TensorDict]):
 def draw(
     reader: IndexedReader, num_slices: int, windows: Windows, generator: torch.Generator | None
 ) -> Slices:
-    """Draw the rows of slices; see `Trajectories.sample_slices`."""
+    """Draw the row numbers of slices; see `Trajectories.sample_slices`."""
     if not len(reader.span):
         raise NoSlices(f"{reader.path} has no rows yet to draw slices from. Collect some first.")
     _require_room(reader, num_slices, windows.length)
@@ -320,7 +318,7 @@ def draw(
             try:
                 return draw_slices(known, windows, num_slices, first, pick, _steps_in(reader))
             except NoSlices:
-                # All that it knows of may be overwritten while this process slept.
+                # All rows that the index knows may have been overwritten while this process slept.
                 if known.seen == reader.head or time.monotonic() > deadline:
                     raise
 
@@ -344,7 +342,7 @@ def _steps_in(reader: IndexedReader) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _drawn_by(generator: torch.Generator | None) -> Any:
-    """``pick(count, below)``: as many numbers from 0 to ``below - 1``, drawn uniformly."""
+    """Return ``pick(count, below)``, which draws ``count`` integers from 0 to ``below - 1``."""
     device = None if generator is None else generator.device
 
     def pick(count: int, below: int) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""The rows of trajectories: walked, cut in slices, drawn. Pure.
+"""Index of the rows of trajectories, which walks along them and draws slices. Pure.
 
-Rows are numbered over all that were ever written. In a ring of ``size`` slots only the
-newest ``size`` of them are known; without one ``size`` is 0, and all rows are.
+Row numbers count all rows ever written. In a ring of ``size`` slots, only the newest ``size`` rows
+are known. Otherwise ``size`` is 0, and all rows are known.
 """
 
 from __future__ import annotations
@@ -21,52 +21,52 @@ _ROUNDS, _MOST_TRIED = 8, 2**14
 
 
 class RowIndex:
-    """The rows of each trajectory of a storage.
+    """Index of the rows of each trajectory of a storage.
 
-    Stretches, slices and walks onward do not cross a gap: rows of a trajectory between which
-    some were never stored.
+    Stretches, slices and walks onward do not cross a gap, which is a place where rows of a
+    trajectory were never stored.
 
     Args:
-        ring: slots of the ring, or 0.
-        kept: what it goes on from.
+        ring: the number of slots of the ring, or 0.
+        kept: saved blocks to continue from.
     """
 
     def __init__(self, ring: int = 0, kept: SavedBlocks | None = None) -> None:
         self._blocks: LaneBlocks = kept or LaneBlocks(ring)
-        # By length: first rows of blocks, and how many slices end in each.
+        # By length: the first rows of blocks, and the number of slices that end in each block.
         self._counts: dict[int, deque[tuple[int, int]]] = {}
 
     @property
     def seen(self) -> int:
-        """The number of rows that are known, over all that were ever written."""
+        """The number of rows that the index covers, counted over all rows ever written."""
         return self._blocks.seen
 
     @property
     def damaged(self) -> bool:
-        """True if it turned out that what it went on from is damaged."""
+        """True if the saved blocks turned out to be damaged."""
         return isinstance(self._blocks, SavedBlocks) and self._blocks.damaged
 
     @property
     def in_blocks(self) -> int:
-        """The number of rows, of `seen`, up to the end of the last block; 0 without one."""
+        """The number of rows up to the end of the last block, at most `seen`; 0 without a block."""
         return self._blocks.tail.first if len(self._blocks.blocks) > 1 else 0
 
     def state(self, first: int = 0) -> BlockState:
-        """Return the blocks whose rows are all from ``first`` on."""
+        """Return the state of the blocks whose rows all start from ``first``."""
         return self._blocks.state(first)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows that are in blocks; the newest ones, which are not, take more."""
+        """Bytes of the rows in blocks. The newest rows, which are not in blocks, take more."""
         return self._blocks.nbytes
 
     def extend(self, chunk: RowChunk) -> None:
-        """Add the rows after those seen; in a ring no more at once than it has slots.
+        """Add the next rows; in a ring, no more at once than it has slots.
 
-        Rows between ``seen`` and the chunk are taken for overwritten.
+        Rows between ``seen`` and the chunk are assumed to be overwritten.
 
         Raises:
-            CorruptStorage: a number that no lane can have.
+            CorruptStorage: a lane number is out of range.
         """
         self._blocks.extend(chunk)
 
@@ -79,24 +79,25 @@ class RowIndex:
         return self._between(lane, begin, position + 1, first)
 
     def rows_of(self, id: int, first: int = 0) -> np.ndarray:
-        """Return the rows of a trajectory from ``first`` on, in time order; none without it.
+        """Return the rows of a trajectory from ``first`` on, in time order, or none if it is
+        unknown.
 
-        If its id was used again, they are those of the trajectory that began last.
+        If the id was used several times, the result is the trajectory that began last.
         """
         if (found := self._blocks.newest(id)) is None:
             return np.empty(0, np.int64)
         return self._between(found[0], *self._blocks.bounds(*found), first)
 
     def _between(self, lane: int, begin: int, stop: int, first: int) -> np.ndarray:
-        """Return the rows from ``first`` on among those at positions of a lane."""
+        """Return the rows from ``first`` on among those at a range of positions of a lane."""
         where = np.array([lane]), np.array([stop - 1]), np.array([begin])
         rows: np.ndarray = self._blocks.up_to(*where, stop - begin, np.array([self.seen]))[0]
         return rows[rows >= first] if first else rows
 
     def places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return of rows [n] how many come before each in its stretch, and whether none follows.
+        """Return the number of rows before each row [n] in its stretch, and whether it is the last.
 
-        In a ring, rows that were overwritten are counted, too.
+        In a ring, overwritten rows are counted too.
         """
         rows = self._there(rows)
         _, position, start = self._blocks.spots(rows)
@@ -105,7 +106,7 @@ class RowIndex:
     def back(self, rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """Return the row that is ``steps`` [n] before each of ``rows`` [n] in its stretch.
 
-        In a ring, it is -1 for rows that are forgotten.
+        In a ring, the result is -1 for rows that the index has dropped.
         """
         rows = self._there(rows)
         lane, position, _ = self._blocks.spots(rows)
@@ -118,8 +119,8 @@ class RowIndex:
     def windows(self, ends: np.ndarray, length: int) -> np.ndarray:
         """Return the ``length`` rows up to each of ``ends`` [n] in its stretch, [n, length].
 
-        The first row of a stretch is repeated in the place of rows before it; in a ring, the first
-        one that is not forgotten.
+        The first row of a stretch is repeated for rows before it; in a ring, the first row that the
+        index has not dropped.
         """
         ends = self._there(ends)
         lane, position, start = self._blocks.spots(ends)
@@ -129,22 +130,22 @@ class RowIndex:
     def onward(self, rows: np.ndarray, length: int) -> np.ndarray:
         """Return the ``length`` rows from each of ``rows`` [n] on, step by step, [length, n].
 
-        The last row of a stretch is repeated in the place of rows after it. In a ring, what is
-        returned for rows below the oldest that is left means nothing.
+        The last row of a stretch is repeated for rows after it. In a ring, the result is undefined
+        for rows below the oldest one that is left.
         """
         found = self._blocks.onward(self._there(rows), length)
         found[0] = rows
         return found
 
     def _there(self, rows: np.ndarray) -> np.ndarray:
-        """Return the rows, the oldest one in the place of those that are forgotten."""
+        """Return the rows, with dropped ones replaced by the oldest row."""
         oldest = self._blocks.oldest
         return np.maximum(rows, oldest) if oldest else rows
 
     # --- slices -----------------------------------------------------------------------------------
 
     def count_slices(self, length: int, first: int = 0) -> int:
-        """Number of slices; in a ring, those that begin below ``first`` included."""
+        """Return the number of slices; in a ring, including those that begin below ``first``."""
         blocks, known = self._blocks, self._counts.setdefault(length, deque())
         oldest = blocks.oldest
         while known and known[0][0] < oldest:
@@ -159,18 +160,18 @@ class RowIndex:
     def draw(
         self, count: int, length: int, first: int, pick: Callable[[int, int], np.ndarray]
     ) -> np.ndarray:
-        """Slices drawn uniformly, with replacement, among all of that length: [count, length].
+        """Draw slices uniformly, with replacement, among all of that length: [count, length].
 
         Args:
-            count: how many.
-            length: rows a slice, consecutive steps of one trajectory.
-            first: the lowest row that is valid.
-            pick: gives ``pick(count, below)`` numbers from 0 to ``below - 1``, uniformly.
+            count: the number of slices.
+            length: the number of rows of a slice, consecutive steps of one trajectory.
+            first: the lowest valid row.
+            pick: ``pick(count, below)`` draws ``count`` integers from 0 to ``below - 1`` uniformly.
 
         Raises:
-            NoSlices: no trajectory is that long.
+            NoSlices: no trajectory is long enough.
         """
-        # Rows are drawn, of which each is the last of a slice if its stretch reaches so far back.
+        # Draw rows. A row is the last of a slice if its stretch reaches back far enough.
         oldest = max(first, self._blocks.oldest)
         found: list[np.ndarray] = []
         missing, tried, had = count, 0, 0
@@ -190,7 +191,7 @@ class RowIndex:
     def _draw_of_all(
         self, count: int, length: int, first: int, pick: Callable[[int, int], np.ndarray]
     ) -> np.ndarray:
-        """Draw from the list of all slices, where there are so few that drawn rows find none."""
+        """Draw from the list of all slices, if slices are too rare to be found by drawing rows."""
         blocks = self._blocks
         lane, begin, stop, start = self._segments(first)
         begin = np.maximum(begin, start + length - 1)
@@ -201,7 +202,7 @@ class RowIndex:
                 f"slices of {length} rows were asked for, and the longest stretch of a trajectory "
                 f"here has {self.longest(first)}. Ask for shorter slices, or collect more."
             )
-        # The same order whatever blocks there are.
+        # Sort, so that the order does not depend on the blocks.
         order = np.lexsort((begin, blocks.number_of(lane)))
         lane, begin, stop = lane[order], begin[order], stop[order]
         sums = (stop - begin).cumsum()
@@ -212,10 +213,12 @@ class RowIndex:
         return blocks.up_to(lane[at], position, least, length, np.full(count, self.seen))
 
     def pieces(self, length: int, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Cut all stretches into pieces of ``length`` rows, from their first row that is left on.
+        """Cut all stretches into pieces of ``length`` rows, starting from the first row that is
+        left.
 
         Returns:
-            The last row of each piece, and how many rows it has: fewer at the end of a stretch.
+            The last row of each piece and its number of rows, which is smaller at the end of a
+            stretch.
         """
         found = self._segments(max(first, self._blocks.oldest))
         order = np.lexsort((found.begin, found.start, found.lane))
@@ -237,7 +240,7 @@ class RowIndex:
         return rows[:, 0], until - piece
 
     def longest(self, first: int = 0) -> int:
-        """Return the length of a trajectory's longest stretch of steps, from ``first`` on."""
+        """Return the length of the longest stretch of consecutive steps, from ``first`` on."""
         segments = self._segments(max(first, self._blocks.oldest))
         return int((segments.stop - segments.start).max(initial=0))
 
@@ -250,7 +253,7 @@ class RowIndex:
         return self._left(Segments(*map(np.concatenate, zip(*parts, strict=True))), first)
 
     def _left(self, found: Segments, first: int) -> Segments:
-        """Return the parts of stretches from row ``first`` on."""
+        """Clip stretches to the rows from ``first`` on."""
         if first <= self._blocks.oldest:
             before = self._blocks.floor(found.lane)
         else:
@@ -262,7 +265,7 @@ class RowIndex:
 
 
 def _ends(found: Segments, length: int) -> np.ndarray:
-    """Return how many slices end in each segment."""
+    """Return the number of slices that end in each segment."""
     begin = np.maximum(found.begin, found.start + length - 1)
     ends: np.ndarray = np.maximum(found.stop - begin, 0)
     return ends

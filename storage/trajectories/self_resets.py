@@ -1,30 +1,33 @@
-"""Detect environments that reset themselves and pass the next start off as final. Pure.
+"""Detector of environments that reset themselves and return the next start as final. Pure.
 
-An environment that resets itself inside the step at which an episode ends, without saying so,
-returns the first observation of the next episode where the final one belongs. Its rows show it:
-the final observation is bit for bit the observation with which the lane's next trajectory begins.
-That alone is no proof. In a bandit all observations are equal, and a task may end where it began,
-or where the next episode begins. So these are counted:
+An environment that resets itself inside the step at which an episode ends, without reporting it,
+returns the first observation of the next episode in place of the final one. Its rows reveal it: the
+final observation equals, bit for bit, the first observation of the lane's next trajectory. Equality
+alone is not proof. In a bandit all observations are equal, and a task may end where it began, or
+where the next episode begins. The detector therefore counts:
 
-- finals that equal the first observation that follows them in their lane: if less than 9 of 10
-  do, the environment does not reset itself;
-- the telling ends, whose trajectory began with another observation than the one that follows: if
-  less than 9 of 10 of their finals equal the one that follows, it does not;
-- the surprise of the telling ends. An end is a surprise if no trajectory before began with the
-  observation that follows, or if another one followed the last trajectory that began alike; it is
-  worth the logarithm of how seldom that observation follows, in bits. The first two ends of a
-  lane count for nothing, because a lane may have places of its own. A task that goes to and fro
-  between two docks, or is home at every end, knows where the next episode begins. Only a
-  self-reset knows a start that is drawn at random: `BITS` of surprise are proof;
-- observations in mid-trajectory that equal the first one of their own trajectory. If no end is a
-  surprise, and less than 1 of 10 do, the environment may reset itself: a warning.
+- Finals that equal the first observation that follows them in their lane. If less than 9 of 10
+  do, the environment does not reset itself.
+- Telling ends: ends whose trajectory began with another observation than the one that follows. If
+  less than 9 of 10 of their finals equal the one that follows, the environment does not reset
+  itself.
+- The surprise of the telling ends. An end is a surprise if no earlier trajectory began with the
+  observation that follows, or if another observation followed the last trajectory that began
+  alike. A surprise is worth the negative logarithm of the frequency of that observation, in bits.
+  The first two ends of a lane do not count, because a lane may have its own start positions. A task
+  that alternates between two docks, or returns home at every end, knows where the next episode
+  begins. Only a self-reset knows a start that is drawn at random: `BITS` of surprise are proof.
+- Mid-trajectory observations that equal the first one of their own trajectory. If no end is a
+  surprise, and less than 1 of 10 of these are equal, the environment may reset itself, which
+  causes a warning.
 
-The rows of some environments do not show whether they reset themselves: if episodes have one step,
-or always begin alike. If a task's reset keeps the state, or visits eight or more places in turn,
-its rows look like those of a self-reset: its user declares ``finals="kept"``.
+The rows of some environments do not show whether they reset themselves, for example if episodes
+have one step or always begin alike. If a task's reset keeps the state, or visits eight or more
+places in turn, its rows look like those of a self-reset. Its user declares ``finals="kept"``.
 
-An observation is compared as one number, a `digest` of its bytes: equal observations have equal
-digests, and different ones differ but for one chance in about 2**60. So NaN equals the same NaN.
+Observations are compared by a `digest` of their bytes. Equal observations have equal digests, and
+different ones have different digests except with a probability of about 1 in 2**60. Consequently,
+NaN equals the same NaN.
 """
 
 from __future__ import annotations
@@ -40,28 +43,28 @@ from tallyroll.storage.rows.row_words import batches, words
 from tallyroll.storage.trajectories.lane_stretches import LaneOrder, lane_order
 
 LEAST = 16
-"""The least number of ends for a verdict, and four times that of observations in between."""
+"""The minimum number of ends for a verdict; a quarter of it for mid-trajectory observations."""
 PLACES = 5
-"""The most rows that a verdict names."""
+"""The maximum number of rows that a verdict names."""
 MOST_INNER = 1024
-"""The most observations in mid-trajectory to compare, or `LEAST` a lane if that is more."""
+"""The maximum number of mid-trajectory observations to compare, or `LEAST` per lane if more."""
 BITS = 1.5 * LEAST
 """The bits of surprise that prove that an environment knew its next starts.
 
-Chance gives so many once in ``2 ** BITS`` runs."""
+Chance produces as many in one of ``2 ** BITS`` runs."""
 _FREE = 2
-"""The number of first ends of every lane that are no surprise."""
+"""The number of first ends of every lane that do not count as surprises."""
 _INNER_AN_END = 16
 _INNER_A_LOOK = 256
 _PATIENCE = 256
-"""The number of ends, `LEAST` more a lane, after which an undecided case is left alone."""
+"""The number of ends, plus `LEAST` per lane, after which an undecided case is dropped."""
 
 Columns = Sequence[tuple[Callable[[np.ndarray], np.ndarray], int]]
-"""For each column of an observation, a function that takes rows [k], and a row's bytes."""
+"""For each column of an observation, a function that takes rows [k], and the bytes of a row."""
 
 
 class Verdict(Enum):
-    """The judgement of the rows."""
+    """Judgement of whether an environment resets itself."""
 
     UNDECIDED = "undecided"
     FINE = "fine"
@@ -71,7 +74,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ComparisonCounts:
-    """Counts of the comparisons."""
+    """Counts of the compared observations."""
 
     ends: int = 0
     equal: int = 0
@@ -88,12 +91,16 @@ class ComparisonCounts:
 
 
 def judge(seen: ComparisonCounts, least: int = LEAST) -> Verdict:
-    """Say what ``seen`` shows, once it holds ``least`` ends and a quarter as many inner ones."""
+    """Return the verdict that ``seen`` supports.
+
+    It is undecided until there are ``least`` ends and a quarter as many mid-trajectory
+    observations.
+    """
     if seen.ends < least:
         return Verdict.UNDECIDED
     if not _agree(seen):
         return Verdict.FINE
-    if 4 * seen.inner < least:  # episodes of one step, as a bandit's: they show nothing
+    if 4 * seen.inner < least:  # episodes of one step, as in a bandit, are inconclusive
         return Verdict.UNDECIDED
     if seen.bits >= BITS * least / LEAST:
         return Verdict.SELF_RESET
@@ -103,7 +110,7 @@ def judge(seen: ComparisonCounts, least: int = LEAST) -> Verdict:
 
 
 def _agree(seen: ComparisonCounts) -> bool:
-    """Return whether 9 of 10 finals, and 9 of 10 telling ones, equal the start that follows."""
+    """Return True if 9 of 10 finals, and 9 of 10 telling ones, equal the start that follows."""
     return 10 * seen.equal >= 9 * seen.ends and 10 * seen.telling_equal >= 9 * seen.telling
 
 
@@ -111,10 +118,10 @@ def surprise(lane: np.ndarray, own: np.ndarray, following: np.ndarray, told: np.
     """Return the bits of surprise of the ends that ``told`` [n] marks.
 
     Args:
-        lane: the lanes of the ends [n], in the order of time.
-        own: digests [n] of the first observations of the trajectories that ended.
-        following: digests [n] of the first observations that follow.
-        told: bool [n], the telling ends whose final observation is the one that follows.
+            lane: the lanes of the ends [n], in time order.
+            own: digests [n] of the first observations of the trajectories that ended.
+            following: digests [n] of the first observations that follow.
+            told: bool [n], the telling ends whose final observation equals the one that follows.
     """
     _, which, counts = np.unique(following, return_inverse=True, return_counts=True)
     begun = np.stack([own, following], axis=1).reshape(-1)
@@ -130,7 +137,7 @@ def surprise(lane: np.ndarray, own: np.ndarray, following: np.ndarray, told: np.
 
 
 def _earlier(lane: np.ndarray) -> np.ndarray:
-    """Return how many entries of the same lane come before each of ``lane`` [n]."""
+    """Return the number of earlier entries of the same lane for each entry of ``lane`` [n]."""
     order = np.argsort(lane, kind="stable")
     first = np.searchsorted(lane[order], lane[order])
     found = np.empty(len(lane), np.int64)
@@ -140,32 +147,32 @@ def _earlier(lane: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Rows in which those of each lane are in the order of time. Arrays are [n]."""
+    """Rows in which those of each lane are in time order. Arrays are [n]."""
 
     lane: np.ndarray
     step: np.ndarray
     """The step of the row within its trajectory; 0 for the first."""
     ended: np.ndarray
-    """bool, terminated or truncated."""
+    """True if the row is terminated or truncated, bool."""
     terminated: np.ndarray
-    """bool. The two kinds of ends are also judged apart: an environment may reset itself at its
-    own ends, and not at a time limit around it."""
+    """True if the row is terminated, bool. The two kinds of ends are also judged separately,
+    because an environment may reset itself at its own ends but not at those of a time limit."""
     first: Columns
-    """The observations that rows begin with."""
+    """The observations at the beginning of the rows."""
     next: Columns
     """The next observations of the rows."""
     valid: np.ndarray | None = None
-    """bool, False if the row's next observation is known to be lost; None: none is."""
+    """False if the row's next observation is known to be lost, bool; None: none is lost."""
     start: int = 0
-    """Number of the first row."""
+    """The number of the first row."""
 
 
 _TAIL = {
     "first": np.uint64,  # digest of the first observation of its trajectory
-    "known": np.bool_,  # that one was seen
-    "final": np.uint64,  # digest of its next observation, where ``ended``
-    "ended": np.bool_,  # it is an end whose final observation is compared with what follows
-    "kind": np.int64,  # 1 where terminated, else 0
+    "known": np.bool_,  # True if the first observation was seen
+    "final": np.uint64,  # digest of its next observation, if ``ended``
+    "ended": np.bool_,  # True for an end whose final observation will be compared
+    "kind": np.int64,  # 1 if terminated, else 0
     "row": np.int64,
 }
 """The values of a lane's last row that its next row is compared with."""
@@ -173,7 +180,7 @@ _Tails = dict[str, np.ndarray]
 
 
 class SelfResets:
-    """A detector that follows the rows of a run until its verdict on the environment is clear.
+    """Detector that follows the rows of a run until its verdict on the environment is clear.
 
     Args:
         lanes: the number of lanes of the run.
@@ -183,18 +190,18 @@ class SelfResets:
         self.lanes = lanes
         self.verdict = Verdict.UNDECIDED
         self.seen = ComparisonCounts()
-        """The counts of the lanes, or of the kind of end, that the verdict is about; else all."""
+        """The counts of the lane or kind of end that the verdict is about; otherwise of all."""
         self.places: list[int] = []
-        """Numbers of the first few ends whose final observation is the first one that follows."""
+        """Numbers of the first ends whose final observation equals the first one that follows."""
         self._tails: _Tails = {name: np.zeros(lanes, dtype) for name, dtype in _TAIL.items()}
         """The values of the last row of every lane, [lanes] each."""
         self._counts = np.zeros((4, 2, lanes), np.int64)
-        """Ends, equal ones, telling ones, telling equal ones: [4, kind, lane]."""
+        """Counts of ends, equal ones, telling ones, and telling equal ones: [4, kind, lane]."""
         self._ends = np.zeros((5, 0), np.uint64)
-        """Kind, lane, digests of its own first observation and of the one that follows, and
-        whether it is telling and equal, of every end whose own first is known: [5, ends]."""
+        """For every end whose own first observation is known: the kind, the lane, the digests of
+        that observation and of the one that follows, and if it is telling and equal: [5, ends]."""
         self._inner = np.zeros((2, lanes), np.int64)
-        """Observations in mid-trajectory and equal ones: [2, lane]."""
+        """Counts of mid-trajectory observations and of equal ones: [2, lane]."""
         self._quota = _INNER_AN_END
         self._most = _PATIENCE + LEAST * lanes
 
@@ -205,12 +212,12 @@ class SelfResets:
 
     @property
     def curious(self) -> bool:
-        """True while rows in mid-trajectory are compared, too."""
+        """True while mid-trajectory rows are compared as well."""
         return self._quota > 0
 
     @property
     def likely(self) -> bool:
-        """True if ends too few for a verdict, at least 4, all agree on a self-reset."""
+        """True if at least 4 ends, still too few for a verdict, all agree on a self-reset."""
         seen = self.seen
         agree = seen.equal == seen.ends and seen.telling_equal == seen.telling >= 2
         undecided = self.verdict is Verdict.UNDECIDED
@@ -218,9 +225,9 @@ class SelfResets:
         return undecided and agree and told
 
     def look(self, rows: Ends) -> None:
-        """Compare ``rows``, which follow those of the call before.
+        """Compare ``rows``, which follow those of the previous call.
 
-        Rows of lanes that the run does not have are damage, and end the comparison.
+        Rows of lanes that the run does not have are damage and stop the comparison.
         """
         if self.decided or not len(rows.lane):
             return
@@ -231,12 +238,12 @@ class SelfResets:
         if begins.any() or rows.ended.any():
             self._follow(rows, begins)
             self._judge()
-        elif self._quota > 0:  # in mid-trajectory, whose first observations are those known
+        elif self._quota > 0:  # mid-trajectory rows, whose first observations are in the tails
             inner = np.flatnonzero(self._tails["known"][rows.lane])
             self._compare_inner(rows, inner, self._tails["first"][rows.lane[inner]])
 
     def forget(self, lanes: np.ndarray) -> None:
-        """Forget the last rows of ``lanes``, bool [lanes]: the rows after them are missing."""
+        """Drop the last rows of ``lanes``, bool [lanes], because the next rows are missing."""
         for name in ("ended", "known"):
             self._tails[name][lanes] = False
 
@@ -256,7 +263,7 @@ class SelfResets:
     def _follow(self, rows: Ends, begins: np.ndarray) -> None:
         order, tails = lane_order(rows.lane), self._tails
         compares = self._quota > 0
-        if not compares:  # rows in mid-trajectory
+        if not compares:  # mid-trajectory rows
             order = _around_ends(order, rows.ended, begins)
         at = order.at
         ended, begun, follows = rows.ended[at], np.flatnonzero(begins[at]), ~begins[at]
@@ -310,8 +317,8 @@ class SelfResets:
             left_alone = every.ends >= self._most and verdict is not Verdict.SELF_RESET
             self.verdict = Verdict.FINE if left_alone else verdict
             return
-        # Environments, and kinds of ends, may differ: one lane in many, or every end but those
-        # of a time limit.
+        # Environments, and kinds of ends, may differ: one lane of many may reset itself, or every
+        # end except those of a time limit.
         open_questions = bool((of_lanes[0] == 0).any())
         suspects = [
             self._seen(self._counts[:, kind].sum(axis=1), inner.sum(axis=1), 0, kind)
@@ -337,7 +344,7 @@ class SelfResets:
     def _seen(
         self, ends: np.ndarray, inner: np.ndarray, row: int = 0, value: int | None = None
     ) -> ComparisonCounts:
-        """Return the counts [4] and [2], with the surprise of ends with ``value`` in ``row``."""
+        """Return the counts [4] and [2], and the surprise of ends with ``value`` in ``row``."""
         seen = ComparisonCounts(*map(int, (*ends, *inner)))
         if not seen.telling or not _agree(seen):
             return seen
@@ -348,8 +355,8 @@ class SelfResets:
 
 
 def _around_ends(order: LaneOrder, ended: np.ndarray, begins: np.ndarray) -> LaneOrder:
-    """Return the rows of ``order`` that begin or end a trajectory, each lane's last row, and the
-    row before each beginning."""
+    """Return the rows of ``order`` that begin or end a trajectory, the last row of each lane, and
+    the row before each beginning."""
     begun = begins[order.at]
     kept = begun | ended[order.at]
     kept[:-1] |= begun[1:]
@@ -367,7 +374,7 @@ def _factors(count: int) -> np.ndarray:
 def digests(columns: Columns, rows: np.ndarray) -> np.ndarray:
     """Return digests uint64 [k] of ``rows`` intp [k] of all ``columns``, in their order.
 
-    Large rows are taken few at a time.
+    Large rows are processed in small batches.
     """
     if not len(rows):
         return np.zeros(0, np.uint64)
@@ -385,7 +392,7 @@ def digest(rows: np.ndarray) -> np.ndarray:
     if not rows.size:
         return np.zeros(len(rows), np.uint64)
     mixed = words(rows).astype(np.uint64)
-    # A sum alone would miss bits that change together, such as two signs.
+    # A plain sum would miss bits that change together, such as two signs.
     mixed ^= mixed >> np.uint64(32)
     mixed *= np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(29)

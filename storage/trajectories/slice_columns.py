@@ -1,7 +1,7 @@
-"""Columns whose values in slices are not the stored ones: a slice is a trajectory of its own.
+"""Columns whose values in slices differ from the stored ones.
 
-At its last row it is done, and cut where the trajectory goes on; at its first row, recurrent
-modules begin.
+A slice is treated as a trajectory of its own. Its last row is done, and cut if the trajectory
+continues. Its first row is where recurrent modules begin.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from tallyroll.storage.trajectories.windows import Slices
 
 
 def done_keys(schema: Schema) -> list[Key]:
-    """Return every done column, that of the root and those of groups.
+    """Return every done column, at the root and in groups.
 
-    None where the root has none: then nothing says whether a trajectory goes on.
+    The result is empty if the root has none, because then no column says whether a trajectory
+    continues.
     """
     if DONE not in schema:
         return []
@@ -29,14 +30,14 @@ def done_keys(schema: Schema) -> list[Key]:
 
 
 def init_keys(schema: Schema) -> list[Key]:
-    """Return every column that says where recurrent modules begin."""
+    """Return every column that marks where recurrent modules begin."""
     return [each.key for each in schema.columns if is_init(each.key, each.dtype)]
 
 
 def slice_marks(dones: Mapping[Key, np.ndarray], slices: Slices) -> dict[Key, torch.Tensor]:
     """Return values at the last row of each slice that differ from the stored ones, by key.
 
-    ``dones`` are copies of what is stored, bool [slices * length, ...], which are written.
+    ``dones`` are copies of the stored values, bool [slices * length, ...], and are modified.
     """
     marks = {key: torch.from_numpy(done) for key, done in dones.items()}
     cut = end(dones, slices)
@@ -44,9 +45,9 @@ def slice_marks(dones: Mapping[Key, np.ndarray], slices: Slices) -> dict[Key, to
 
 
 def end(dones: Mapping[Key, np.ndarray], slices: Slices) -> np.ndarray | None:
-    """Write into ``dones`` that they end; return where they are cut, bool [slices, length].
+    """Set ``dones`` at the last row of slices; return where slices are cut, bool [slices, length].
 
-    None if no column says whether a trajectory goes on.
+    The result is None if no column says whether a trajectory continues.
     """
     cut, at = None, slices.last
     for key, done in dones.items():
@@ -59,9 +60,9 @@ def end(dones: Mapping[Key, np.ndarray], slices: Slices) -> np.ndarray | None:
 
 
 class SliceColumns:
-    """The columns of a schema that `end` and the beginning of slices change.
+    """The columns of a schema whose values in slices differ from the stored ones.
 
-    It is made once for a reader: to look for them takes as long as to read a small slice.
+    Make one for each reader, because finding the columns takes as long as reading a small slice.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -77,9 +78,10 @@ class SliceColumns:
     def marked(
         self, arrays: Sequence[np.ndarray], slices: Slices, nest: TensorDictBuilder
     ) -> TensorDict:
-        """Write the marks into arrays [slices, length, ...] of all columns; return them as one.
+        """Write the marks into arrays [slices, length, ...] of all columns; return a TensorDict of
+        them.
 
-        ``nest`` is that of the reader.
+        ``nest`` is the builder of the reader.
         """
         cut = end({key: arrays[place] for key, place in self.dones}, slices)
         for place in self.inits:

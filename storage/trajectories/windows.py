@@ -1,8 +1,8 @@
-"""Windows of trajectories: which rows make the slices of a sample. Pure.
+"""Windows of trajectories, which determine the rows of the slices of a sample. Pure.
 
-Rows of a trajectory that follow one another step by step, as far as they are stored, are a
-stretch: one for each trajectory, unless rows in between were never stored. A stretch of ``n`` rows
-has ``n - slice_len + 1`` windows. A shorter one has none, or is one window itself, which is padded.
+A stretch consists of consecutive stored steps of a trajectory. A trajectory is one stretch unless
+rows in between were never stored. A stretch of ``n`` rows has ``n - slice_len + 1`` windows. A
+shorter one has none, or is itself one window, which is padded.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from tallyroll.storage.errors import NoSlices, ShortTrajectory
 from tallyroll.storage.trajectories.row_index import RowIndex
 
 Short: TypeAlias = Literal["skip", "pad", "error"]
-"""Ways to treat a trajectory that is shorter than a slice."""
+"""Treatment of a trajectory that is shorter than a slice."""
 By: TypeAlias = Literal["window", "trajectory"]
-"""Things that are drawn with equal probability."""
+"""The unit that is drawn with equal probability."""
 Pick: TypeAlias = Callable[[int, int], np.ndarray]
-"""``pick(count, below)``: as many numbers from 0 to ``below - 1``, drawn uniformly."""
+"""``pick(count, below)`` draws ``count`` integers from 0 to ``below - 1`` uniformly."""
 
 _MOST_AT_ONCE: Final = 2**18
 _MANY: Final = 2**62
-_SHORTS: Final = get_args(Short)  # once: it takes as long as to find some slices
+_SHORTS: Final = get_args(Short)  # evaluated once, because it is as slow as finding some slices
 _BYS: Final = get_args(By)
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """The slices that are asked for; the arguments of `Trajectories.sample_slices`."""
+    """Specification of slices; see `Trajectories.sample_slices` for the arguments."""
 
     slice_len: int
     short: Short = "skip"
@@ -57,17 +57,17 @@ class Windows:
 
     @property
     def length(self) -> int:
-        """Rows of a slice, those before it included."""
+        """The number of rows of a slice, including the burn-in."""
         return self.burn_in + self.slice_len
 
     @property
     def padded(self) -> bool:
-        """True if some places of a slice may hold no row."""
+        """True if some positions of a slice may hold no row."""
         return self.short == "pad" or self.burn_in > 0
 
     @property
     def plain(self) -> bool:
-        """True if all windows of full length are drawn from, as `RowIndex.draw` does."""
+        """True if slices are drawn from all windows of full length, as `RowIndex.draw` does."""
         return self.short == "skip" and self.by == "window" and not self.from_start
 
     def __str__(self) -> str:
@@ -82,10 +82,10 @@ class Slices:
     """The rows of slices, in time order."""
 
     rows: np.ndarray
-    """Numbers, [slices, length]; where `mask` is False, that of the nearest row of the slice."""
+    """Row numbers, [slices, length]. Where `mask` is False, the nearest row of the slice."""
     mask: np.ndarray | None = None
-    """True where there is a row, bool [slices, length]: places side by side in each slice. None if
-    every place holds one."""
+    """True where there is a row, bool [slices, length]; the rows of each slice are contiguous. None
+    if every position holds a row."""
 
     @property
     def first(self) -> tuple[Any, Any]:
@@ -104,7 +104,7 @@ class Slices:
 
 
 def check_positive(name: str, value: object) -> None:
-    """Raise `ValueError` unless ``value`` is a whole number above 0."""
+    """Raise `ValueError` unless ``value`` is an integer above 0."""
     if type(value) is not int or value < 1:
         raise ValueError(f"{name} is a whole number above 0, got {value!r}.")
 
@@ -117,19 +117,19 @@ def draw_slices(
     pick: Pick,
     steps_of: Callable[[np.ndarray], np.ndarray],
 ) -> Slices:
-    """Draw ``count`` slices, with replacement.
+    """Draw ``count`` slices with replacement.
 
     Args:
-        index: of the rows.
-        windows: which slices.
-        count: how many.
-        first: the lowest row that is valid.
-        pick: of random numbers.
-        steps_of: gives the steps within their trajectories of rows [n].
+        index: the index of the rows.
+        windows: the specification of the slices.
+        count: the number of slices.
+        first: the lowest valid row.
+        pick: the source of random numbers.
+        steps_of: returns the steps of rows [n] within their trajectories.
 
     Raises:
-        NoSlices: there is no such window.
-        ShortTrajectory: one was drawn that is shorter, and ``short`` is ``"error"``.
+        NoSlices: no window matches.
+        ShortTrajectory: a shorter trajectory was drawn, and ``short`` is ``"error"``.
     """
     if windows.plain and not windows.burn_in:
         return Slices(index.draw(count, windows.slice_len, first, pick))
@@ -140,13 +140,13 @@ def _mask_of(slices: Slices) -> np.ndarray:
     return np.ones(slices.rows.shape, np.bool_) if slices.mask is None else slices.mask
 
 
-class _WindowDraw:
-    """Draws windows of the rows that are there at one moment; arguments as of `draw_slices`.
+class _Drawing:
+    """Draw windows from the current rows; see `draw_slices` for the arguments.
 
-    Without a list of windows: rows are drawn, and those are kept at which a window ends. A stretch
-    has at most ``slice_len`` times as many rows as windows, so that a sample takes time in
-    proportion to its own rows, however many are stored. By trajectory, or from their start on, it
-    looks at as many rows as trajectories have on average, for each slice.
+    No list of windows is needed: rows are drawn, and those at which a window ends are kept. A
+    stretch has at most ``slice_len`` times as many rows as windows, so the time of a sample is
+    proportional to its own rows, however many rows are stored. With ``by="trajectory"`` or
+    ``from_start``, the number of rows to look at per slice is the average length of trajectories.
     """
 
     def __init__(
@@ -161,10 +161,10 @@ class _WindowDraw:
         self._pick, self._steps_of = pick, steps_of
         self._left = range(first, index.seen)
         self._reach = min(windows.slice_len, max(1, len(self._left)))
-        """The most rows that a window can have."""
+        """The maximum number of rows of a window."""
 
     def slices(self, count: int) -> Slices:
-        """Return the slices, the rows before them included."""
+        """Return the slices, including the burn-in."""
         found = self._windows_of(count)
         if self._windows.short == "error" and not (mask := _mask_of(found)).all():
             raise ShortTrajectory(
@@ -190,13 +190,13 @@ class _WindowDraw:
     # --- which rows -------------------------------------------------------------------------------
 
     def _picked(self, count: int, keep: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Draw ``count`` of those rows that ``keep`` returns of rows [n], uniformly."""
+        """Draw ``count`` rows uniformly from those that ``keep`` selects among rows [n]."""
         left, found, missing, tried, size = self._left, [], count, 0, 4 * count
         while missing and tried < len(left):
             kept = keep(left.start + self._pick(size, len(left)))[:missing]
             found.append(kept)
             tried, missing = tried + size, missing - len(kept)
-            # As many as will do, by what came so far.
+            # Estimate the number of rows to draw from the share that was kept so far.
             size = min(_MOST_AT_ONCE, 16 + missing * tried // max(1, count - missing) * 5 // 4)
         if missing:
             parts = (left[at : at + _MOST_AT_ONCE] for at in range(0, len(left), _MOST_AT_ONCE))
@@ -221,7 +221,7 @@ class _WindowDraw:
         )
 
     def _ends(self, rows: np.ndarray) -> np.ndarray:
-        """Return those rows at which a window ends; a short one ends at its last row."""
+        """Return the rows at which a window ends. A short window ends at its last row."""
         before, last = self._index.places(rows)
         whole = before >= self._windows.slice_len - 1
         keep = np.flatnonzero(whole | last)
@@ -231,7 +231,7 @@ class _WindowDraw:
         return rows.take(np.flatnonzero(last | (whole & self._whole(rows, whole))))
 
     def _lasts(self, rows: np.ndarray) -> np.ndarray:
-        """Return those rows that are the last of a stretch with a window."""
+        """Return the rows that are the last of a stretch with a window."""
         before, last = self._index.places(rows)
         if self._windows.short != "skip":
             return rows.take(np.flatnonzero(last))
@@ -242,13 +242,13 @@ class _WindowDraw:
         return rows.take(np.flatnonzero(self._whole(rows, np.ones(len(rows), np.bool_))))
 
     def _whole(self, rows: np.ndarray, long: np.ndarray) -> np.ndarray:
-        """Return whether a ring has all rows of the windows that end at ``rows``, if `long`."""
+        """Return True where a ring still has all rows of the window that ends there."""
         steps = np.where(long, self._windows.slice_len - 1, 0)
         found: np.ndarray = self._index.back(rows, steps) >= self._first
         return found
 
     def _starts(self, rows: np.ndarray) -> np.ndarray:
-        """Return those rows that are the first step of a trajectory with a window."""
+        """Return the rows that are the first step of a trajectory with a window."""
         before, _ = self._index.places(rows)
         rows = rows.take(np.flatnonzero(before == 0))
         rows = rows.take(np.flatnonzero(self._steps_of(rows) == 0))
@@ -261,7 +261,7 @@ class _WindowDraw:
         return rows.take(np.flatnonzero(onward[-1] != onward[-2]))
 
     def _lengths(self, ends: np.ndarray) -> np.ndarray:
-        """Return how many rows are left of the stretches that end at ``ends`` [n]."""
+        """Return the number of remaining rows of the stretches that end at ``ends`` [n]."""
         before, _ = self._index.places(ends)
         if self._first:
             gone = np.flatnonzero(self._index.back(ends, before) < self._first)
@@ -288,7 +288,7 @@ class _WindowDraw:
         return self._laid_out(rows, is_row)
 
     def _laid_out(self, rows: np.ndarray, is_row: np.ndarray) -> Slices:
-        """Return slices that begin at the first of their rows [n, reach], side by side."""
+        """Return slices whose rows, selected from [n, reach], are contiguous from the start."""
         length = self._windows.slice_len
         count = is_row.sum(axis=1)[:, None]
         place = np.arange(length)
@@ -296,7 +296,7 @@ class _WindowDraw:
         return Slices(np.take_along_axis(rows, at, axis=1), place < count)
 
     def _with_burn_in(self, slices: Slices) -> Slices:
-        """Put the rows before the slices in front of them, as many as there are."""
+        """Prepend the available burn-in rows to the slices."""
         index, burn_in = self._index, self._windows.burn_in
         starts = slices.rows[:, 0]
         reach = min(burn_in, len(self._left))

@@ -1,1 +1,1 @@
-"""HDF5: one file, with the header in its user block."""
+"""HDF5 format: one file, with the header in its user block."""

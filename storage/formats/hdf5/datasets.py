@@ -1,6 +1,6 @@
-"""Make a file with our datasets by h5py, and find the offsets of the datasets.
+"""Creation of HDF5 files with h5py, and lookup of the offsets of their datasets.
 
-It is closed again before a row is written. Nothing here writes rows.
+h5py closes the file before a row is written. This module writes no rows.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tallyroll.storage.rows.keys import Key, format_key
 from tallyroll.storage.rows.schema import Column, Schema
 
 PROVENANCE_NBYTES = 48 * 1024
-"""Bytes of the attribute ``provenance``; HDF5 holds less than 64 KiB in one."""
+"""Bytes of the attribute ``provenance``. An HDF5 attribute holds less than 64 KiB."""
 
 ATTRIBUTES = ("capacity", "provenance", "rows", "schema")
-"""The attributes of the root."""
+"""The attributes of the root that Tallyroll writes."""
 
 _ALIGNMENT = 4096
 _SIGNATURE_NBYTES = 64
-_SCHEMA_LIMIT = 60_000  # as for provenance
+_SCHEMA_LIMIT = 60_000  # the same limit applies as for provenance
 _LARGEST_FILE = 2**62
 DAMAGE = (
     OSError,
@@ -46,24 +46,24 @@ DAMAGE = (
     OverflowError,
     MemoryError,
 )
-"""Errors that h5py raises for files that are damaged in one way or another."""
+"""Errors that h5py raises for damaged files."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttributePlace:
-    """The place of an attribute's value: its first byte, and the bytes right before it."""
+    """The place of an attribute's value: its offset, and the bytes directly before it."""
 
     at: int
     before: bytes
 
     def stands(self, file: int) -> bool:
-        """Return whether the value is where it was made: other programs may have moved it."""
+        """Return True if the value is still in its place. Other programs may have moved it."""
         return os.pread(file, len(self.before), self.at - len(self.before)) == self.before
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetOffsets:
-    """The first byte of each dataset, in the schema's order, and the rows that they hold."""
+    """The offset of each dataset, in the order of the schema, and the rows that they hold."""
 
     offsets: tuple[int, ...] = ()
     capacity: int = 0
@@ -71,12 +71,12 @@ class DatasetOffsets:
 
 @dataclass(frozen=True, slots=True)
 class FilePlaces:
-    """Places in a file, as its manifest keeps them."""
+    """Places in a file, as its manifest records them."""
 
     rows: AttributePlace
-    """The value of the attribute ``rows``, an int64."""
+    """The place of the value of the attribute ``rows``, an int64."""
     provenance: AttributePlace
-    """The value of the attribute ``provenance``, of `PROVENANCE_NBYTES` bytes."""
+    """The place of the value of the attribute ``provenance``, of `PROVENANCE_NBYTES` bytes."""
     layout: DatasetOffsets
 
     def show_rows(self, file: int, rows: int) -> None:
@@ -92,14 +92,14 @@ class FilePlaces:
         write_all(file, _provenance(manifest), self.provenance.at)
 
     def shows_manifest(self, file: int, manifest: Manifest) -> bool:
-        """Return whether the attribute ``provenance`` is that of the manifest."""
+        """Return True if the attribute ``provenance`` matches the manifest."""
         return os.pread(file, PROVENANCE_NBYTES, self.provenance.at) == _provenance(manifest)
 
     def moved(self, file: int, path: Path) -> FilePlaces:
-        """Return the places after another program added attributes, and may have moved ours.
+        """Return the places after another program added attributes and may have moved ours.
 
         Raises:
-            CorruptStorage: ours are not there, or not as long as they were.
+            CorruptStorage: our attributes are missing, or have another length.
         """
         shown = shown_attributes(file, path)
         try:
@@ -117,7 +117,7 @@ class FilePlaces:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON value that `from_json` reads back."""
+        """Return a JSON value that `from_json` reads."""
         return {
             "rows": [self.rows.at, self.rows.before.hex()],
             "provenance": [self.provenance.at, self.provenance.before.hex()],
@@ -127,7 +127,7 @@ class FilePlaces:
 
     @classmethod
     def from_json(cls, value: Any) -> FilePlaces:
-        """Return the places that `to_json` wrote.
+        """Return the places from the result of `to_json`.
 
         Raises:
             ValueError: ``value`` is something else.
@@ -171,12 +171,12 @@ def _whole(value: Any, least: int) -> int:
 
 
 def h5py_module() -> Any:
-    """Return h5py; raise MissingLibrary where it is not installed."""
+    """Return h5py, or raise MissingLibrary if it is not installed."""
     return needed("h5py", "hdf5", "HDF5 storages need")
 
 
 def nbytes_of_file(schema: Schema, capacity: int) -> int:
-    """About how large a file with these datasets is."""
+    """Return an estimate of the size of a file with these datasets, in bytes."""
     aligned = (-(-column.row_nbytes * capacity // _ALIGNMENT) for column in schema.columns)
     groups = {key[:depth] for key in schema.keys for depth in range(len(key))}
     objects = len(groups) * 4 + len(schema.columns)
@@ -186,24 +186,24 @@ def nbytes_of_file(schema: Schema, capacity: int) -> int:
 def make_file(
     made: int, path: Path, schema: Schema, capacity: int, like: int | None = None
 ) -> FilePlaces:
-    """Make an HDF5 file with a dataset a column, [capacity, ...], and attributes.
+    """Create an HDF5 file with attributes and one dataset [capacity, ...] per column.
 
-    Its user block is empty, and its space is not reserved yet.
+    The user block is empty, and the space is not reserved yet.
 
     Args:
         made: a descriptor of the empty file.
-        path: where it is, for messages.
-        schema: the columns.
-        capacity: rows that it is for.
-        like: a descriptor of the file that it will replace; attributes that other programs gave
-            that file, its datasets and its groups are copied.
+        path: the path of the file, for messages.
+        schema: the schema of the storage.
+        capacity: the number of rows of the datasets.
+        like: a descriptor of the file that will be replaced. Attributes that other programs added
+            to it, its datasets or its groups are copied.
 
     Raises:
         ForeignContent: such an attribute cannot be copied.
         MissingLibrary: h5py is not installed.
         OSError: the file system refuses.
     """
-    # Random bytes by which the attributes are found in the file afterwards.
+    # Random bytes, by which the attributes are found in the file afterwards.
     marks = {"rows": os.urandom(8), "provenance": os.urandom(32)}
     try:
         _make(h5py_module(), made, marks, schema, capacity)
@@ -219,11 +219,11 @@ def make_file(
 
 
 def _make(h5py: Any, made: int, marks: Mapping[str, bytes], schema: Schema, capacity: int) -> None:
-    # By the descriptor: the path may be a link by now.
+    # Use the descriptor, because the path may have become a link.
     with guarded_hdf5(
         made,
         "w",
-        libver="earliest",  # without checksums over what changes later
+        libver="earliest",  # no checksums over values that change later
         userblock_size=USER_BLOCK_NBYTES,
         alignment_threshold=1,
         alignment_interval=_ALIGNMENT,
@@ -266,7 +266,7 @@ def _copy_attribute(h5py: Any, source: Any, target: Any, name: str, path: Path) 
 
 def _describe(h5py: Any, file: Any, schema: Schema) -> None:
     described = json.dumps(schema.to_json()).encode()
-    if len(described) <= _SCHEMA_LIMIT:  # otherwise the manifest alone has it
+    if len(described) <= _SCHEMA_LIMIT:  # otherwise only the manifest has the schema
         text = h5py.string_dtype("utf-8", len(described))
         file.attrs.create("schema", np.array(described, text), dtype=text)
 
@@ -297,7 +297,7 @@ def _find(file: int, mark: bytes, schema: Schema, layout: DatasetOffsets) -> Att
 
 
 def _between(file: int, schema: Schema, layout: DatasetOffsets) -> Iterator[tuple[int, int]]:
-    """Yield the parts of the file that are no rows."""
+    """Yield the parts of the file that contain no rows."""
     start = USER_BLOCK_NBYTES
     for at, nbytes in _extents(schema, layout):
         yield start, at
@@ -311,10 +311,10 @@ def _extents(schema: Schema, layout: DatasetOffsets) -> list[tuple[int, int]]:
 
 
 def layout_of(file: int, path: Path, schema: Schema) -> DatasetOffsets:
-    """Return the offsets of the datasets in an open file, which messages call ``path``.
+    """Return the offsets of the datasets in an open file; ``path`` is for messages.
 
     Raises:
-        CorruptStorage: they are not there as they should be.
+        CorruptStorage: a dataset is missing, or not as it was created.
         MissingLibrary: h5py is not installed.
     """
     with _opened(file, path) as opened:
@@ -332,10 +332,10 @@ def layout_of(file: int, path: Path, schema: Schema) -> DatasetOffsets:
 
 
 def shown_attributes(file: int, path: Path) -> dict[str, int | str]:
-    """Return the attributes of ours, as h5py reads them in an open file.
+    """Return our attributes, as h5py reads them in an open file.
 
     Raises:
-        CorruptStorage: they cannot be read.
+        CorruptStorage: the attributes cannot be read.
     """
     with _opened(file, path) as opened:
         values = {name: opened.attrs[name] for name in ATTRIBUTES if name in opened.attrs}
@@ -349,11 +349,11 @@ def shown_attributes(file: int, path: Path) -> dict[str, int | str]:
 
 @contextmanager
 def _opened(file: int, path: Path) -> Iterator[Any]:
-    """Yield the file of a descriptor in h5py; what goes wrong with it there is damage."""
+    """Yield the file of a descriptor in h5py; convert errors in the context to CorruptStorage."""
     h5py = h5py_module()
     try:
-        # By the descriptor: the path may be another file by now. As a Python file it has
-        # nothing to do with HDF5's locks, nor with what this process has open in h5py.
+        # Use the descriptor, because the path may be another file by now. A Python file is
+        # independent of HDF5's locks and of files that this process has open in h5py.
         with open(file, "rb", buffering=0, closefd=False) as raw, h5py.File(raw, "r") as opened:
             yield opened
     except DAMAGE as error:
@@ -367,7 +367,7 @@ def _dataset(opened: Any, path: Path, column: Column) -> Any:
     h5py = h5py_module()
     node = opened
     for part in column.key:
-        # A link of another kind leads elsewhere, to another file even.
+        # A link of another kind may lead to another place, even another file.
         if not isinstance(node.get(part, getlink=True), h5py.HardLink):
             raise CorruptStorage(
                 f"{path} has no dataset {format_key(column.key)}, which the manifest says is a "
@@ -403,10 +403,10 @@ def _require_apart(file: int, path: Path, schema: Schema, layout: DatasetOffsets
 
 
 def foreign_names(file: int, path: Path, schema: Schema) -> list[str]:
-    """Names of objects that another program added to the file.
+    """Return the names of objects that another program added to the file.
 
     Raises:
-        CorruptStorage: it cannot be read.
+        CorruptStorage: the file cannot be read.
     """
     ours: set[Key] = {key[:depth] for key in schema.keys for depth in range(1, len(key) + 1)}
     with _opened(file, path) as opened:
@@ -416,5 +416,5 @@ def foreign_names(file: int, path: Path, schema: Schema) -> list[str]:
 
 
 def _text(name: str | bytes) -> str:
-    # h5py gives names that are not UTF-8 as they are.
+    # h5py returns names that are not UTF-8 as bytes.
     return name.decode(errors="backslashreplace") if isinstance(name, bytes) else name

@@ -1,15 +1,15 @@
-"""A contiguous dataset per column, in one HDF5 file with the header in its user block.
+"""HDF5 format: a contiguous dataset per column, in one file with the header in its user block.
 
 ::
 
     NAME.h5                 user block: header and manifest; then HDF5: attributes, datasets
-    NAME.h5.lock            held by the writer: a lock on the file itself would stop its readers
-    NAME.h5.episodes.npy    the table of episodes
-    NAME.h5.content.leaves  hashes of the content, where some are kept
+    NAME.h5.lock            the lock of the writer; a lock on the file itself would block readers
+    NAME.h5.episodes.npy    the episode table
+    NAME.h5.content.leaves  content hashes, if they are kept
     NAME.h5.tmp             a larger or smaller copy that is being written
 
-An uncompressed contiguous dataset is a run of bytes at an offset of its file. So rows are
-written like those of any other file, and h5py is asked for no more than the file's making.
+An uncompressed contiguous dataset is a range of bytes of its file. Rows are therefore written as in
+any other file, and h5py is needed only to create the file and to locate the datasets.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _COPY_NBYTES = 2**24
 
 
 def aside(path: Path) -> Path:
-    """Return the path of a new file while it is made."""
+    """Return the path of a new file while it is being written."""
     return path.with_name(path.name + ".tmp")
 
 
@@ -87,28 +87,27 @@ def aside(path: Path) -> Path:
 def new_file(
     path: Path, schema: Schema, capacity: int, like: int | None = None
 ) -> Iterator[tuple[int, FilePlaces]]:
-    """Yield a new file for ``capacity`` rows, open; it takes the place of ``path`` at the end.
+    """Yield a new open file for ``capacity`` rows, which replaces ``path`` at the end.
 
-    It has the attributes that other programs gave to the file ``like``.
-
-    Its user block is empty, its space is reserved.
+    The user block is empty, and the space is reserved. Attributes that other programs added to the
+    file ``like`` are copied.
 
     Raises:
-        StorageFull, UnsupportedPlatform: no space, and nothing was changed.
+        StorageFull, UnsupportedPlatform: the disk has no space; nothing was changed.
     """
     nbytes = nbytes_of_file(schema, capacity)
     new, inside = aside(path), Inside(path.parent)
     try:
         _require_space(path, nbytes)
-        # HDF5 says less clearly that a file may not be that large.
+        # HDF5's own error for a file that is too large is less clear.
         with closing(inside.make(new)) as file:
             os.ftruncate(file, nbytes)
             os.ftruncate(file, 0)
             places = make_file(file, new, schema, capacity, like)
-            # A sparse file would kill us when the disk is full.
+            # A sparse file would cause SIGBUS on a full disk.
             os.posix_fallocate(file, 0, os.fstat(file).st_size)
             places.show_rows(file, 0)
-            # What it was found by is no text, and a power cut may leave it there.
+            # Overwrite the random mark, which is not text and could remain after a power cut.
             write_all(file, b" " * PROVENANCE_NBYTES, places.provenance.at)
             yield file, places
             os.fsync(file)
@@ -132,19 +131,19 @@ def _require_space(path: Path, nbytes: int) -> None:
 def rewrite(
     path: Path, schema: Schema, manifest: Manifest, source: DatasetOffsets, rows: int, capacity: int
 ) -> None:
-    """Replace a storage's file by one for ``capacity`` rows, with its first ``rows`` rows.
+    """Replace a storage's file with one for ``capacity`` rows that has its first ``rows`` rows.
 
     Args:
-        path: the file.
-        schema: its columns.
-        manifest: its manifest.
+        path: the path of the file.
+        schema: the schema of the storage.
+        manifest: the manifest of the storage.
         source: the places of its rows.
-        rows: the number of rows to copy into the new file.
+        rows: the number of rows to copy to the new file.
         capacity: the number of rows that the new file has space for.
 
     Raises:
-        ForeignContent: the file holds content of another program, which would be lost.
-        StorageFull, UnsupportedPlatform: no space, and nothing was changed.
+        ForeignContent: the file contains objects of another program, which would be lost.
+        StorageFull, UnsupportedPlatform: the disk has no space; nothing was changed.
     """
     with closing(open_file(path, os.O_RDONLY)) as old:
         if foreign := foreign_names(old, path, schema):
@@ -165,10 +164,10 @@ def rewrite(
 def put_manifest(
     file: int, manifest: Manifest, places: FilePlaces, *, durable: bool = False
 ) -> None:
-    """Write the manifest into the user block, and the attribute ``provenance``.
+    """Write the manifest to the user block, and update the attribute ``provenance``.
 
     Raises:
-        InvalidProvenance: it has more than `MANIFEST_LIMIT` bytes.
+        InvalidProvenance: the manifest has more than `MANIFEST_LIMIT` bytes.
     """
     content = json.dumps(manifest | {"places": places.to_json()}).encode()
     if len(content) > MANIFEST_LIMIT:
@@ -178,11 +177,11 @@ def put_manifest(
             "use another format."
         )
     places.show_manifest(file, manifest)
-    write_manifest(file, content, durable=durable)  # last, for with it the storage is one
+    write_manifest(file, content, durable=durable)  # last, because it makes the file a storage
 
 
 def _copy(source: int, start: int, target: int, to: int, nbytes: int) -> None:
-    # Byte by byte: blocks shared by both files would need space when they are written to.
+    # Copy bytes, because blocks shared by both files would need space when they are written.
     while nbytes:
         part = os.pread(source, min(_COPY_NBYTES, nbytes), start)
         if not part:
@@ -195,7 +194,7 @@ _LOOKS = 3
 
 
 class H5Format(Format):
-    """The file of an `H5Storage`, and its lock file and what else is beside it."""
+    """Format of an `H5Storage`: its file, its lock file and the files beside it."""
 
     name: ClassVar[str] = "tallyroll.hdf5"
     grows: ClassVar[bool] = False
@@ -203,10 +202,10 @@ class H5Format(Format):
     lacks_bfloat16: ClassVar[str] = "HDF5"
 
     _places: FilePlaces
-    """The places of the rows, from the manifest, which is read before `open`, or from `create`."""
+    """The places of the rows, from `create` or from the manifest, which is read before `open`."""
 
     def __init__(self, path: Path) -> None:
-        # Not a link's: the file is replaced at times, and two names would be two locks.
+        # Resolve links: the file may be replaced, and two names would mean two locks.
         path = Path(os.path.realpath(path))
         super().__init__(path, path.parent)
         self.header_path = self.manifest_path = path
@@ -221,7 +220,7 @@ class H5Format(Format):
         return open_file(self.path, flags)
 
     def stands(self) -> bool:
-        """Return whether there is a file of ours with a manifest in it."""
+        """Return True if the file is ours and contains a manifest."""
         try:
             with closing(open_file(self.path, os.O_RDONLY)) as file:
                 return is_ours(self.path) and newest_manifest(file) is not None
@@ -229,7 +228,7 @@ class H5Format(Format):
             return False
 
     def refuse_existing(self) -> None:
-        """Accept a path where nothing is, or an unfinished creation."""
+        """Raise unless the path is free or holds an unfinished creation."""
         refuse_impossible(self.lock_path)
         if self.path.is_dir():
             raise PathIsDirectory(
@@ -246,7 +245,7 @@ class H5Format(Format):
         require_creatable(self.path.parent)
 
     def refuse_missing(self) -> None:
-        """Accept a file with a user block of ours."""
+        """Raise unless the file has our user block."""
         super().refuse_missing()
         if self.path.is_dir():
             raise NotAStorage(
@@ -268,7 +267,7 @@ class H5Format(Format):
         self.inside.remove(self.path)
 
     def written_aside(self) -> set[Path]:
-        """Return what is kept beside the file."""
+        """Return the files beside the storage."""
         return {*self.beside, self.events_path}
 
     @property
@@ -276,7 +275,7 @@ class H5Format(Format):
         return self._places.layout
 
     def read_manifest(self) -> Manifest:
-        """Return the manifest, which says where the values of attributes lie."""
+        """Return the manifest, which records where the values of attributes are."""
         with closing(open_file(self.path, os.O_RDONLY)) as file:
             size, content = os.fstat(file).st_size, newest_manifest(file)
             header, written = os.pread(file, HEADER_NBYTES, 0), has_slots(file)
@@ -310,12 +309,12 @@ class H5Format(Format):
             os.fdatasync(self._file)
 
     def footprint(self, schema: Schema, rows: int) -> Footprint:
-        """Return space that ``rows`` rows take: one file, mapped for writing and for views."""
+        """Return the space of ``rows`` rows: one file, mapped for writing and for views."""
         nbytes = nbytes_of_file(schema, rows)
         return Footprint(nbytes=nbytes, files=3, largest=nbytes, maps=3)
 
     def create(self, schema: Schema, header: bytes, capacity: int = 0) -> None:
-        """Make the file for ``capacity`` rows, whole, and put it in its place."""
+        """Create the file for ``capacity`` rows and move it to its path when it is complete."""
         if not capacity:
             raise CapacityMissing(
                 f"{self.path} is HDF5, whose space is reserved when the file is made. Say how many "
@@ -326,9 +325,9 @@ class H5Format(Format):
             write_all(file, header, 0)
 
     def fit(self, schema: Schema, capacity: int) -> None:
-        """Write a larger file aside where this one holds fewer than ``capacity`` rows.
+        """Replace the file with a larger one if it holds fewer than ``capacity`` rows.
 
-        Readers that have it open go on seeing the old one.
+        Readers that have the old file open continue to see it.
         """
         if not capacity:
             return
@@ -338,7 +337,7 @@ class H5Format(Format):
             self._rewrite(schema, head, capacity)
 
     def finish(self, schema: Schema, rows: int) -> None:
-        """Write a file of exactly ``rows`` rows aside, unless this one has as many."""
+        """Replace the file with one of exactly ``rows`` rows, unless its capacity is the same."""
         if rows != self._checked(schema).capacity:
             self._rewrite(schema, rows, rows)
 
@@ -351,8 +350,8 @@ class H5Format(Format):
         rewrite(self.path, schema, self.read_manifest(), self._layout, rows, capacity)
 
     def _layout_in(self, file: int, schema: Schema) -> DatasetOffsets:
-        """Return the offsets of the datasets, if they are where they were made."""
-        # By the descriptor: the path may be another file since the manifest was read.
+        """Return the offsets of the datasets, after checking that they have not moved."""
+        # Use the descriptor: the path may be another file since the manifest was read.
         if (content := newest_manifest(file)) is not None:
             self._places = _places_in(parse_manifest(content, self.path), self.path)
         layout = layout_of(file, self.path, schema)
@@ -366,7 +365,7 @@ class H5Format(Format):
 
     @told
     def open(self, schema: Schema, *, writable: bool) -> None:
-        """Open the file, and ask h5py where the datasets lie."""
+        """Open the file, and look up the offsets of the datasets with h5py."""
         file = open_file(self.path, os.O_RDWR if writable else os.O_RDONLY)
         try:
             self._layout_in(file, schema)
@@ -382,12 +381,12 @@ class H5Format(Format):
 
     def _shows_manifest(self, file: int) -> bool:
         content = newest_manifest(file)
-        if content is None:  # there is none yet
+        if content is None:  # the file has no manifest yet
             return True
         return self._places.shows_manifest(file, parse_manifest(content, self.path))
 
     def _follow_attributes(self, file: int) -> None:
-        """Find ours again where another program that added attributes moved them."""
+        """Look up our attributes again if another program moved them by adding its own."""
         places = self._places
         if places.rows.stands(file) and places.provenance.stands(file):
             return
@@ -396,7 +395,7 @@ class H5Format(Format):
         put_manifest(file, manifest, self._places, durable=self.durable)
 
     def grow(self, rows: int) -> None:
-        """Refuse more rows than the file was made for."""
+        """Raise if ``rows`` exceeds the capacity of the file."""
         if rows > (capacity := self._layout.capacity):
             raise StorageFull(
                 f"{self.path} was made for {capacity} rows, and {rows} are wanted. Committed rows "
@@ -405,14 +404,14 @@ class H5Format(Format):
 
     @told
     def arrays(self, rows: int, access: Access) -> list[np.ndarray]:
-        """Map the file; it holds its capacity from the start."""
+        """Map the file, which has its full capacity from the start."""
         self._require_capacity(rows)
         if access not in self._arrays:
             self._arrays[access] = self._mapped(access)
         return self._arrays[access]
 
     def private(self, rows: int, before: Area | None = None) -> Area:
-        """Map the file."""
+        """Map the file privately."""
         self._require_capacity(rows)
         layout = self._layout
         try:
@@ -455,17 +454,17 @@ class H5Format(Format):
         write_all(self._file, content, self._layout.offsets[column] + row * nbytes)
 
     def publish(self, rows: int) -> None:
-        """Store ``rows`` as the value of the attribute."""
+        """Store ``rows`` as the value of the attribute ``rows``."""
         with translated(self.path, 8):
             self._places.show_rows(self._file, rows)
 
     def shown_wrongly(self, head: Callable[[], int]) -> Iterator[str]:
-        """Look at the values of attributes that are written again and again."""
+        """Check the values of attributes that are updated repeatedly."""
         path = self.path
         try:
             with closing(open_file(path, os.O_RDONLY)) as file:
                 places = self._places
-                # A writer may be just writing it.
+                # Repeat the check, because a writer may be writing the value.
                 if places.provenance.stands(file) and not any(
                     self._shows_manifest(file) for _ in range(_LOOKS)
                 ):
@@ -476,7 +475,7 @@ class H5Format(Format):
             yield str(error)
 
     def made_wrongly(self, head: Callable[[], int]) -> Iterator[str]:
-        """Look at the other attributes; datasets not in their places cannot be opened."""
+        """Check the other attributes. Datasets that have moved already fail in `open`."""
         path = self.path
         try:
             with closing(open_file(path, os.O_RDONLY)) as file:
@@ -487,7 +486,7 @@ class H5Format(Format):
                     places.moved(file, path)
             if type(rows := attributes.get("rows")) is not int:
                 raise differs(path, f"its attribute rows is {rows!r:.100}")
-            if moved:  # `shown_wrongly` does not find it
+            if moved:  # `shown_wrongly` does not check the value then
                 self._require_rows(rows, head())
             wanted = {
                 "capacity": self._layout.capacity,
@@ -509,7 +508,7 @@ class H5Format(Format):
 
     @told
     def sync(self, start: int = 0) -> None:
-        """Return when the file is on the disk."""
+        """Wait until the file is on the disk."""
         os.fdatasync(self._file)
 
     def close(self) -> None:

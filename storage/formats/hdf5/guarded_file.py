@@ -1,4 +1,4 @@
-"""A file that HDF5 writes to, whose failures HDF5 does not see."""
+"""Files for HDF5 whose write errors are hidden from HDF5 and raised afterwards."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from tallyroll.storage.formats.optional_libraries import needed
 
 
 class GuardedFile:
-    """A file object for h5py in which every write succeeds.
+    """File object for h5py in which every write appears to succeed.
 
-    When the disk is full or fails, HDF5 raises errors of any kind, and ends the process when it
-    closes a file that it cannot write. So this object keeps the first error for `check`. All later
-    writes go to memory, from which HDF5 reads back its own metadata until it closes the file.
+    When the disk is full or fails, HDF5 raises errors of any kind, and it terminates the process
+    when it closes a file that it cannot write. This object therefore stores the first error for
+    `check`. All later writes go to memory, from which HDF5 reads back its own metadata until it
+    closes the file.
 
     Args:
-        file: a descriptor, open to read and write. The caller closes it.
+        file: a descriptor that is open for reading and writing. The caller closes it.
     """
 
     def __init__(self, file: int) -> None:
         self._file, self._at = file, 0
         self._error: BaseException | None = None
         self._end = 0
-        """The size of the file as HDF5 knows it; used after an error."""
+        """The size of the file from HDF5's point of view, which is used after an error."""
         self._later: list[tuple[int, bytes]] = []
-        """Writes after the error, in their order."""
+        """The writes after the error, in order."""
 
     def check(self) -> None:
-        """Raise the error of the first write that failed."""
+        """Raise the error of the first write that failed, if any."""
         if self._error is not None:
             raise self._error
 
@@ -47,7 +48,7 @@ class GuardedFile:
         return self._at
 
     def read(self, nbytes: int) -> bytes:
-        """Return up to so many bytes."""
+        """Return ``nbytes`` bytes, or fewer at the end of the file."""
         content = bytearray(min(nbytes, max(0, self._size() - self._at)))
         return bytes(content[: self.readinto(content)])
 
@@ -64,7 +65,7 @@ class GuardedFile:
         return len(view)
 
     def write(self, content: Any) -> int:
-        """Write all bytes at the position and return their count."""
+        """Write all bytes at the position and return their number."""
         view = memoryview(content).cast("B")
         if self._error is None:
             try:
@@ -88,7 +89,7 @@ class GuardedFile:
         return size
 
     def flush(self) -> None:
-        """Do nothing: writes are not buffered."""
+        """Do nothing, because writes are not buffered."""
 
     def _fail(self, error: BaseException) -> None:
         self._error, self._end = error, os.fstat(self._file).st_size
@@ -99,9 +100,9 @@ class GuardedFile:
 
 @contextlib.contextmanager
 def guarded_hdf5(file: int, mode: str, **options: Any) -> Iterator[tuple[Any, GuardedFile]]:
-    """Yield an h5py file over a descriptor, and the guard whose `check` raises a failed write.
+    """Yield an h5py file over a descriptor, and the guard whose `check` raises a write error.
 
-    Callers that write much call `check` now and then; the end of the block does, too.
+    Callers that write much should call `check` regularly. The end of the context also calls it.
 
     Raises:
         MissingLibrary: h5py is not installed.
@@ -118,7 +119,7 @@ def guarded_hdf5(file: int, mode: str, **options: Any) -> Iterator[tuple[Any, Gu
 
 @contextlib.contextmanager
 def new_hdf5(path: Path, **options: Any) -> Iterator[tuple[Any, GuardedFile]]:
-    """Yield a new HDF5 file at a path where nothing is, as `guarded_hdf5` does."""
+    """Yield a new HDF5 file at a free path, as `guarded_hdf5` does."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with (
         closing(open_any(path, flags)) as file,

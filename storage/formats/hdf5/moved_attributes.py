@@ -1,9 +1,9 @@
-"""Find where HDF5 keeps the value of an attribute of the root, in the bytes of a file.
+"""Lookup of the offset of a root attribute's value in the bytes of an HDF5 file.
 
-h5py has no name for that place. A program that adds attributes of its own may move ours: the root's
-object header is then continued elsewhere in the file. It is read here as the HDF5 File Format
-Specification says, sections II (superblock, version 0) and IV.A (object header, version 1), which
-are what `datasets` makes and what no program changes in a file that is there.
+h5py does not expose that offset. A program that adds its own attributes may move ours, because the
+root's object header then continues elsewhere in the file. This module parses it according to the
+HDF5 File Format Specification, sections II (superblock, version 0) and IV.A (object header, version
+1). `datasets` creates files of these versions, and no program changes them in an existing file.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _LARGEST_BLOCK = 2**26
 
 
 def value_places(file: int) -> dict[str, int]:
-    """Return the first byte of the value of every attribute of the root, by name.
+    """Return the offset of the value of every attribute of the root, by name.
 
     Raises:
-        ValueError: the file is not laid out as we make files.
+        ValueError: the layout of the file differs from that of files that we create.
     """
     found: dict[str, int] = {}
     for kind, at, message in _messages(file):
@@ -41,7 +41,7 @@ def value_places(file: int) -> dict[str, int]:
 
 
 def _messages(file: int) -> Iterator[tuple[int, int, bytes]]:
-    """Kind, first byte and content of the messages of the root's object header."""
+    """Yield kind, offset and content of the messages of the root's object header."""
     try:
         *_, base, _, _, _, _, root = _SUPERBLOCK.unpack(
             os.pread(file, _SUPERBLOCK.size, USER_BLOCK_NBYTES)
@@ -52,7 +52,7 @@ def _messages(file: int) -> Iterator[tuple[int, int, bytes]]:
     if version != 1:
         raise ValueError(f"an object header of version {version}, not 1")
     blocks = [(base + root + _HEADER.size, nbytes)]
-    for start, size in blocks:  # which grows
+    for start, size in blocks:  # the list grows during the iteration
         if size > _LARGEST_BLOCK or len(blocks) > _MOST_BLOCKS:
             raise ValueError("an object header that is too large")
         try:
@@ -71,7 +71,7 @@ def _messages(file: int) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _value_in(message: bytes) -> tuple[str, int]:
-    """Return an attribute's name, and where in its message the value begins."""
+    """Return the name of an attribute, and the offset of the value in its message."""
     version, _, *sizes = _ATTRIBUTE.unpack_from(message)
     at = _ATTRIBUTE.size + (version >= 3)
     name = message[at : at + sizes[0]].split(b"\0")[0].decode()

@@ -1,13 +1,13 @@
-"""The user block before an HDF5 file of ours: the header, and the manifest in two slots.
+"""The user block at the start of our HDF5 files: the header, and the manifest in two slots.
 
-HDF5 leaves the first bytes of a file to the program that makes it. Offsets in bytes::
+HDF5 reserves the user block for the program that creates the file. Offsets in bytes::
 
     0               the header (see `files/commit_header.py`)
     HEADER_NBYTES   two manifest slots, each: magic, sequence, length, CRC, JSON
     2**20           HDF5 begins
 
-A manifest is written into the slot that does not hold the newest one, so that a torn one
-fails its CRC and leaves the older.
+A manifest is written to the slot that does not hold the newest one. A torn manifest fails its CRC,
+and the older one remains.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _PAGE = 4096
 _SLOT_NBYTES = (USER_BLOCK_NBYTES - HEADER_NBYTES) // 2 // _PAGE * _PAGE
 _STARTS = (HEADER_NBYTES, HEADER_NBYTES + _SLOT_NBYTES)
 MANIFEST_LIMIT = _SLOT_NBYTES - _SLOT.size
-"""The most bytes that a manifest may have."""
+"""Maximum size of a manifest in bytes."""
 _MOST_MANIFESTS = 2**62
-"""So that one more can always be numbered."""
+"""Upper bound of sequences, so that a later manifest can always be numbered."""
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _HEADER_MAGIC = header_bytes(0)[: len(_MAGIC)]
@@ -42,7 +42,7 @@ def _descriptor(path: Path) -> int:
 
 
 def is_hdf5(path: Path) -> bool:
-    """Return whether the file holds HDF5, after a user block of any size."""
+    """Return True if the file contains HDF5, after a user block of any size."""
     if not path.is_file():
         return False
     try:
@@ -58,8 +58,8 @@ def is_hdf5(path: Path) -> bool:
 
 
 def is_ours(path: Path) -> bool:
-    """Return whether the file begins with a user block of ours, be it damaged; raise OSError."""
-    if not path.is_file():  # a pipe would keep us waiting
+    """Return True if the file begins with our user block, even if damaged; may raise OSError."""
+    if not path.is_file():  # opening a pipe would block
         return False
     with open(_descriptor(path), "rb") as file:
         begin = file.read(len(_HEADER_MAGIC))
@@ -67,15 +67,15 @@ def is_ours(path: Path) -> bool:
 
 
 def has_slots(file: int) -> bool:
-    """Return whether a manifest was ever written."""
+    """Return True if a manifest has ever been written."""
     return any(os.pread(file, len(_MAGIC), at) == _MAGIC for at in _STARTS)
 
 
 def newest_manifest(file: int) -> bytes | None:
-    """Return the newest intact manifest.
+    """Return the newest intact manifest, or None.
 
     Raises:
-        CorruptStorage: it says that it follows more of them than can be.
+        CorruptStorage: its sequence is too large.
     """
     found = [each for at in _STARTS if (each := _read(file, at))]
     sequence, content = max(found, default=(0, None))
@@ -99,9 +99,9 @@ def _read(file: int, at: int) -> tuple[int, bytes] | None:
 
 
 def write_manifest(file: int, content: bytes, *, durable: bool = False) -> None:
-    """Write a manifest of up to `MANIFEST_LIMIT` bytes beside the newest one, which it follows.
+    """Write a manifest of up to `MANIFEST_LIMIT` bytes to the slot of the older one.
 
-    Where ``durable``, a power cut leaves the first one of a file whole, or no sign of it.
+    With ``durable``, a power cut leaves the first manifest of a file either complete or absent.
 
     Raises:
         OSError: the file system refuses.

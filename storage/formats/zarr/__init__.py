@@ -1,1 +1,1 @@
-"""Zarr v3: a directory, with a file for each chunk."""
+"""Zarr v3 format: a directory with a file for each chunk."""

@@ -1,4 +1,4 @@
-"""The chunk files of one column: all of one size, each mapped after the one before."""
+"""The chunk files of one column, which have the same size and are mapped contiguously."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _NAME = re.compile(CHUNK_NAME)
 
 
 class ChunkedColumn:
-    """An open column.
+    """An open column in chunk files.
 
     Args:
-        inside: the way to the storage's files.
-        place: the directory of its chunks, which is opened when it is needed.
-        column: what it holds.
-        chunk_rows: rows a chunk.
+        inside: access to the storage's files.
+        place: the directory of the chunks, which is opened on demand.
+        column: the column of the schema.
+        chunk_rows: the number of rows of a chunk.
     """
 
     def __init__(self, inside: Inside, place: Path, column: Column, chunk_rows: int) -> None:
@@ -36,13 +36,13 @@ class ChunkedColumn:
         self.chunk_rows = chunk_rows
         self.chunk_nbytes = chunk_rows * column.row_nbytes
         self.count = 0
-        """Chunks, from the first on, that are known to be there and whole."""
+        """The number of leading chunks that are known to exist and to be complete."""
         self._regions: dict[Access, Region] = {}
         self._tail = (-1, -1)
         self._new_names = self._synced = False
 
     def count_for(self, rows: int) -> int:
-        """Number of chunks that ``rows`` rows take."""
+        """Return the number of chunks for ``rows`` rows."""
         return -(-rows // self.chunk_rows)
 
     def _name(self, number: int) -> str:
@@ -52,10 +52,10 @@ class ChunkedColumn:
         return closing(self._inside.open_directory(self._place))
 
     def require(self, count: int) -> None:
-        """Check that ``count`` chunks are there.
+        """Check that ``count`` chunks exist.
 
         Raises:
-            CorruptStorage: one is missing, of another size, or no file.
+            CorruptStorage: a chunk is missing, has another size, or is not a file.
         """
         if count <= self.count:
             return
@@ -82,7 +82,7 @@ class ChunkedColumn:
             )
 
     def make(self, count: int) -> None:
-        """Make chunks so that there are ``count``, none of them sparse; all or none.
+        """Create chunks so that there are ``count``, none of them sparse; all or none.
 
         Raises:
             OSError: the file system refuses.
@@ -106,7 +106,7 @@ class ChunkedColumn:
             os.posix_fallocate(file, 0, self.chunk_nbytes)
 
     def remove(self, start: int, stop: int) -> None:
-        """Remove chunks ``[start, stop)``, of those that are not mapped."""
+        """Remove chunks ``[start, stop)``, which must not be mapped."""
         self.count = min(self.count, start)
         if stop <= start:
             return
@@ -116,14 +116,14 @@ class ChunkedColumn:
                     os.unlink(self._name(number), dir_fd=directory)
 
     def to_map(self, count: int, access: Access) -> int:
-        """Number of maps that `array` makes for ``count`` chunks."""
+        """Return the number of maps that `array` creates for ``count`` chunks."""
         region = self._regions.get(access)
         if region is None or region.nbytes < count * self.chunk_nbytes:
             return count
         return max(0, count - region.mapped // self.chunk_nbytes)
 
     def array(self, count: int, room: int, access: Access) -> np.ndarray:
-        """Return the first ``room`` rows of ``count`` chunks, mapped: an array [room, ...].
+        """Return the first ``room`` rows of ``count`` mapped chunks, an array [room, ...].
 
         Raises:
             OSError: the system refuses to map them.
@@ -141,7 +141,7 @@ class ChunkedColumn:
     def map_into(
         self, region: Region, at: int, first: int, count: int, flags: int = os.O_RDONLY
     ) -> None:
-        """Map the chunks from ``first`` on, of ``count``, where the column begins at byte ``at``.
+        """Map chunks ``[first, count)`` of a column that begins at byte ``at`` of the region.
 
         Raises:
             OSError: the system refuses to map them.
@@ -164,7 +164,7 @@ class ChunkedColumn:
             rest, at = rest[len(part) :], at + len(part)
 
     def _file(self, number: int) -> int:
-        """Return the chunk's file; the last one stays open."""
+        """Return a descriptor of a chunk's file. The last one stays open."""
         last, file = self._tail
         if last != number:
             self._close_tail()
@@ -174,7 +174,7 @@ class ChunkedColumn:
         return file
 
     def sync(self, start: int) -> None:
-        """Return when the rows from ``start`` on are on the disk, the first time all rows."""
+        """Wait until the rows from ``start`` on are on the disk; the first call syncs all rows."""
         if (region := self._regions.get("write")) is not None:
             region.sync(start * self._column.row_nbytes if self._synced else 0)
         if self._new_names:
@@ -183,7 +183,7 @@ class ChunkedColumn:
         self._new_names, self._synced = False, True
 
     def trim(self, rows: int) -> None:
-        """Remove all chunks without rows, and forget the maps."""
+        """Remove all chunks without rows, and drop the maps."""
         self._close_tail()
         self._regions.clear()
         self.count = self.count_for(rows)
@@ -205,7 +205,7 @@ class ChunkedColumn:
 
 
 def _reserve(nbytes: int, access: Access) -> Region:
-    # Twice as much, so that a growing column is seldom mapped again.
+    # Twice as much, so that a growing column is rarely mapped again.
     try:
         return Region(2 * nbytes, access)
     except OSError:

@@ -1,4 +1,4 @@
-"""A file per chunk of a column, in one directory that is a Zarr v3 group.
+"""Zarr v3 format: one file per chunk of a column, in a directory that is a Zarr group.
 
 ::
 
@@ -6,16 +6,16 @@
     DIR/next/zarr.json                  the group ("next",)
     DIR/next/reward/zarr.json           the column ("next", "reward"): shape, chunks
     DIR/next/reward/c.0, c.1, ...       its chunks, row after row
-    DIR/observation/c.0.0, c.1.0, ...   of a column with rows of one dimension
+    DIR/observation/c.0.0, c.1.0, ...   chunks of a column whose rows have one dimension
     DIR/tallyroll/                      a Zarr array of bytes, whose one chunk is the header
-    DIR/tallyroll/c.0                   rows committed, and the record
-    DIR/tallyroll/manifest.json         what it is; written last when a storage is created
-    DIR/tallyroll/lock                  held by the writer
-    DIR/tallyroll/episodes.npy          the table of episodes
-    DIR/tallyroll/content.leaves        hashes of the content, where some are kept
+    DIR/tallyroll/c.0                   the header: the number of committed rows, and the record
+    DIR/tallyroll/manifest.json         the manifest; written last when a storage is created
+    DIR/tallyroll/lock                  the lock of the writer
+    DIR/tallyroll/episodes.npy          the episode table
+    DIR/tallyroll/content.leaves        content hashes, if they are kept
 
-Chunks are not compressed and never sparse. Zarr wants the last one whole too: what lies
-in it after the last row is not shown.
+Chunks are uncompressed and never sparse. Zarr requires a complete last chunk too: its bytes after
+the last row are not visible.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from tallyroll.storage.rows.keys import format_key
 from tallyroll.storage.rows.schema import Column, Schema
 
 _Attributes: TypeAlias = dict[PurePosixPath, Mapping[str, Any]]
-"""By the place of an array or a group."""
+"""Attributes by the place of an array or a group."""
 
 _OURS, _META = "tallyroll", "zarr.json"
 _ROOT = PurePosixPath()
@@ -70,7 +70,7 @@ _FILES = re.compile(
     rf"(?:.*/)?zarr\.json(?:\.tmp)?|.+/{CHUNK_NAME}"
     rf"|{_OURS}/(?:lock|(?:{_WHOLE})(?:\.tmp)?)"
 )
-# What our own writer, zarr-python and TensorStore leave of these when they are killed.
+# Files that our own writer, zarr-python and TensorStore leave behind when they are killed.
 _LEFT_BEHIND = re.compile(
     rf"(?:zarr\.json|{_WHOLE})\.tmp"
     rf"|(?:zarr|c[.0-9]*)\.[0-9a-f]{{32}}\.partial|(?:zarr\.json|{CHUNK_NAME})\.__lock"
@@ -85,7 +85,7 @@ class ZarrFormat(DirectoryFormat):
     """The files of a `ZarrStorage`."""
 
     name: ClassVar[str] = "tallyroll.zarr"
-    most_dims: ClassVar[int] = 32  # what TensorStore opens
+    most_dims: ClassVar[int] = 32  # the limit of TensorStore
     lacks_bfloat16: ClassVar[str] = "Zarr"
 
     def __init__(self, path: Path) -> None:
@@ -108,7 +108,7 @@ class ZarrFormat(DirectoryFormat):
         return _FILES.fullmatch(name.as_posix()) is not None
 
     def read_manifest(self) -> Manifest:
-        """Return the manifest, which says how many rows the chunks have. Read before `open`."""
+        """Return the manifest, which has the rows per chunk. Call this before `open`."""
         try:
             manifest = super().read_manifest()
         except NotAStorage:
@@ -128,7 +128,7 @@ class ZarrFormat(DirectoryFormat):
             self.publish(self._shown)
 
     def check(self, schema: Schema) -> None:
-        """Refuse names and dtypes that Zarr does not have, and rows that fill no pages."""
+        """Raise for names and dtypes that Zarr lacks, and for rows that cannot fill whole pages."""
         super().check(schema)
         require_names(schema)
         for column, rows in zip(schema.columns, _chunks(schema, 0), strict=True):
@@ -178,7 +178,7 @@ class ZarrFormat(DirectoryFormat):
     def _open_metadata(self) -> None:
         self._sweep()
         self._attributes = self._read_attributes()
-        # What is shown stays so when a run is added, until the next refresh.
+        # The visible row count does not change when a run is added, until the next refresh.
         shown = self._attributes.get(_ROOT, {}).get("rows")
         self._shown = shown if type(shown) is int and shown >= 0 else 0
         self._header_meta_stands = not any(self._header_shown_wrongly())
@@ -190,11 +190,11 @@ class ZarrFormat(DirectoryFormat):
                 closing(self.inside.open_directory(place)) as directory,
             ):
                 for name in filter(_LEFT_BEHIND.fullmatch, os.listdir(directory)):
-                    with contextlib.suppress(OSError):  # a directory is none of ours
+                    with contextlib.suppress(OSError):  # a directory is not ours
                         os.unlink(name, dir_fd=directory)
 
     def _read_attributes(self) -> _Attributes:
-        """Attributes that other programs may have added to arrays and groups."""
+        """Return the attributes of arrays and groups, which other programs may have extended."""
         found: _Attributes = {}
         for place in documents(self.schema, self._chunk_rows, 0, {}):
             with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
@@ -204,10 +204,10 @@ class ZarrFormat(DirectoryFormat):
 
     @told
     def grow(self, rows: int) -> None:
-        """Make whole chunk files: a sparse file would kill us when the disk is full."""
+        """Create whole chunk files. Sparse files would cause SIGBUS on a full disk."""
         before = [column.count for column in self._columns]
         more = [max(0, c.count_for(rows) - c.count) for c in self._columns]
-        # Views map them once more.
+        # Views map the chunks a second time.
         self._require_maps(2 * sum(more), StorageFull)
         try:
             for column in self._columns:
@@ -229,11 +229,11 @@ class ZarrFormat(DirectoryFormat):
 
     @told
     def arrays(self, rows: int, access: Access) -> list[np.ndarray]:
-        """Map the chunks that hold ``rows`` rows, for writing all that are there."""
+        """Map the chunks that hold ``rows`` rows, or all existing chunks for writing."""
         with self._mapping:  # several threads may read
             for column in self._columns:
                 column.require(column.count_for(rows))
-            # Only the writer maps chunks without rows: it may replace them.
+            # Only the writer maps chunks without rows, because it may replace them.
             counts = [c.count if access == "write" else c.count_for(rows) for c in self._columns]
             pairs = list(zip(self._columns, counts, strict=True))
             self._require_maps(sum(c.to_map(n, access) for c, n in pairs), UnsupportedPlatform)
@@ -241,7 +241,7 @@ class ZarrFormat(DirectoryFormat):
             return [column.array(count, room, access) for column, count in pairs]
 
     def private(self, rows: int, before: Area | None = None) -> Area:
-        """Map the chunks of each column after those of the one before, with space for more."""
+        """Map the chunks of each column after those of the previous one, with space for more."""
         with self._mapping:
             for column in self._columns:
                 column.require(column.count_for(rows))
@@ -279,11 +279,11 @@ class ZarrFormat(DirectoryFormat):
         return {self._header_meta: header_document(HEADER_NBYTES)}
 
     def written_aside(self) -> set[Path]:
-        """Return the metadata of the header, too."""
+        """Return the files of the base class and the metadata of the header."""
         return super().written_aside() | {self._header_meta}
 
     def shown_wrongly(self, head: Callable[[], int]) -> Iterator[str]:
-        """Compare Zarr's metadata with what it should be."""
+        """Compare Zarr's metadata with the expected content."""
         yield from super().shown_wrongly(head)
         yield from self._header_shown_wrongly()
 
@@ -292,13 +292,13 @@ class ZarrFormat(DirectoryFormat):
 
     @told
     def trim(self, rows: int, kept: int) -> None:
-        """Remove chunks beyond, those of a killed writer too."""
+        """Remove chunks beyond the rows, including those of a killed writer."""
         for column in self._columns:
             column.trim(max(rows, kept))
 
     @told
     def sync(self, start: int = 0) -> None:
-        """Return when the rows from ``start`` on are on the disk, the first time all."""
+        """Wait until the rows from ``start`` on are on the disk; the first call syncs all rows."""
         for column in self._columns:
             column.sync(start)
 
@@ -312,12 +312,12 @@ class ZarrFormat(DirectoryFormat):
 
 
 def _room(counts: Iterable[tuple[ChunkedColumn, int]]) -> int:
-    """Return rows that all of so many chunks of each column hold."""
+    """Return the number of rows that fit into the given number of chunks of every column."""
     return min(count * column.chunk_rows for column, count in counts)
 
 
 def _reserved(sizes: Sequence[int]) -> Area:
-    # Twice as much, so that a growing storage is seldom mapped again.
+    # Twice as much, so that a growing storage is rarely mapped again.
     try:
         return _spread([2 * size for size in sizes])
     except OSError:
@@ -325,13 +325,13 @@ def _reserved(sizes: Sequence[int]) -> Area:
 
 
 def _spread(sizes: Sequence[int]) -> Area:
-    """Return an area without rows, of columns of these sizes."""
+    """Return an area without rows, for columns of these sizes."""
     starts = tuple(accumulate(sizes, initial=0))
     return Area(Region(starts[-1], "private"), starts[:-1], 0)
 
 
 def _fit(sizes: Sequence[int], area: Area) -> bool:
-    """Return whether columns of these sizes have space in an area."""
+    """Return True if columns of these sizes fit into an area."""
     ends = (*area.starts[1:], area.region.nbytes)
     places = zip(sizes, area.starts, ends, strict=True)
     return all(start + size <= end for size, start, end in places)

@@ -1,6 +1,6 @@
-"""Zarr v3 metadata of columns: the content of every ``zarr.json``. Pure.
+"""Zarr v3 metadata of columns, which is the content of every ``zarr.json``. Pure.
 
-As in the Zarr core specification, version 3: https://zarr-specs.readthedocs.io
+Source: the Zarr core specification, version 3: https://zarr-specs.readthedocs.io
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tallyroll.storage.rows.schema import Column, Schema
 Document = dict[str, Any]
 
 CHUNK_NAME = r"c\.(\d+)(?:\.0)*"
-"""A regular expression for the files that `chunk_name` names; its group is the number."""
+"""Regular expression for the file names of `chunk_name`; its group is the chunk number."""
 
 _OURS = "tallyroll"
 _LONGEST_NAME = 255
@@ -29,10 +29,10 @@ _KIB, _MIB = 2**10, 2**20
 
 
 def require_names(schema: Schema) -> None:
-    """Refuse what Zarr, or a library that reads it, has no name for.
+    """Raise for names that Zarr, or a library that reads it, does not support.
 
     Raises:
-        InvalidSchema: a name that cannot be one.
+        InvalidSchema: a part of a key is not a valid name.
     """
     for column in schema.columns:
         if column.key[0] == _OURS:
@@ -58,12 +58,12 @@ def _require_name(column: Column, part: str) -> None:
 
 
 def chunk_rows_of(column: Column, capacity: int) -> int:
-    """Number of rows in a chunk.
+    """Return the number of rows of a chunk.
 
-    A chunk is a whole number of pages, of 64 KiB where that is possible, so that chunks
-    can be mapped side by side. It has about a 64th of the column where ``capacity`` is
-    known, and between 256 KiB and 64 MiB; where it is not, some thousand rows and
-    between 1 and 16 MiB. More where rows are of an odd size.
+    A chunk is a whole number of pages, of 64 KiB if possible, so that chunks can be mapped
+    contiguously. If ``capacity`` is known, a chunk has about a 64th of the column, between 256 KiB
+    and 64 MiB. Otherwise it has some thousand rows, between 1 and 16 MiB. Rows of an odd size may
+    need larger chunks.
     """
     nbytes = column.row_nbytes
     if capacity:
@@ -78,7 +78,7 @@ def chunk_rows_of(column: Column, capacity: int) -> int:
 
 
 def chunk_name(column: Column, number: int) -> str:
-    """Return the file of a column's chunk."""
+    """Return the file name of a column's chunk."""
     return ".".join(["c", str(number), *("0" for _ in column.shape)])
 
 
@@ -88,16 +88,16 @@ def documents(
     rows: int,
     attributes: Mapping[PurePosixPath, Mapping[str, Any]],
 ) -> dict[PurePosixPath, Document]:
-    """Return the ``zarr.json`` of every directory, in the order to write them, the root last.
+    """Return the ``zarr.json`` of every directory, in write order, the root last.
 
-    Every group holds all that is below it, so that what is opened by a group's one
-    file is of one moment.
+    Every group contains the metadata of everything below it, so that a group that is opened by its
+    single file is consistent.
 
     Args:
-        schema: the columns.
-        chunk_rows: rows a chunk, for each of them.
-        rows: how many are shown.
-        attributes: of arrays and groups, by directory.
+        schema: the schema of the storage.
+        chunk_rows: the number of rows of a chunk, for each column.
+        rows: the number of visible rows.
+        attributes: the attributes of arrays and groups, by directory.
     """
     row_name = _row_name(schema)
     arrays = {
@@ -108,7 +108,7 @@ def documents(
     nodes: dict[PurePosixPath, Document] = {place: _group() for place in places} | arrays
     for place, node in nodes.items():
         node["attributes"] = dict(attributes.get(place, {}))
-    # zarr-python wants siblings beside each other.
+    # zarr-python requires siblings to be adjacent.
     order = sorted(nodes, key=lambda place: (len(place.parts), place.parts))
     below: dict[PurePosixPath, dict[str, Document]] = {group: {} for group in places}
     for place in order:
@@ -137,7 +137,7 @@ def header_document(nbytes: int) -> Document:
 
 
 def _row_name(schema: Schema) -> str:
-    # To xarray an array with the name of its dimension is an index.
+    # xarray treats an array with the name of its dimension as an index.
     taken = {part for column in schema.columns for part in column.key}
     name = "row"
     while name in taken:
@@ -146,7 +146,7 @@ def _row_name(schema: Schema) -> str:
 
 
 def _array(column: Column, rows: int, chunk_rows: int, row_name: str) -> Document:
-    # To xarray dimensions of one name are of one size, and those that fit are aligned.
+    # In xarray, dimensions of one name have one size, and matching ones are aligned.
     inner = [f"axis{axis}_{size}" for axis, size in enumerate(column.shape, 1)]
     return {
         "zarr_format": 3,

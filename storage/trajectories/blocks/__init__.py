@@ -1,1 +1,1 @@
-"""The rows of each lane, found by rank and select, in blocks that take few bytes a row."""
+"""Compact blocks of the rows of each lane, which are found by rank and select."""

@@ -1,12 +1,12 @@
 """Three encodings of the lane of each row of a block. Pure.
 
-The rows of a block are numbered by their *offset*; a row is the ``rank``-th of its lane in there.
-A *sweep* is a stretch of rows whose lanes do not descend: one slot, or a batch that is laid out
-lane by lane.
+The rows of a block are numbered by their *offset*. The *rank* of a row is the number of earlier
+rows of its lane in the block. A *sweep* is a stretch of rows whose lanes do not descend: one slot,
+or a batch that is laid out lane by lane.
 
-`BitEncoding` has a bit a lane and layer, once by lanes and once by layers: layer j of a sweep are
-the lanes with more than j rows in it. `TableEncoding` has two numbers a sweep and lane.
-`OrderEncoding` has two numbers a row, whatever the order.
+`BitEncoding` has one bit per lane and layer, once by lanes and once by layers: layer j of a sweep
+consists of the lanes with more than j rows in it. `TableEncoding` has two numbers per sweep and
+lane. `OrderEncoding` has two numbers per row, for any order of rows.
 """
 # ruff: noqa: D102 - each method is documented once, in `LaneEncoding`
 
@@ -25,13 +25,13 @@ from tallyroll.storage.engine.kernel import in_order
 from tallyroll.storage.trajectories.blocks.growable import GrowableArray, Ladders, StoredArray
 
 KINDS: Final = ("order", "table", "bits")
-"""The kinds of shelves, by the numbers that the extension knows."""
+"""The kinds of shelves, indexed by the numbers that the extension uses."""
 
 MOST_LAYERS: Final = 16
-"""The most layers of a `BitEncoding`."""
+"""The maximum number of layers of a `BitEncoding`."""
 _WORD = 64
 _LOW: Final = np.array([(1 << bits) - 1 for bits in range(_WORD + 1)], np.uint64)
-"""Words whose lowest bits are set, by how many."""
+"""Words with the lowest k bits set, indexed by k."""
 _INT64: Final = np.iinfo(np.int64)
 _ONE_BYTE: Final = np.arange(256, dtype=np.uint8)
 
@@ -41,11 +41,11 @@ class LaneBlock:
     """The lanes of a block's rows, in several orders."""
 
     lane: np.ndarray
-    """The lane of each row, whole numbers below ``lanes``, [rows]."""
+    """The lane of each row, integers below ``lanes``, [rows]."""
     order: np.ndarray
-    """Offsets in the order of lanes and within them of time, [rows]."""
+    """Offsets ordered by lane, and by time within a lane, [rows]."""
     lane_first: np.ndarray
-    """Where each lane begins in that order, [lanes]."""
+    """The position in that order at which each lane begins, [lanes]."""
 
     @property
     def rows(self) -> int:
@@ -71,7 +71,7 @@ class LaneBlock:
 
     @cached_property
     def layer(self) -> np.ndarray:
-        """How many rows of the same lane each row has before it in its sweep, [rows]."""
+        """The number of earlier rows of the same lane in the row's sweep, [rows]."""
         same = np.zeros(self.rows, np.bool_)
         np.equal(self.lane[1:], self.lane[:-1], out=same[1:])
         number = np.arange(self.rows)
@@ -80,19 +80,19 @@ class LaneBlock:
 
 
 class LaneEncoding(ABC):
-    """Blocks of one kind. Arguments ``block`` are numbers on this shelf, [n]."""
+    """Shelf of blocks in one encoding. Arguments ``block`` are numbers on this shelf, [n]."""
 
     def __init__(self, dtype: Any) -> None:
         self.dtype = dtype
         self.starts = Ladders(dtype)
-        """Where stretches begin, as places in the order of lanes."""
+        """The positions at which stretches begin, in the order of lanes."""
         self.ids = GrowableArray(np.int64)
         """The trajectory of each stretch."""
         self._least, self._most = GrowableArray(np.int64), GrowableArray(np.int64)
         self.count = 0
 
     def add(self, block: LaneBlock, starts: np.ndarray, ids: np.ndarray) -> int:
-        """Add a block, the places at which stretches begin, and their ids; return its number."""
+        """Add a block with the positions of its stretches and their ids; return its number."""
         self._add(block)
         self.starts.add(starts, block.rows)
         self.ids.add(ids)
@@ -116,14 +116,14 @@ class LaneEncoding(ABC):
 
     @abstractmethod
     def spots(self, block: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return lane and rank of the rows at these offsets, [n] each."""
+        """Return the lane and the rank of the rows at these offsets, [n] each."""
 
     @abstractmethod
     def offsets(self, block: np.ndarray, lane: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        """Return the offset of the ``rank``-th row of a lane, which has so many, [n]."""
+        """Return the offset of the row of a lane with this rank, which must exist, [n]."""
 
     def cut(self, blocks: int) -> None:
-        """Give back the first blocks, fewer than there are."""
+        """Drop the first blocks; at least one must remain."""
         self.ids.cut(self.starts.bounds(blocks)[0])
         self.starts.cut(blocks)
         self._least.cut(blocks)
@@ -133,30 +133,32 @@ class LaneEncoding(ABC):
 
     @abstractmethod
     def _cut(self, blocks: int) -> None:
-        """Give back the lanes of the first blocks."""
+        """Drop the lanes of the first blocks."""
 
     @property
     @abstractmethod
     def sizes(self) -> tuple[int, ...]:
-        """The arguments that it was made with, beside the dtype."""
+        """The constructor arguments other than the dtype."""
 
     @property
     def stored(self) -> tuple[StoredArray, ...]:
-        """All arrays, in the order of the file that keeps them."""
+        """All arrays, in the order of the index file."""
         own = StoredArray(self.ids), StoredArray(self._least, True), StoredArray(self._most, True)
         return *self.starts.stored, *own, *self._stored
 
     @property
     @abstractmethod
     def _stored(self) -> tuple[StoredArray, ...]:
-        """The arrays that have the lanes."""
+        """The arrays that encode the lanes."""
 
     def hold(self, arrays: Sequence[np.ndarray]) -> None:
-        """Have the blocks of these arrays, in the order of `stored`.
+        """Adopt the blocks in these arrays, in the order of `stored`.
+
+        Only the lengths of arrays and the numbers per block are checked. The contents of the other
+        arrays are not.
 
         Raises:
-            ValueError: they do not fit one another. It is not known then what lies in the arrays
-                that do not have one number a block.
+            ValueError: the arrays are inconsistent.
         """
         for stored, array in zip(self.stored, arrays, strict=True):
             stored.pile.hold(array)
@@ -171,10 +173,10 @@ class LaneEncoding(ABC):
 
     @abstractmethod
     def _fits(self) -> bool:
-        """Return whether the arrays that have the lanes fit one another."""
+        """Return True if the arrays that encode the lanes are consistent."""
 
     def clone(self) -> LaneEncoding:
-        """Return a shelf with the same blocks, which changes apart."""
+        """Return an independent copy of the shelf."""
         made = type(self)(self.dtype, *self.sizes)
         made.hold([stored.pile.all for stored in self.stored])
         return made
@@ -199,17 +201,17 @@ class LaneEncoding(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
+        """The size of all blocks in bytes."""
         return self.starts.nbytes + self.ids.nbytes + sum(each.nbytes for each in self._piles)
 
     @property
     @abstractmethod
     def _piles(self) -> tuple[GrowableArray | Ladders, ...]:
-        """The arrays that have the lanes."""
+        """The arrays that encode the lanes."""
 
 
 class OrderEncoding(LaneEncoding):
-    """The place of each row in the order of lanes, and the row at each place."""
+    """Encoding as the position of each row in the order of lanes, and the inverse permutation."""
 
     def __init__(self, dtype: Any) -> None:
         super().__init__(dtype)
@@ -281,16 +283,16 @@ class OrderEncoding(LaneEncoding):
 
     @staticmethod
     def cost(block: LaneBlock, itemsize: int) -> float:
-        """Bytes that a block takes."""
+        """Return the size of a block in bytes."""
         return 2 * itemsize * block.rows + itemsize * block.lanes
 
 
 class TableEncoding(LaneEncoding):
-    """For each sweep where each lane begins, and for each lane its rank there.
+    """Encoding as the offset of each lane in each sweep, and the rank of each lane there.
 
     Args:
-        dtype: of offsets.
-        lanes: how many there are.
+        dtype: the dtype of offsets.
+        lanes: the number of lanes.
     """
 
     def __init__(self, dtype: Any, lanes: int) -> None:
@@ -326,7 +328,7 @@ class TableEncoding(LaneEncoding):
         return found
 
     def _ranks(self, block: np.ndarray, lane: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return where the ranks of a lane begin, and how many sweeps there are, [n] each."""
+        """Return where the ranks of a lane begin, and the number of sweeps, [n] each."""
         of = self._sweeps.of_rungs.all
         first = of.take(block)
         stop = np.append(of, self._sweeps.rungs.count).take(block + 1)
@@ -366,17 +368,17 @@ class TableEncoding(LaneEncoding):
 
     @staticmethod
     def cost(block: LaneBlock, itemsize: int) -> float:
-        """Bytes that a block takes."""
+        """Return the size of a block in bytes."""
         return 2 * itemsize * len(block.sweep_first) * block.lanes
 
 
 class BitEncoding(LaneEncoding):
-    """A bit a lane and layer, by layers and by lanes.
+    """Encoding as one bit per lane and layer, stored by layers and by lanes.
 
     Args:
-        dtype: of offsets.
-        lanes: how many there are.
-        layers: how many a sweep has.
+        dtype: the dtype of offsets.
+        lanes: the number of lanes.
+        layers: the number of layers of a sweep.
     """
 
     def __init__(self, dtype: Any, lanes: int, layers: int) -> None:
@@ -392,7 +394,7 @@ class BitEncoding(LaneEncoding):
 
     @cached_property
     def _below(self) -> np.ndarray:
-        """For each lane a bit for each lane below it; the extension needs none."""
+        """For each lane, a mask of the lanes below it. The extension does not need it."""
         below = np.tri(self._lanes, 8 * self._nbytes, -1, dtype=np.uint8)
         return np.packbits(below, axis=1, bitorder="little").view(self._word)
 
@@ -414,7 +416,7 @@ class BitEncoding(LaneEncoding):
         sweep = self._sweeps.up_to(block, offset) - 1
         within = offset - self._sweeps.rungs.all.take(sweep)
         rows, layers = self._rows_of(sweep), self._layers
-        # Bytes first, then the bits of one: how many rows all layers have below each lane.
+        # Count the rows below each lane over all layers: first by byte, then by bit.
         counts = np.bitwise_count(rows).sum(axis=1, dtype=np.int64)
         byte, before = _first_above(counts, within)
         bits = np.unpackbits(
@@ -447,7 +449,7 @@ class BitEncoding(LaneEncoding):
         return rows.reshape(len(sweep), self._layers, self._nbytes)
 
     def _lane_words(self, block: np.ndarray, lane: np.ndarray) -> np.ndarray:
-        """Return the words of lanes in blocks, 0 after the last, [n, words]."""
+        """Return the words of lanes in blocks, padded with 0, [n, words]."""
         words = self._words.all.take(block)
         at = (self._of_lanes.all.take(block) + lane * words)[:, None] + self._columns
         found: np.ndarray = self._by_lane.all.take(at, mode="clip")
@@ -510,7 +512,7 @@ class BitEncoding(LaneEncoding):
 
     @staticmethod
     def cost(block: LaneBlock, itemsize: int) -> float:
-        """Bytes that a block takes; infinitely many if sweeps have too many layers."""
+        """Return the size of a block in bytes, or infinity if a sweep has too many layers."""
         each = int(block.layer.max()) + 1
         if each > MOST_LAYERS:
             return float("inf")
@@ -532,21 +534,22 @@ def check_places(places: np.ndarray, count: int) -> None:
 
 
 def _word_nbytes(lanes: int) -> int:
-    """Return the bytes that have a bit for each lane: 1, 2, 4, or multiples of 8."""
+    """Return the number of bytes with a bit for each lane: 1, 2, 4, or a multiple of 8."""
     nbytes = -(-lanes // 8)
     return 1 << (nbytes - 1).bit_length() if nbytes <= 8 else -(-nbytes // 8) * 8
 
 
 def _before(counts: np.ndarray, axis: int) -> np.ndarray:
-    """Return the sum of the counts before each along an axis."""
+    """Return the exclusive cumulative sum of counts along an axis."""
     found: np.ndarray = counts.cumsum(axis=axis) - counts
     return found
 
 
 def _first_above(counts: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Find the first column of counts [n, columns] whose running sum is above a number [n].
+    """Find the first column of counts [n, columns] whose running sum exceeds a number [n].
 
-    Return the column, and the sum before it, [n] each.
+    Returns:
+        The column, and the sum before it, [n] each.
     """
     if counts.shape[1] == 1:
         return np.zeros(len(counts), np.int64), np.zeros(len(counts), np.int64)
@@ -557,7 +560,7 @@ def _first_above(counts: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, np
 
 
 def _select(words: np.ndarray, rank: np.ndarray) -> np.ndarray:
-    """Return the place of the ``rank``-th set bit of words [n]."""
+    """Return the position of the ``rank``-th set bit of words [n]."""
     octets = words.view(np.uint8).reshape(-1, 8)
     octet, before = _first_above(np.bitwise_count(octets), rank)
     value = octets[np.arange(len(octets)), octet]
@@ -574,15 +577,15 @@ def _select_table() -> np.ndarray:
 
 
 _SELECT: Final = _select_table()
-"""The place of the k-th set bit of a byte."""
+"""The position of the k-th set bit of a byte."""
 
 
 def last_up_to(
     values: np.ndarray, first: np.ndarray, count: np.ndarray, x: np.ndarray
 ) -> np.ndarray:
-    """Return the last place in ``values[first : first + count]`` whose value is at most x, [n].
+    """Return the last index in ``values[first : first + count]`` whose value is at most x, [n].
 
-    The values of such a part ascend, and its first is at most x.
+    The values of each part ascend, and the first one is at most x.
     """
     low, high = np.zeros_like(first), count - 1
     while (low < high).any():
@@ -594,7 +597,7 @@ def last_up_to(
 
 
 def kind_of(block: LaneBlock, itemsize: int) -> tuple[Any, ...]:
-    """Return the class of the shelf on which a block takes the fewest bytes, and its arguments."""
+    """Return the encoding in which a block takes the fewest bytes, and its arguments."""
     costs = {
         (BitEncoding, block.lanes, int(block.layer.max()) + 1): BitEncoding.cost(block, itemsize),
         (TableEncoding, block.lanes): TableEncoding.cost(block, itemsize),

@@ -1,4 +1,4 @@
-"""The functions of the extension that read blocks, with `storage/engine/_lane_blocks.c`."""
+"""Interface of the compiled functions that read blocks (`storage/engine/_lane_blocks.c`)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ require_names("SHELVES", KINDS)
 
 
 class LaneKernel(Protocol):
-    """The functions. Tables are those of `LaneBlocks`."""
+    """The compiled functions. Tables are those of `LaneBlocks`."""
 
     def spots_of(
         self, table: bytes, tail_count: int, rows: np.ndarray, found: np.ndarray, /
     ) -> None:
         """Find rows, int64 [n], in their lanes: lane, position and start in ``found``, [3, n].
 
-        The table is that of `LaneBlocks`, whose tail has so many rows. All arrays of this and the
-        next three functions are contiguous, and int64.
+        The table is that of `LaneBlocks`, whose tail has ``tail_count`` rows. All arrays of this
+        and the next three functions are contiguous int64.
 
         Raises:
-            IndexError: a row is not there, or the blocks are damaged.
+            IndexError: a row does not exist, or the blocks are damaged.
         """
 
     def windows_of(
@@ -39,11 +39,14 @@ class LaneKernel(Protocol):
     ) -> int:
         """Find the slices of ``length`` rows that end with ``rows`` [n]: ``found`` [most, length].
 
-        Those alone that their stretch has whole, from row ``first`` on, until there are ``most``.
-        Returns how many there are.
+        Only slices that their stretch fully contains, from row ``first`` on, are found, and at most
+        ``most`` of them.
+
+        Returns:
+            The number of slices.
 
         Raises:
-            IndexError: a row is not there, or the blocks are damaged.
+            IndexError: a row does not exist, or the blocks are damaged.
         """
 
     def rows_at(
@@ -58,11 +61,12 @@ class LaneKernel(Protocol):
     ) -> None:
         """Find the ``length`` rows up to positions of lanes: ``found`` [n, length].
 
-        ``spots`` [3, n] has the lane, the position, and the lowest one: its row is repeated in the
-        place of rows before it. ``near`` [n] are rows, of which each is near those.
+        ``spots`` [3, n] has the lane, the position and the lowest position, whose row is repeated
+        for rows before it. ``near`` [n] has a row near each of those to find, where the search
+        starts.
 
         Raises:
-            IndexError: a row is not there, or the blocks are damaged.
+            IndexError: a row does not exist, or the blocks are damaged.
         """
 
     def walk_onward(
@@ -70,10 +74,10 @@ class LaneKernel(Protocol):
     ) -> None:
         """Walk from each of ``rows`` [n] to the end of its stretch: ``found`` [length, n].
 
-        The last row is repeated in the place of rows after it.
+        The last row is repeated for rows after it.
 
         Raises:
-            IndexError: a row is not there, or the blocks are damaged.
+            IndexError: a row does not exist, or the blocks are damaged.
         """
 
     def bounds_of(
@@ -81,15 +85,15 @@ class LaneKernel(Protocol):
     ) -> tuple[int, int]:
         """Return the first and one more than the last position of the trajectory of a row.
 
-        The row is at a ``position`` of a lane, of which positions from ``floor`` on are there.
+        The row is at ``position`` of a lane, whose positions from ``floor`` on are available.
 
         Raises:
-            IndexError: the row is not there, or the blocks are damaged.
+            IndexError: the row does not exist, or the blocks are damaged.
         """
 
 
 def compiled_lanes() -> LaneKernel | None:
-    """Return the functions; None if they were not built, or are switched off."""
+    """Return the compiled functions, or None if they were not built or are switched off."""
     kernel: Any = compiled()
     found: LaneKernel | None = kernel
     return found

@@ -1,4 +1,4 @@
-"""Flat arrays that blocks are added to, and sorted numbers within blocks. Pure."""
+"""Growable flat arrays, and sorted numbers within blocks. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EVERY = 64
 
 
 class GrowableArray:
-    """An array [count, ...] that grows at its end; `all` is what it holds."""
+    """An array [count, ...] that grows at its end; `all` is the array of its values."""
 
     __slots__ = ("_room", "count")
 
@@ -24,17 +24,17 @@ class GrowableArray:
 
     @property
     def all(self) -> np.ndarray:
-        """The values; a view until more are added."""
+        """The values, as a view that is valid until more are added."""
         return self._room[: self.count]
 
     @property
     def words(self) -> tuple[Any, ...]:
-        """The values as the extension reads them."""
+        """The words that describe the values to the extension."""
         return numbers_at(self.all)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
+        """The size of the values in bytes."""
         return self.count * self._room.itemsize * int(np.prod(self._room.shape[1:]))
 
     def add(self, values: np.ndarray) -> int:
@@ -46,7 +46,7 @@ class GrowableArray:
         return begin
 
     def hold(self, values: np.ndarray) -> None:
-        """Have these values alone, maybe of a file that is mapped; they are not written to."""
+        """Replace the values, for example by those of a mapped file. They are not written to."""
         self._room, self.count = values, len(values)
 
     @property
@@ -61,32 +61,32 @@ class GrowableArray:
         return tuple(self._room.shape[1:])
 
     def cut(self, first: int) -> None:
-        """Give back the values before ``first``."""
+        """Drop the values before ``first``."""
         self._room = self.all[first:].copy()
         self.count -= first
 
 
 class StoredArray(NamedTuple):
-    """An array of a shelf, as a file keeps it."""
+    """An array of a shelf in the index file."""
 
     pile: GrowableArray
     each: bool = False
-    """Whether it has a number for each block; otherwise as many as the rows need."""
+    """True if it has one number per block; otherwise its length depends on the rows."""
     into: GrowableArray | None = None
-    """The array in which the numbers are places, at which blocks begin."""
+    """The array whose positions the numbers are, at which blocks begin."""
 
 
 def numbers_at(array: np.ndarray) -> tuple[Any, ...]:
-    """Return the words of contiguous numbers for `LaneKernel`."""
+    """Return the words that describe a contiguous array to `LaneKernel`."""
     words: list[Any] = in_order("NUMBERS", address=array, itemsize=array.itemsize, count=array.size)
     return tuple(words)
 
 
 class Ladders:
-    """Ascending numbers below the rows of a block, one ladder a block.
+    """Ascending numbers below the row count of a block, one ladder per block.
 
-    How many of them are at most x is found in a few operations however many there are: marks
-    say it for every 64th x.
+    The number of rungs up to x is found in a few operations regardless of their number, because
+    marks store it for every 64th x.
     """
 
     __slots__ = ("marks", "of_marks", "of_rungs", "rungs")
@@ -96,13 +96,13 @@ class Ladders:
         self.of_rungs, self.of_marks = GrowableArray(np.int64), GrowableArray(np.int64)
 
     def add(self, rungs: np.ndarray, below: int) -> None:
-        """Add a ladder of numbers from 0 to ``below - 1``."""
+        """Add a ladder of ascending numbers from 0 to ``below - 1``."""
         edges = np.arange(0, below + _EVERY, _EVERY)
         self.of_rungs.add(np.array([self.rungs.add(rungs)]))
         self.of_marks.add(np.array([self.marks.add(rungs.searchsorted(edges))]))
 
     def up_to(self, ladder: np.ndarray, x: np.ndarray) -> np.ndarray:
-        """Return the index in `rungs` after the last number of each ladder [n] up to x [n]."""
+        """Return the index in `rungs` after the last number up to x [n] of each ladder [n]."""
         first: np.ndarray = self.of_rungs.all.take(ladder)
         if not self.rungs.count:
             return first
@@ -118,12 +118,12 @@ class Ladders:
         return low
 
     def bounds(self, ladder: int) -> tuple[int, int]:
-        """Return where one ladder begins and ends in `rungs`."""
+        """Return the begin and end of one ladder in `rungs`."""
         of = self.of_rungs.all
         return int(of[ladder]), int(of[ladder + 1]) if ladder + 1 < len(of) else self.rungs.count
 
     def cut(self, ladders: int) -> None:
-        """Give back the first ladders, fewer than there are."""
+        """Drop the first ladders; at least one must remain."""
         for values, of in ((self.rungs, self.of_rungs), (self.marks, self.of_marks)):
             begin = int(of.all[ladders])
             of.cut(ladders)
@@ -132,7 +132,7 @@ class Ladders:
 
     @property
     def stored(self) -> tuple[StoredArray, ...]:
-        """All arrays."""
+        """All arrays, in the order of the index file."""
         return (
             *(StoredArray(self.rungs), StoredArray(self.marks)),
             *(
@@ -143,7 +143,7 @@ class Ladders:
 
     @property
     def words(self) -> tuple[Any, ...]:
-        """`GrowableArray.words` of all that it has."""
+        """The words that describe all arrays to the extension."""
         words = in_order(
             "LADDER",
             rungs=self.rungs.words,
@@ -155,5 +155,5 @@ class Ladders:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """The size of all arrays in bytes."""
         return sum(each.nbytes for each in (self.rungs, self.marks, self.of_rungs, self.of_marks))

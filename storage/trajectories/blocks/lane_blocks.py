@@ -1,4 +1,4 @@
-"""The rows of each lane, and the stretches that they make, in blocks. Pure."""
+"""Index of the rows of each lane and of their stretches, in blocks. Pure."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _NARROW = 2**16
 
 
 class Spots(NamedTuple):
-    """Where rows are in their lanes, [n] each."""
+    """The positions of rows in their lanes, [n] each."""
 
     lane: np.ndarray
     """The number of the lane in this index."""
     position: np.ndarray
-    """The number of rows before it in its lane."""
+    """The number of earlier rows in the lane."""
     start: np.ndarray
     """The position at which its stretch began."""
 
@@ -46,44 +46,44 @@ class Segments(NamedTuple):
     begin: np.ndarray
     stop: np.ndarray
     start: np.ndarray
-    """The position at which the stretch began, maybe in an earlier block."""
+    """The position at which the stretch began, possibly in an earlier block."""
 
 
 class LaneBlocks:
-    """Finds the lane and the position of a row, and the row at a position of a lane.
+    """Index that maps a row to its lane and position, and a position of a lane to its row.
 
-    A *stretch* are the rows of a trajectory that follow one another step by step, wherever they
-    are stored. Lanes are numbered as they come, so that few lanes of high numbers cost little.
+    A *stretch* consists of consecutive steps of a trajectory, wherever they are stored. Lanes are
+    numbered in order of appearance, so that a few lanes with high numbers cost little.
 
     Args:
-        ring: slots of the ring, whose older rows are forgotten; or 0.
+        ring: the number of slots of the ring, whose older rows are dropped; or 0.
     """
 
     def __init__(self, ring: int = 0) -> None:
         self._ring = ring
-        self._known = np.empty(0, np.int64)  # the number here of each lane, -1 without one
+        self._known = np.empty(0, np.int64)  # the number of each lane in this index, or -1
         self._tail_id, self._tail_step = np.empty(0, np.int64), np.empty(0, np.int64)
         self._kernel, self._table = compiled_lanes(), b""
         self._begin(0)
 
     def _begin(self, first: int) -> None:
-        """Begin again with row ``first``: those before are gone."""
+        """Start again with row ``first``, because earlier rows were overwritten."""
         self.tail = Tail(first)
         self.lanes = 0
         self._known[:], self._tail_id[:] = -1, NOBODY
         self._shelves: list[LaneEncoding] = []
         self._of_kind: dict[tuple[Any, ...], int] = {}
-        # A block's first row, its shelf, its number there, and where its lanes begin below.
+        # By block: its first row, its shelf, its number there, and the begin of its lanes below.
         self.first, self._shelf = GrowableArray(np.int64), GrowableArray(np.int64)
         self._slot, self._of_lanes = GrowableArray(np.int64), GrowableArray(np.int64)
-        # By block and lane: rows before the block, where the last stretch before it began, and of
-        # which trajectory it is, and where the lane begins in the block's order of lanes.
+        # By block and lane: rows before the block, the start and the trajectory of the last stretch
+        # before it, and the begin of the lane in the block's order of lanes.
         self._base, self._carried = GrowableArray(np.int64), GrowableArray(np.int64)
         self._carried_id = GrowableArray(np.int64)
         self._lane_first = GrowableArray(np.uint32)
         self._lost = 0
 
-    # --- rows come and go -------------------------------------------------------------------------
+    # --- adding and dropping rows -----------------------------------------------------------------
 
     @property
     def seen(self) -> int:
@@ -92,15 +92,15 @@ class LaneBlocks:
 
     @property
     def oldest(self) -> int:
-        """The number of the first row that can be asked for."""
+        """The number of the first row that is available."""
         first = self.first.all
         return int(first[self._lost]) if len(first) > self._lost else self.tail.first
 
     def extend(self, chunk: RowChunk) -> None:
-        """Add the rows after those seen; rows in between are taken for overwritten.
+        """Add the next rows. Rows in between are assumed to be overwritten.
 
         Raises:
-            CorruptStorage: a number that no lane can have.
+            CorruptStorage: a lane number is out of range.
         """
         if chunk.start != self.seen:
             self._begin(chunk.start)
@@ -116,7 +116,7 @@ class LaneBlocks:
             self._forget(self.seen - self._ring)
 
     def _dense(self, chunk: RowChunk) -> np.ndarray:
-        """Return the number here of each row's lane, [n]."""
+        """Return the number in this index of each row's lane, [n]."""
         lane = chunk.lane
         if not len(lane):
             return lane
@@ -167,7 +167,7 @@ class LaneBlocks:
         tail.begin(self._tail_id[: tail.lanes], self._tail_step[: tail.lanes])
 
     def _forget(self, first: int) -> None:
-        """Forget blocks whose rows are all below ``first``; most of the time only count them."""
+        """Drop blocks whose rows are all below ``first``; usually, only count them."""
         if not self.first.count or self._lost == self.first.count:
             return
         stops = np.append(self.first.all[1:], self.tail.first)
@@ -177,7 +177,7 @@ class LaneBlocks:
             return
         for number, shelf in enumerate(self._shelves):
             gone = int((self._shelf.all[: self._lost] == number).sum())
-            if (gone := min(gone, shelf.count - 1)) > 0:  # a shelf keeps one
+            if (gone := min(gone, shelf.count - 1)) > 0:  # a shelf keeps at least one block
                 shelf.cut(gone)
                 self._slot.all[self._shelf.all == number] -= gone
         self._cut(self._lost)
@@ -193,7 +193,7 @@ class LaneBlocks:
             pile.cut(lanes)
 
     def state(self, first: int = 0) -> BlockState:
-        """Return the blocks whose rows are all from ``first`` on, as far as they are left."""
+        """Return the remaining blocks whose rows all start from ``first``."""
         lost = max(self._lost, int(self.first.all.searchsorted(first)))
         numbers = self._shelf.all[lost:]
         of_key: dict[tuple[int, ...], list[int]] = {}
@@ -215,17 +215,17 @@ class LaneBlocks:
         )
 
     def _rest(self, number: int, lost: int) -> LaneEncoding:
-        """Return a shelf without the blocks before ``lost``, of which some are left."""
+        """Return a shelf without the blocks before ``lost``; some blocks must remain."""
         shelf = self._shelves[number]
         if gone := shelf.count - int((self._shelf.all[lost:] == number).sum()):
             shelf = shelf.clone()
             shelf.cut(gone)
         return shelf
 
-    # --- rows are found ---------------------------------------------------------------------------
+    # --- finding rows -----------------------------------------------------------------------------
 
     def spots(self, rows: np.ndarray) -> Spots:
-        """Return where rows from `oldest` on are in their lanes."""
+        """Return the positions in their lanes of rows from `oldest` on."""
         tail = self.tail
         if self._kernel is not None:
             rows = np.ascontiguousarray(rows, np.int64)
@@ -261,9 +261,10 @@ class LaneBlocks:
     def _begun(
         self, shelf: np.ndarray, slot: np.ndarray, at: np.ndarray, rank: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Find the last start up to the ``rank``-th row of a lane in a block.
+        """Find the last start of a stretch up to the ``rank``-th row of a lane in a block.
 
-        Return its rank, and its index on its shelf: -1 if there is none in the block.
+        Returns:
+            Its rank, and its index on its shelf, which is -1 if the block has none.
         """
         first = self._lane_first.all.take(at).astype(np.int64)
         begun, index = np.empty_like(rank), np.empty_like(rank)
@@ -279,16 +280,16 @@ class LaneBlocks:
         return begun, index
 
     def floor(self, lane: np.ndarray) -> np.ndarray:
-        """Return the lowest position of lanes [n] that can be asked for."""
+        """Return the lowest available position of lanes [n]."""
         if self._lost == self.first.count:
             return self.tail.base.take(lane)
         begin, stop = self._lanes_of(self._lost)
         return extended(self._base.all[begin:stop], self.lanes, 0).take(lane)
 
     def windows(self, ends: np.ndarray, length: int, first: int, most: int) -> np.ndarray:
-        """Return the slices from row ``first`` on that end with rows [n], [at most `most`, length].
+        """Return slices from row ``first`` on that end with rows [n], [at most `most`, length].
 
-        Rows are from `oldest` on; those whose stretch does not reach so far back end none.
+        Rows are from `oldest` on. Rows whose stretch does not reach back far enough end no slice.
         """
         if self._kernel is not None:
             found = np.empty((min(most, len(ends)), length), np.int64)
@@ -310,9 +311,9 @@ class LaneBlocks:
         length: int,
         near: np.ndarray,
     ) -> np.ndarray:
-        """Return the rows of lanes up to these positions [n], [n, length]; as `rows`.
+        """Return the rows of lanes up to these positions [n], [n, length]; see `rows`.
 
-        The row at ``least`` is repeated in the place of rows before it.
+        The row at ``least`` is repeated for rows before it.
         """
         if self._kernel is not None:
             found = np.empty((len(lane), length), np.int64)
@@ -324,7 +325,7 @@ class LaneBlocks:
         return rows.reshape(-1, length)
 
     def onward(self, rows: np.ndarray, length: int) -> np.ndarray:
-        """Return rows from `oldest` on as `RowIndex.onward`."""
+        """Return the rows that follow rows from `oldest` on; see `RowIndex.onward`."""
         found = np.empty((length, len(rows)), np.int64)
         if self._kernel is not None:
             rows = np.ascontiguousarray(rows, np.int64)
@@ -369,12 +370,12 @@ class LaneBlocks:
         return self._table
 
     def rows(self, lane: np.ndarray, position: np.ndarray, near: np.ndarray) -> np.ndarray:
-        """Return the rows at positions of lanes [n], which are there.
+        """Return the rows at positions of lanes [n], which must be available.
 
         Args:
-            lane: by their numbers in this index.
-            position: the position in the lane.
-            near: rows, of which each is near the one that is looked for.
+            lane: the numbers of the lanes in this index.
+            position: the positions in the lanes.
+            near: a row near each of those to find, where the search starts.
         """
         if self._kernel is not None:
             return self.up_to(lane, position, position, 1, near).reshape(-1)
@@ -401,7 +402,7 @@ class LaneBlocks:
         return found
 
     def _block_of(self, lane: np.ndarray, position: np.ndarray, near: np.ndarray) -> np.ndarray:
-        """Return the block, before the tail, that has a position of a lane."""
+        """Return the block, before the tail, that contains a position of a lane."""
         last = self.first.count - 1
         low = np.clip(self.first.all.searchsorted(near, side="right") - 1, self._lost, last)
         high, step = low, 1
@@ -421,7 +422,7 @@ class LaneBlocks:
         return low
 
     def _base_of(self, block: np.ndarray, lane: np.ndarray) -> np.ndarray:
-        """Return the rows of lanes before blocks; the block after the last is the tail."""
+        """Return the row counts of lanes before blocks. The block after the last is the tail."""
         of = self._of_lanes.all
         begin = np.append(of, self._base.count)
         at = begin.take(block, mode="clip") + lane
@@ -432,9 +433,9 @@ class LaneBlocks:
     # --- trajectories -----------------------------------------------------------------------------
 
     def newest(self, id: int) -> tuple[int, int] | None:
-        """Return lane and position of a row of a trajectory: of the stretch that began last.
+        """Return lane and position of a row of a trajectory, in the stretch that began last.
 
-        None if there is none from `oldest` on.
+        Return None if the trajectory has no row from `oldest` on.
         """
         tail = self.tail
         if len(found := np.flatnonzero(tail.begun_ids.all == id)):
@@ -445,7 +446,7 @@ class LaneBlocks:
             slots, indices = shelf.of_id(id)
             if not len(slots):
                 continue
-            block = np.full(shelf.count, -1)  # one that a shelf keeps may be of no block
+            block = np.full(shelf.count, -1)  # a shelf may keep a block that was dropped
             mine = self._shelf.all == number
             block[self._slot.all[mine]] = np.flatnonzero(mine)
             block = block.take(slots)
@@ -463,7 +464,7 @@ class LaneBlocks:
         return self._carried_in(id)
 
     def _carried_in(self, id: int) -> tuple[int, int] | None:
-        """Return the first row of a trajectory whose stretch began before `oldest`."""
+        """Return the first available row of a trajectory whose stretch began before `oldest`."""
         if self._lost < self.first.count:
             begin, stop = self._lanes_of(self._lost)
             base, ids = self._base.all[begin:stop], self._carried_id.all[begin:stop]
@@ -475,7 +476,7 @@ class LaneBlocks:
         return None
 
     def _start_at(self, block: int, place: int) -> tuple[int, int]:
-        """Return lane and position of the row at a place in a block's order of lanes."""
+        """Return lane and position of the row at a position of a block's order of lanes."""
         begin, stop = self._lanes_of(block)
         first = self._lane_first.all[begin:stop]
         lane = int(first.searchsorted(place, side="right")) - 1
@@ -487,7 +488,7 @@ class LaneBlocks:
         return int(of[block]), stop
 
     def segments(self, block: int) -> Segments:
-        """Return the stretches in a block that is left, in the order of lanes and positions."""
+        """Return the stretches in a remaining block, ordered by lane and position."""
         tail = self.tail
         if block == self.first.count:
             taken, starts, _ = tail.taken()
@@ -514,12 +515,12 @@ class LaneBlocks:
         return Segments(lane, first, stop, np.where(own, first, carried[lane]))
 
     def block_stop(self, block: int) -> int:
-        """Return one more than a block's last row."""
+        """Return one more than the last row of a block."""
         first = self.first.all
         return int(first[block + 1]) if block + 1 < len(first) else self.tail.first
 
     def rows_before(self, row: int) -> np.ndarray:
-        """Return how many rows each lane has before a row from `oldest` on, [lanes]."""
+        """Return the number of rows that each lane has before a row from `oldest` on, [lanes]."""
         tail, lanes = self.tail, np.arange(self.lanes)
         if row >= tail.first:
             newer = tail.lane[: row - tail.first]
@@ -533,17 +534,17 @@ class LaneBlocks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
+        """The size of all blocks in bytes."""
         piles = (self._base, self._carried, self._carried_id, self._lane_first)
         return sum(pile.nbytes for pile in piles) + sum(shelf.nbytes for shelf in self._shelves)
 
     @property
     def blocks(self) -> range:
-        """The blocks that are left, the tail as the last."""
+        """The remaining blocks, with the tail as the last."""
         return range(self._lost, self.first.count + 1)
 
     def number_of(self, lane: np.ndarray) -> np.ndarray:
-        """Return the storage's numbers of lanes [n]."""
+        """Return the lane numbers in the storage for lanes [n] of this index."""
         told = np.empty(self.lanes, np.int64)
         known = np.flatnonzero(self._known >= 0)
         told[self._known[known]] = known
@@ -556,7 +557,7 @@ class LaneBlocks:
     def bounds(self, lane: int, position: int) -> tuple[int, int]:
         """Return the first position, and one more than the last, of the trajectory of a row.
 
-        Positions that cannot be asked for any more are left out.
+        Positions that are no longer available are left out.
         """
         floor = int(self.floor(np.array([lane]))[0])
         if self._kernel is not None:
@@ -577,7 +578,7 @@ class LaneBlocks:
         return begin, stop
 
     def ids(self, lane: int, position: np.ndarray) -> np.ndarray:
-        """Return the trajectories of the rows at positions [n] of one lane, which are there."""
+        """Return the trajectories of the rows at available positions [n] of one lane."""
         tail, lanes = self.tail, np.full(len(position), lane)
         inside = position >= tail.base[lane]
         found = np.empty(len(position), np.int64)
@@ -617,7 +618,7 @@ class LaneBlocks:
             begun = tail.start.take(tail.places(np.full(len(position), lane), position))
             return first + int(begun.searchsorted(start, side="right"))
         low, high = self._lost, self.first.count
-        while high - low > 1:  # the last block into which it, or an earlier one, goes on
+        while high - low > 1:  # find the last block that this or an earlier stretch reaches
             middle = (low + high) // 2
             begin, stop = self._lanes_of(middle)
             if begin + lane >= stop or self._carried.all[begin + lane] <= start:
@@ -638,7 +639,7 @@ class LaneBlocks:
 
 
 def _parts(shelf: np.ndarray) -> Iterator[tuple[int, Any]]:
-    """Yield the number of each shelf among those of blocks [n], and which blocks it has."""
+    """Yield each shelf number in ``shelf`` [n], with the index of its blocks."""
     if (shelf == shelf[0]).all():
         yield int(shelf[0]), slice(None)
         return

@@ -1,7 +1,7 @@
-"""An index that goes on from blocks that were kept, and the check of them. Pure.
+"""Index that continues from saved blocks, and validation of saved blocks. Pure.
 
-Of what was kept, numbers of a block are checked at once, for they are few. All others may lie in
-a mapped file: those are checked where they are used.
+The few numbers per block are checked when the blocks are loaded. All others may be in a mapped
+file, and are checked when they are used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Found = TypeVar("Found")
 
 
 def _told(method: Callable[Concatenate[Any, EnvCall], Found]) -> Any:
-    """Raise `CorruptStorage` where the method finds that what was kept is damaged."""
+    """Raise `CorruptStorage` if the method finds that the saved blocks are damaged."""
 
     @functools.wraps(method)
     def call(self: SavedBlocks, *args: EnvCall.args, **keywords: EnvCall.kwargs) -> Found:
@@ -42,15 +42,15 @@ def _told(method: Callable[Concatenate[Any, EnvCall], Found]) -> Any:
 
 
 class SavedBlocks(LaneBlocks):
-    """Blocks that were kept, to which rows are added.
+    """Saved blocks to which rows are added.
 
     Args:
-        ring: as in `LaneBlocks`.
-        state: what was kept; its arrays of numbers of a block are private to this process.
-        place: where it was kept, for messages.
+        ring: see `LaneBlocks`.
+        state: the saved blocks. Its arrays of numbers per block are private to this process.
+        place: the path of the saved blocks, for messages.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the blocks are damaged.
     """
 
     def __init__(self, ring: int, state: BlockState, place: object) -> None:
@@ -92,7 +92,7 @@ class SavedBlocks(LaneBlocks):
 
     @_told
     def bounds(self, lane: int, position: int) -> tuple[int, int]:
-        """Return as `LaneBlocks` does."""
+        """Return the result of `LaneBlocks.bounds`, after checking it."""
         begin, stop = super().bounds(lane, position)
         if not 0 <= begin <= position < stop <= self.until(lane):
             raise IndexError(f"lane {lane} has no row {position} in the index")
@@ -100,7 +100,7 @@ class SavedBlocks(LaneBlocks):
 
     @_told
     def segments(self, block: int) -> Segments:
-        """Return as `LaneBlocks` does."""
+        """Return the result of `LaneBlocks.segments`, after checking it."""
         found = super().segments(block)
         lane, begin, stop, start = found
         total = self.tail.total.take(lane)
@@ -116,7 +116,7 @@ class SavedBlocks(LaneBlocks):
 
 
 def _check(state: BlockState) -> None:
-    """Raise ValueError unless the numbers of blocks and lanes can be."""
+    """Raise ValueError unless the numbers of blocks and lanes are consistent."""
     first, shelf, of_lanes = state.by_block
     number, base, carried, _, _ = state.by_lane
     cells = len(state.by_cell[0])
@@ -141,13 +141,13 @@ def _check(state: BlockState) -> None:
 
 
 class RebuiltBlocks(LaneBlocks):
-    """Blocks that are made again of the rows, to be compared with those that were kept.
+    """Blocks that are rebuilt from the rows, to compare them with saved ones.
 
-    In a ring, what is said of rows that are gone is taken over.
+    In a ring, facts about overwritten rows are taken from the saved blocks.
 
     Args:
-        ring: as in `LaneBlocks`.
-        says: what was kept, of blocks whose rows are all there.
+        ring: see `LaneBlocks`.
+        says: the saved blocks, all of whose rows still exist.
     """
 
     def __init__(self, ring: int, says: BlockState) -> None:
@@ -171,9 +171,10 @@ class RebuiltBlocks(LaneBlocks):
             self._tail_id[:lanes] = begun[2]
 
     def is_made_of(self, chunk_of: Callable[[int, int], RowChunk]) -> bool | None:
-        """Return whether the rows make these blocks.
+        """Return True if the rows give the same blocks.
 
-        None if the first of them went meanwhile: ``chunk_of`` returns fewer then.
+        Return None if the first rows were overwritten meanwhile, in which case ``chunk_of`` returns
+        fewer rows.
         """
         for block, (first, stop) in enumerate(
             zip(self._says.by_block[0].tolist(), self._stops.tolist(), strict=True)
@@ -209,7 +210,7 @@ class RebuiltBlocks(LaneBlocks):
         return True
 
     def _suppose(self, block: int, dense: np.ndarray, steps: np.ndarray) -> None:
-        """Take over whether rows follow rows that are gone."""
+        """Assume from the saved blocks which rows continue overwritten rows."""
         says, at = self._says, self._says.by_block[1, block]
         shelf = says.shelves[at]
         slot = int((says.by_block[1, :block] == at).sum())

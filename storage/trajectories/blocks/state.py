@@ -1,4 +1,4 @@
-"""Blocks as plain arrays, as a file keeps them. Pure."""
+"""Blocks as plain arrays, in the form of the index file. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tallyroll.storage.trajectories.blocks.encodings import (
 )
 
 Parts = Sequence[np.ndarray]
-"""An array that is the parts one after the other."""
+"""An array in consecutive parts."""
 
 _CLASSES: Final[dict[str, Any]] = {
     "order": OrderEncoding,
@@ -28,12 +28,12 @@ _CLASSES: Final[dict[str, Any]] = {
 _ITEMSIZES: Final = (2, 4)
 
 BY_BLOCK: Final = 3
-"""Numbers of a block: its first row, its shelf, and where its lanes begin below."""
+"""The numbers of a block: its first row, its shelf, and the begin of its lanes in the cells."""
 BY_LANE: Final = 5
-"""Numbers of a lane: its own in the storage, and those of `Tail.state`."""
+"""The numbers of a lane: its number in the storage, and those of `Tail.state`."""
 BY_CELL: Final = (np.dtype("<i8"),) * 3 + (np.dtype("<u4"),)
-"""Numbers of a block and lane: rows before the block, where the last stretch before it began, the
-trajectory of that, and where the lane begins in the block's order of lanes."""
+"""The numbers of a cell, a block and lane: the rows before the block, the start of the last stretch
+before it, the trajectory of that stretch, and the begin of the lane in the order of lanes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ShelfState:
 
 @dataclass(frozen=True, slots=True)
 class BlockState:
-    """All blocks of an index, and the lanes after them; rows after the last block are not in it."""
+    """All blocks of an index, and its lanes. Rows after the last block are not included."""
 
     rows: int
     """One more than the number of the last row."""
@@ -59,10 +59,10 @@ class BlockState:
     by_cell: Sequence[np.ndarray]
     """See `BY_CELL`, [cells] each."""
     shelves: Sequence[ShelfState]
-    """Numbered as blocks first name them; the blocks of each have slots in their order."""
+    """Shelves in the order in which blocks first use them. Slots follow the order of blocks."""
 
     def is_as(self, other: BlockState) -> bool:
-        """Return whether all numbers are the same."""
+        """Return True if all numbers are the same."""
         mine, its = self._all(), other._all()
         return (
             self.rows == other.rows
@@ -77,12 +77,12 @@ class BlockState:
 
 
 def whole(parts: Parts) -> np.ndarray:
-    """Return an array in one piece."""
+    """Return the concatenated array."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def empty_shelf(key: Sequence[int]) -> LaneEncoding:
-    """Return the shelf of a `ShelfState.key`; raise ValueError if there is no such one."""
+    """Return an empty shelf for a `ShelfState.key`; raise ValueError if the key is invalid."""
     kind, itemsize, *sizes = key
     if not 0 <= kind < len(KINDS) or itemsize not in _ITEMSIZES:
         raise ValueError("a shelf is of no kind that there is")
@@ -102,7 +102,7 @@ def key_of(shelf: LaneEncoding) -> tuple[int, ...]:
 
 
 def merged(shelves: Sequence[LaneEncoding]) -> ShelfState:
-    """Return the blocks of shelves of one kind, one shelf after the other."""
+    """Return the concatenated blocks of shelves of one kind."""
     rows = [shelf.stored for shelf in shelves]
     arrays: list[list[np.ndarray]] = []
     for at in range(len(rows[0])):

@@ -1,4 +1,4 @@
-"""The newest rows, before they are enough for a block. Pure."""
+"""The newest rows, which do not fill a block yet. Pure."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ _FIRST_ROOM = 64
 
 
 def least_block() -> int:
-    """Return the fewest rows that make a block."""
+    """Return the minimum number of rows of a block."""
     return _FEWEST
 
 
 class Tail:
     """Rows after the last block, with the state of every lane.
 
-    Arrays are [rows] or [lanes]. The *position* of a row is the number of rows before it in its
-    lane, over all that this index ever had; ``start`` is the position at which its stretch began.
+    Arrays are [rows] or [lanes]. The *position* of a row is the number of earlier rows of its lane,
+    over all rows that this index ever had. ``start`` is the position at which its stretch began.
     """
 
     def __init__(self, first: int) -> None:
         self.first = first
-        """The number of the first row here."""
+        """The number of the first row in the tail."""
         self.count = 0
         self.lane, self.ids, self.position, self.start = (np.empty(0, np.int64) for _ in range(4))
         self.begun, self.begun_ids = GrowableArray(np.int64), GrowableArray(np.int64)
-        """The rows that begin a stretch, by their index here, and their ids."""
+        """The rows that begin a stretch, by their index in the tail, and their ids."""
         self.lanes = 0
         self.moved = True
         """True if an array was replaced since the owner set it to False."""
-        # By lane: rows before the tail, where the last stretch before it began, its id and step.
+        # By lane: rows before the tail, and the start, id and step of the last stretch before it.
         self.base, self.carried = np.empty(0, np.int64), np.empty(0, np.int64)
         self.carried_id, self.carried_step = np.empty(0, np.int64), np.empty(0, np.int64)
-        # By lane: rows in all, where the last row's stretch began.
+        # By lane: rows in all, and the start of the last row's stretch.
         self.total, self.last_start = np.empty(0, np.int64), np.empty(0, np.int64)
         self._places = np.empty((0, _FIRST_ROOM), np.int32)
 
     @property
     def width(self) -> int:
-        """How many rows of each lane there is room for."""
+        """The number of rows of each lane that fit."""
         return self._places.shape[1]
 
     @property
@@ -71,11 +71,11 @@ class Tail:
 
     @property
     def size(self) -> int:
-        """How many rows make a block, for these lanes."""
+        """The number of rows that make a block, for the current number of lanes."""
         return min(max(_FEWEST, _SLOTS * self.lanes), _MOST)
 
     def know(self, lanes: int) -> None:
-        """Have room for so many lanes."""
+        """Make room for ``lanes`` lanes."""
         if lanes > self.lanes:
             self.base, self.carried, self.total, self.last_start, self.carried_step = (
                 extended(each[: self.lanes], lanes, 0)
@@ -89,18 +89,18 @@ class Tail:
             self.lanes, self.moved = lanes, True
 
     def room(self) -> int:
-        """Return how many rows can be added before it is to become a block; 0 if it has to."""
+        """Return the number of rows that fit before the tail must become a block."""
         cells = max(_FIRST_ROOM, _MOST_CELLS // max(1, self.lanes))
         most = int((self.total - self.base)[: self.lanes].max(initial=0)) if cells < _MOST else 0
         return max(0, min(self.size - self.count, cells - most))
 
     def add(self, order: LaneOrder, ids: np.ndarray, follows: np.ndarray) -> None:
-        """Add rows in the order of lanes, which are known, no more than there is room for.
+        """Add rows in the order of lanes, whose lanes are known, no more than fit.
 
         Args:
-            order: of the rows.
-            ids: of their trajectories, in that order, [n].
-            follows: True if a row is the next step of the row before it in its lane, [n].
+            order: the order of the rows.
+            ids: the ids of their trajectories, in that order, [n].
+            follows: True if a row is the next step of the previous row in its lane, [n].
         """
         lane, count = order.lane, len(ids)
         position = self.total.take(lane)
@@ -133,13 +133,13 @@ class Tail:
         self.count += count
 
     def places(self, lane: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Return the indices of the rows at these positions, which are here, [n]."""
+        """Return the indices of the rows at these positions, which must be in the tail, [n]."""
         width = self._places.shape[1]
         at = lane * width + (position - self.base.take(lane))
         return self._places.reshape(-1).take(at).astype(np.int64)
 
     def taken(self) -> tuple[LaneBlock, np.ndarray, np.ndarray]:
-        """Return the rows as a block, and where stretches begin in it and their ids."""
+        """Return the rows as a block, the positions at which stretches begin, and their ids."""
         lane = self.lane[: self.count]
         key = lane.astype(np.uint16) if self.lanes <= 2**16 else lane
         order = key.argsort(kind="stable")
@@ -149,19 +149,19 @@ class Tail:
         return block, starts, self.ids[: self.count][order[starts]]
 
     def resume(self, state: np.ndarray) -> None:
-        """Go on, empty, after blocks: ``state`` is what `state` returned, [4, lanes]."""
+        """Continue after blocks with an empty tail and a previous `state`, [4, lanes]."""
         self.know(state.shape[1])
         self.total, self.last_start = state[0].copy(), state[1].copy()
         self.begin(state[2], state[3])
 
     @property
     def state(self) -> np.ndarray:
-        """By lane `base`, `carried`, `carried_id` and `carried_step`, [4, lanes]."""
+        """`base`, `carried`, `carried_id` and `carried_step` of each lane, [4, lanes]."""
         arrays = self.base, self.carried, self.carried_id, self.carried_step
         return np.stack([each[: self.lanes] for each in arrays])
 
     def begin(self, ids: np.ndarray, steps: np.ndarray) -> None:
-        """Become empty, after all rows that were here, of which these are the last by lane."""
+        """Empty the tail; ``ids`` and ``steps`` are those of the last row of each lane."""
         self.first, self.count, self.moved = self.stop, 0, True
         self.begun.count = self.begun_ids.count = 0
         self.base, self.carried = self.total.copy(), self.last_start.copy()
