@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 
-class Moved:
+class MovedAttribute:
     """Descriptor for an attribute that moved to another part of the same object.
 
     Args:

@@ -75,7 +75,7 @@ def load(checkpointer: StorageCheckpointerBase, storage: RowStore, path: Any) ->
     _append(writer, reader, found.rows[: getattr(found, STORED)], _next_index(path))
 
 
-class _Received:
+class _ReceivedStorage:
     """Stand-in for a new TorchRL storage that keeps the rows that a checkpointer loads."""
 
     initialized = False

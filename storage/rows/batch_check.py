@@ -62,7 +62,7 @@ _LOOKS = attrgetter("dtype", "shape", "requires_grad")
 """Getter of the properties of a tensor that must fit its column."""
 
 
-class _Level(NamedTuple):
+class _BatchLevel(NamedTuple):
     """One level of a nested TensorDict: the index of its parent, its name there, and its leaves."""
 
     parent: int

@@ -33,7 +33,7 @@ from tallyroll.storage.trajectories.content import (
 from tallyroll.storage.trajectories.leaf_hashes import LEAF, LeafHashes, UnusableLeaves
 
 
-class Packing:
+class LeafMemory:
     """Memory in which parts of the rows are packed, column by column within each part.
 
     Args:
@@ -261,7 +261,7 @@ class Leaves:
         return found.digest()
 
 
-class _Renumbered:
+class _RenumberedIds:
     """Column of trajectory ids under another numbering."""
 
     def __init__(self, reader: ReadableRows, rows: np.ndarray, ids: np.ndarray) -> None:

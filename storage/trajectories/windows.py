@@ -140,7 +140,7 @@ def _mask_of(slices: Slices) -> np.ndarray:
     return np.ones(slices.rows.shape, np.bool_) if slices.mask is None else slices.mask
 
 
-class _Drawing:
+class _WindowDraw:
     """Draw windows from the current rows; see `draw_slices` for the arguments.
 
     No list of windows is needed: rows are drawn, and those at which a window ends are kept. A

@@ -17,6 +17,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BEGINNINGS = re.compile(r"\s*(What|Who|Of|Those|They|As|It)\b")
 WORDS = re.compile(r"\b(nobody|whoever|somebody|told|anew)\b", re.IGNORECASE)
+CLAUSES = re.compile(r"(?:^|(?<=[.;:] )|(?<=\n\n))(What|Whatever|Whoever|Who)\b[^.?!]*[.;](?:\s|$)")
+"""Sentences that begin with such a word and are no questions."""
 NAMES = re.compile(r"`+[^`]*`+|^ +\w+:", re.MULTILINE)
 """Code in backquotes, and arguments in the list of them."""
 
@@ -36,8 +38,11 @@ def faults_in(file: Path) -> Iterator[str]:
 
 
 def words_in(text: str, place: str) -> Iterator[str]:
-    """Yield each unwanted word of a text, outside of code."""
-    return (f"{place} says {word!r}" for word in WORDS.findall(NAMES.sub("", text)))
+    """Yield each unwanted word of a text, outside of code, and each clause without a head."""
+    yield from (f"{place} says {word!r}" for word in WORDS.findall(NAMES.sub("", text)))
+    code = re.compile(r"`+[^`]*`+")
+    for found in CLAUSES.finditer(code.sub("x", text)):
+        yield f"{place} begins with {found[1]}: {found[0]!r:.80}"
 
 
 @pytest.mark.parametrize("wing", ["collector", "storage", "tests/support"])

@@ -20,15 +20,15 @@ from tallyroll.storage.trajectories.blocks.state import BlockState, empty_shelf,
 from tallyroll.storage.trajectories.blocks.tail import Tail
 from tallyroll.storage.trajectories.lane_stretches import MOST_LANES, NOBODY, RowChunk, extended
 
-EnvCall = ParamSpec("EnvCall")
+_Args = ParamSpec("_Args")
 Found = TypeVar("Found")
 
 
-def _told(method: Callable[Concatenate[Any, EnvCall], Found]) -> Any:
+def _raises_corrupt(method: Callable[Concatenate[Any, _Args], Found]) -> Any:
     """Raise `CorruptStorage` if the method finds that the saved blocks are damaged."""
 
     @functools.wraps(method)
-    def call(self: SavedBlocks, *args: EnvCall.args, **keywords: EnvCall.kwargs) -> Found:
+    def call(self: SavedBlocks, *args: _Args.args, **keywords: _Args.kwargs) -> Found:
         try:
             return method(self, *args, **keywords)
         except IndexError as error:
@@ -82,15 +82,15 @@ class SavedBlocks(LaneBlocks):
         for pile, values in zip(piles, state.by_cell, strict=True):
             pile.hold(values)
 
-    spots = _told(LaneBlocks.spots)
-    floor = _told(LaneBlocks.floor)
-    up_to = _told(LaneBlocks.up_to)
-    onward = _told(LaneBlocks.onward)
-    rows = _told(LaneBlocks.rows)
-    newest = _told(LaneBlocks.newest)
-    rows_before = _told(LaneBlocks.rows_before)
+    spots = _raises_corrupt(LaneBlocks.spots)
+    floor = _raises_corrupt(LaneBlocks.floor)
+    up_to = _raises_corrupt(LaneBlocks.up_to)
+    onward = _raises_corrupt(LaneBlocks.onward)
+    rows = _raises_corrupt(LaneBlocks.rows)
+    newest = _raises_corrupt(LaneBlocks.newest)
+    rows_before = _raises_corrupt(LaneBlocks.rows_before)
 
-    @_told
+    @_raises_corrupt
     def bounds(self, lane: int, position: int) -> tuple[int, int]:
         """Return the result of `LaneBlocks.bounds`, after checking it."""
         begin, stop = super().bounds(lane, position)
@@ -98,7 +98,7 @@ class SavedBlocks(LaneBlocks):
             raise IndexError(f"lane {lane} has no row {position} in the index")
         return begin, stop
 
-    @_told
+    @_raises_corrupt
     def segments(self, block: int) -> Segments:
         """Return the result of `LaneBlocks.segments`, after checking it."""
         found = super().segments(block)

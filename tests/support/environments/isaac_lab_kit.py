@@ -1,7 +1,7 @@
 """A stand-in for Isaac Lab's environments, with the interface that its documentation gives.
 
 Batched tensors on a device, a reset within the step that ends an episode, buffers that are written
-to in place, observations in groups. What is observed says lane, episode and step.
+to in place, observations in groups. Observations encode lane, episode and step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tasks in plain Python, played lane by lane: honest ones, and those that reset themselves.
 
-Each is drawn by a generator, so that no two are alike. What they show at ends, at starts and
-between is what honest environments show: goals at the origin, contexts of zeros, docks, clocks.
+Each is drawn by a generator, so that no two are alike. At ends, at starts and between they
+show the same as honest environments: goals at the origin, contexts of zeros, docks, clocks.
 """
 
 from __future__ import annotations
