@@ -231,7 +231,7 @@ def step_mdp(env: EnvBase, td: TensorDictBase) -> TensorDictBase:
     return env._step_mdp(td)
 
 
-def hooks_behind_steps(env: EnvBase) -> Callable[..., Any] | None:
+def post_step_hook(env: EnvBase) -> Callable[..., Any] | None:
     """Return the hook that changes a step and the observation after it; None if there is none."""
     return getattr(env, "_post_step_mdp_hooks", None)
 
@@ -392,7 +392,7 @@ class ExplorationPlace:
         from tensordict.nn import probabilistic
 
         # Its dictionary, because no signal handler may run in a write. After a call of
-        # `explore_apart` the attribute is Python code.
+        # `use_own_exploration_type` the attribute is Python code.
         place = vars(probabilistic._interaction_type)
         self.get: Callable[[], Any] = partial(place.__getitem__, "_mode")
         self.put: Callable[[Any], None] = partial(place.__setitem__, "_mode")
@@ -419,7 +419,7 @@ class _OwnMode:
 _own = threading.local()
 
 
-def explore_apart() -> None:
+def use_own_exploration_type() -> None:
     """Give this thread its own exploration type; TorchRL has one for all threads."""
     from tensordict.nn import probabilistic
 

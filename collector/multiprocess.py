@@ -25,7 +25,7 @@ from tallyroll.collector.batches.stored.resume import Resume
 from tallyroll.collector.batches.stored.writer import StorageLike
 from tallyroll.collector.counting.ledger import Budget
 from tallyroll.collector.envs.extras import needs
-from tallyroll.collector.envs.setup.statistics import judge_apart
+from tallyroll.collector.envs.setup.statistics import refuse_separate_statistics
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.options import Postproc, Surplus
 from tallyroll.collector.options.objects import (
@@ -44,8 +44,8 @@ from tallyroll.collector.policies.several.entries import Policies
 from tallyroll.collector.policies.several.openings import Openings
 from tallyroll.collector.policies.several.policies import (
     SeveralPolicies,
-    given_policy,
     openings_of,
+    policy_argument,
     policy_of,
 )
 from tallyroll.collector.policies.slot_rng import width_of
@@ -211,7 +211,7 @@ class MultiprocessCollector(Collector):
         self._one_system = isinstance(create_env_fn, str)
         central = options.acts_centrally
         where = options.policy_device if central else None
-        self._policy = policy_of(given_policy(policy), where, None)
+        self._policy = policy_of(policy_argument(policy), where, None)
         if central and self._policy is not None:  # otherwise the options refuse it
             settle_here(self._policy)
         copied = None
@@ -279,7 +279,9 @@ class MultiprocessCollector(Collector):
                 "the first ones; leave it out, or use SyncCollector"
             )
         if self._startup.apart:
-            judge_apart(self._startup.apart, self.num_workers, self._options.layout.name)
+            refuse_separate_statistics(
+                self._startup.apart, self.num_workers, self._options.layout.name
+            )
         if self._options.sharded:
             self._refuse_unsharded(plan)
             rollout: Any = self._sharded_leases()

@@ -7,7 +7,7 @@ can change during a run, and are tested where they change:
 * a policy's module is hooked or changed, or newer weights arrive (`bare_call`, `Rollout.fill`);
 * the step of a vector environment is replaced (`SequentialStep.are_alone`);
 * a value outside its space was accepted, so that the bounds changed (`RangeChecks.eased`);
-* final observations are not judged yet (`FinalsWatch.curious`);
+* final observations are not judged yet (`FinalsWatch.undecided`);
 * a call asks for more than few slots, or for partial ones (`FastCollect.collect`);
 * random actions at the beginning of a run are over (`Rollout.make_ready`);
 * the budget ends, the run was stopped, or the storage was closed (`FastCollect.collect`);

@@ -40,7 +40,7 @@ from tallyroll.collector.options.sharding import Shard
 from tallyroll.collector.policies.several.entries import Policies
 from tallyroll.collector.policies.several.policies import (
     SeveralPolicies,
-    given_policy,
+    policy_argument,
     policy_of,
 )
 from tallyroll.collector.rollout.os_signals import admitted
@@ -187,7 +187,7 @@ class SyncCollector(Collector):
         return OwnEnvironment(env, self._options)
 
     def _prepare(self, policy: Any, made: ReadyEnv) -> None:
-        given, lanes = given_policy(policy), self._env.batch_size.numel()
+        given, lanes = policy_argument(policy), self._env.batch_size.numel()
         self._env = prepare_env(self._env, given, self._options)
         self._policy = policy_of(given, self._options.policy_device, self.env.device)
         if isinstance(self._policy, SeveralPolicies):

@@ -241,7 +241,7 @@ class FastCollect:
     def prepare(self) -> None:
         """Let the next call take the fast path, if it only has to fill and store slots."""
         slab = self._rollout.slab
-        if not self._finals.curious and self._rollout.make_ready():
+        if not self._finals.undecided and self._rollout.make_ready():
             self.ready = self._path_of(slab)
 
     def _path_of(self, slab: Slab) -> FastPath | None:

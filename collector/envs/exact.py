@@ -102,7 +102,7 @@ def _flag(value: Any, key: Key) -> bool:
     wanted, advice = "one bool, or 0 or 1", f"return bool({key[-1]})"
     found = _number(value, key, wanted, advice)
     if found not in (0, 1):
-        raise ValueRefused(key, wanted, told(value), advice)
+        raise ValueRefused(key, wanted, described(value), advice)
     return bool(found)
 
 
@@ -116,13 +116,13 @@ def _number(value: Any, key: Key, wanted: str, advice: str) -> float:
     if not isinstance(plain, (bool, int, float)):
         if _kind(plain) in _NUMBERS and np.prod(np.shape(plain)) == 1:
             advice += ", of an array its one element: .item()"
-        raise ValueRefused(key, wanted, told(value), advice)
+        raise ValueRefused(key, wanted, described(value), advice)
     try:
         found = float(plain)
     except OverflowError:
         found = float("inf")
     if found != plain and not isnan(found):
-        raise ValueRefused(key, f"{wanted} that a float holds", told(value), advice)
+        raise ValueRefused(key, f"{wanted} that a float holds", described(value), advice)
     return found
 
 
@@ -150,7 +150,7 @@ def _kind(value: Any) -> str:
     return str(getattr(dtype, "kind", "")) or "-"
 
 
-def told(value: Any) -> str:
+def described(value: Any) -> str:
     """Format a value for a message. Arrays appear as dtype, shape and, if small, their content."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is None or dtype is None:
@@ -226,7 +226,7 @@ class ExactRow:
             return value  # type: ignore[no-any-return]
         found = _as_array(value)
         if found is None or found.shape != self.shape or not self._takes(found.dtype):
-            raise self.refused(told(value if found is None else found), first=first)
+            raise self.refused(described(value if found is None else found), first=first)
         if found.dtype == self.dtype:
             return found
         taken, lost = cast(found, self.dtype)

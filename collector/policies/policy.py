@@ -76,7 +76,7 @@ class Policy:
         self.around = called if self.inputs is None else around(called, *self.inputs)
         """The called policy, from TensorDict to TensorDict."""
 
-    def keep_apart(self) -> None:
+    def keep_copy(self) -> None:
         """Act by a copy of the given module, which changes only with new versions."""
         if self.module is self.source:
             called = copy_of(self._called)

@@ -205,4 +205,4 @@ def settle_here(policy: Policy) -> None:
                 f"{lazy[0]}: expected weights, got a parameter without a shape; call the module "
                 "once before"
             )
-        policy.keep_apart()
+        policy.keep_copy()

@@ -23,7 +23,7 @@ from tallyroll.collector.batches.stored.worker_shard import (
     OpenShard,
     ShardCommit,
     WorkerShard,
-    seen_at,
+    find_shards,
 )
 from tallyroll.collector.counting.numbering import driver_seed
 from tallyroll.collector.envs.calls.serialization import answers_of
@@ -313,7 +313,7 @@ class Worker:
     def look(self, message: FindShards) -> FoundShards:
         """Look for shards on the disks of this node."""
         self.doing = "looking for shards"
-        return seen_at(message.paths)
+        return find_shards(message.paths)
 
     def _lost_env(self) -> None:
         """Refuse to let another worker or collector drive the environment.

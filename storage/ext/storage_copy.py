@@ -23,7 +23,7 @@ from tallyroll.storage.files.copied_runs import (
     copy_entry,
     has_room,
     makers,
-    room_beside,
+    room_for_copies,
     source_of,
 )
 from tallyroll.storage.files.paths import user_path
@@ -391,7 +391,7 @@ class _Sources:
             manifest = self._readers[each.source].manifest
             runs, _ = makers(manifest["runs"], range(each.least, each.most + 1))
             rows: list[int | None] = [each.least, each.most]
-            room = room_beside(found)
+            room = room_for_copies(found)
             moved = 0 if self._union is None else self._union.ids_moved_by[each.source]
             entry, source = {"first_row": each.first_row}, source_of(manifest, rows, moved)
             found.append(copy_entry(entry, source, runs, room, unchanged=True))

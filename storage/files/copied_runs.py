@@ -201,7 +201,7 @@ def makers(runs: Sequence[Mapping[str, Any]], span: range) -> tuple[list[Any], r
     return [run for run, _ in found], range(found[0][0]["first_row"], found[-1][1])
 
 
-def room_beside(others: Sequence[Mapping[str, Any]], most: int = ENTRY_NBYTES) -> int:
+def room_for_copies(others: Sequence[Mapping[str, Any]], most: int = ENTRY_NBYTES) -> int:
     """Return the maximum bytes of runs of one more copy, in a manifest that has ``others``."""
     copies = sum(len(json.dumps(each)) for each in others if is_copied(each))
     return min(most, _ALL_NBYTES - copies)

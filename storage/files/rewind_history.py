@@ -11,7 +11,7 @@ from tallyroll.storage.files.run_events import before_row
 _HISTORY = "rewinds"
 
 
-def least_kept(manifest: Manifest, since: int, until: int) -> int | None:
+def least_rows_after_rewinds(manifest: Manifest, since: int, until: int) -> int | None:
     """Return the smallest number of rows that a range of rewinds left, or None if it is empty.
 
     Args:

@@ -14,7 +14,7 @@ from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.file_reader import FileReader, Mode
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.stores.opened_files import OpenedFiles
-from tallyroll.storage.stores.rewinds import forget_beside, require_kept
+from tallyroll.storage.stores.rewinds import remove_sidecars, require_not_rewound
 from tallyroll.storage.stores.row_store import RowStore
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 
@@ -80,7 +80,7 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
         with _copy_at(target, path, "read").open() as copy:
             if target.initialised:
                 _require_same(target, copy)
-                _require_kept(target, copy)
+                _require_not_rewound(target, copy)
             with writer.turn:
                 if not target.initialised or _behind(target, copy):
                     _bring_up(writer, copy)
@@ -120,7 +120,7 @@ def _bring_up(writer: RowWriter | NoWriter, source: RowReader) -> None:
     rewound = target.rewinds != source.rewinds
     if rewound:
         if not source.ring:  # all rows of a ring are copied
-            _require_kept(target, source)
+            _require_not_rewound(target, source)
         _take_history(writer, source)
     _copy_rows(writer, source, all_of_ring=rewound)
     if (record := source.record) is not None and record[0] <= target.head:
@@ -153,7 +153,7 @@ def _replace(writer: RowWriter, source: RowReader) -> None:
     slots = min(span.stop, ring)
     columns = [source.in_slots(key, 0, slots) for key in source.keys]
     reserve = span.start + ring if span.start else span.stop
-    forget_beside(writer)  # the row numbers now belong to other rows
+    remove_sidecars(writer)  # the row numbers now belong to other rows
     writer.reader.running().replace(columns, span.stop, reserve, source.floor)
     writer.rows_changed()
 
@@ -177,10 +177,10 @@ def _behind(target: RowReader, source: RowReader) -> bool:
     )
 
 
-def _require_kept(one: RowReader, other: RowReader) -> None:
+def _require_not_rewound(one: RowReader, other: RowReader) -> None:
     """Raise if one of the storages has rows that the other one rewound."""
     older, newer = sorted((one, other), key=lambda reader: reader.rewinds)
-    require_kept(newer, older.head, older.rewinds, f"the storage at {older.path}")
+    require_not_rewound(newer, older.head, older.rewinds, f"the storage at {older.path}")
 
 
 def _require_same(one: RowReader, other: RowReader) -> None:

@@ -34,7 +34,7 @@ from tallyroll.storage.replay.tensor_storage import IN_PLACE, AsTensorStorage
 from tallyroll.storage.rows.indexing import consecutive
 from tallyroll.storage.rows.keys import Key, Keys, as_key
 from tallyroll.storage.rows.progress import MoreDone, Progress
-from tallyroll.storage.stores.rewinds import require_kept
+from tallyroll.storage.stores.rewinds import require_not_rewound
 from tallyroll.storage.stores.row_store import RowStore
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 from tallyroll.storage.stores.temporary import TemporaryFolder
@@ -759,7 +759,7 @@ class DiskStorage(RowStore, AsTensorStorage):
                 "Restore the storage from a copy that is as new as the state."
             )
         if mine["head"]:
-            require_kept(
+            require_not_rewound(
                 self.reader, state_dict["head"], state_dict.get("rewinds", 0), "this state"
             )
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from tallyroll.storage.errors import RunUnderWay, StateMismatch
 from tallyroll.storage.files.paths import told
 from tallyroll.storage.files.record_slots import Rewind
-from tallyroll.storage.files.rewind_history import least_kept, settled
+from tallyroll.storage.files.rewind_history import least_rows_after_rewinds, settled
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 
 
-def require_kept(reader: RowReader, rows: int, rewinds: int, what: str) -> None:
+def require_not_rewound(reader: RowReader, rows: int, rewinds: int, what: str) -> None:
     """Raise `StateMismatch` if some of the first ``rows`` rows have been replaced since.
 
     Args:
@@ -25,7 +25,7 @@ def require_kept(reader: RowReader, rows: int, rewinds: int, what: str) -> None:
         what: the name of the state, for the message.
     """
     now = reader.rewinds
-    left = least_kept(reader.manifest, rewinds, now) if rewinds < now else None
+    left = least_rows_after_rewinds(reader.manifest, rewinds, now) if rewinds < now else None
     if rewinds > now or (left is not None and left < rows):
         why = (
             f"rows were taken back from row {left} on since, and others may stand there"
@@ -71,14 +71,16 @@ def take_back(
         at, payload = (-1, b"") if record is None else record
         rewind = Rewind(reader.rewinds + 1, rows, at, payload)
         writer.runs.settle()
-        forget_beside(writer, rewound=True)  # first, since these files describe rows that disappear
+        remove_sidecars(
+            writer, rewound=True
+        )  # first, since these files describe rows that disappear
         engine.rewind(rewind, lambda: reader.write_manifest(settled(reader.manifest, rewind)))
         writer.rows_changed()
         return head - rows
 
 
 @told
-def forget_beside(writer: RowWriter, *, rewound: bool = False) -> None:
+def remove_sidecars(writer: RowWriter, *, rewound: bool = False) -> None:
     """Remove the files alongside the rows, because they describe rows that are replaced.
 
     After a rewind (``rewound``) two files may stay: the file of priorities says which rows it

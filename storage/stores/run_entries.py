@@ -17,7 +17,7 @@ from tallyroll.storage.files.copied_runs import (
     is_collected,
     is_copied,
     makers,
-    room_beside,
+    room_for_copies,
     source_of,
     without_copy,
 )
@@ -169,7 +169,7 @@ class CopiedRows:
         runs, _ = makers(manifest["runs"], span)
         rows = [span.start, None if copy.in_pieces else span.stop - 1]
         source = source_of(manifest, rows)
-        return copy_entry(entry, source, runs, room_beside(others, self._room))
+        return copy_entry(entry, source, runs, room_for_copies(others, self._room))
 
 
 def _both(one: range, other: range) -> range:

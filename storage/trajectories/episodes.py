@@ -136,7 +136,7 @@ class Episodes:
 
     def resume(self, lines: np.ndarray) -> None:
         """Continue from the lines of a table that `what_is_wrong` accepts."""
-        self._begin_anew(0)
+        self._restart_from(0)
         self._lines = lines.copy() if len(lines) else self._lines
         self._count = len(lines)
         self._know_lanes(int(lines["lane"].max(initial=-1)) + 1)
@@ -159,12 +159,12 @@ class Episodes:
             CorruptStorage: a lane number is out of range.
         """
         if rows.start > self.seen:
-            self._begin_anew(rows.start)
+            self._restart_from(rows.start)
         if len(rows.ids):
             self._count_in(rows, lane_order(rows.lane, rows.start), runs)
         self.seen = rows.stop
 
-    def _begin_anew(self, since: int) -> None:
+    def _restart_from(self, since: int) -> None:
         self._count, self._since = 0, since
         self._tail[:], self._tail_id[:] = -1, NOBODY
 

@@ -137,7 +137,7 @@ def about(schema: Schema) -> bytes:
     return f"{_MAGIC}\n{json.dumps(columns)}\n".encode()
 
 
-def kept_of(reader: ReadableRows, files: Format) -> LeafHashes:
+def leaf_hashes_of(reader: ReadableRows, files: Format) -> LeafHashes:
     """Return the cached leaf hashes of a reader's storage, which consists of these files."""
     columns = about(reader.schema)
     return LeafHashes(files, reader.id, columns, lambda: reader.head, reader.rewinds)

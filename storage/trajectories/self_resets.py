@@ -211,7 +211,7 @@ class SelfResets:
         return self.verdict in (Verdict.FINE, Verdict.SELF_RESET)
 
     @property
-    def curious(self) -> bool:
+    def undecided(self) -> bool:
         """True while mid-trajectory rows are compared as well."""
         return self._quota > 0
 

@@ -125,7 +125,7 @@ def test_the_observation_after_a_step() -> None:
 
 def test_hooks_behind_steps_are_an_attribute_of_every_environment() -> None:
     assert "_post_step_mdp_hooks" in vars(EnvBase)
-    assert compat.hooks_behind_steps(OracleTorchEnv(2, [3])) is None
+    assert compat.post_step_hook(OracleTorchEnv(2, [3])) is None
 
 
 def test_an_environment_with_auto_reset_is_told() -> None:

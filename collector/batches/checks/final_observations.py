@@ -40,16 +40,16 @@ class FinalsWatch:
         self._warned = False
 
     @property
-    def curious(self) -> bool:
+    def undecided(self) -> bool:
         """True if rows between the ends of episodes are compared, too."""
-        return self._resets is not None and self._resets.curious
+        return self._resets is not None and self._resets.undecided
 
     def look(self, part: Part | SlabPart) -> None:
         """Compare the rows of ``part``, which follow those of the last call."""
         if self._resets is None:
             return
         step, ended = _flat(part, STEP), _flat(part, DONE)
-        if not self._resets.curious and step.all() and not ended.any():
+        if not self._resets.undecided and step.all() and not ended.any():
             return
         self._resets.look(
             Ends(

@@ -56,7 +56,7 @@ def _otherwise(options: Options) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def spaces_said(
+def recorded_spaces(
     spaces: Mapping[str, Any], options: Options, buffer: ReplayBuffer | None
 ) -> dict[str, Any]:
     """Return the spaces for a run's entry: those that fit, and why rows may violate them.

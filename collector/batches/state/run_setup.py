@@ -9,8 +9,8 @@ from tallyroll.collector.batches.state.provenance import (
     SHARD,
     call_of,
     common_id,
+    recorded_spaces,
     run_provenance,
-    spaces_said,
 )
 from tallyroll.collector.batches.state.run_seeds import Environments, RunSeeds
 from tallyroll.collector.batches.state.run_state import RunState
@@ -118,7 +118,7 @@ class RunSetup:
         left_out = VERSIONS, CLASSES
         self._environment = {name: v for name, v in environment.items() if name not in left_out}
         buffer = self._writer.replay_buffer
-        self._spaces = spaces_said(spaces, self._options, buffer)
+        self._spaces = recorded_spaces(spaces, self._options, buffer)
         self._call = call_of(self._options, self.policy, more)
         lanes = LaneState.fresh(self._lanes, self._writer.stored_run.next_id())
         return RunState(self._options, self._writer, self.ledger, lanes, self.provenance(lanes))

@@ -84,7 +84,7 @@ class FoundShards:
     """The id and the rows of each storage that is there, by its path."""
 
 
-def seen_at(paths: Sequence[str]) -> FoundShards:
+def find_shards(paths: Sequence[str]) -> FoundShards:
     """Look for shards; those that are damaged are not there."""
     found = {}
     for path in paths:

@@ -108,7 +108,7 @@ def waited_for(
 def _look(sources: Sequence[str], of: int) -> ShardStates:
     from tallyroll.storage import StorageError, StorageMissing, open_storage
     from tallyroll.storage.ext.joined.members import expanded
-    from tallyroll.storage.ext.joined.shards import shard_said
+    from tallyroll.storage.ext.joined.shards import recorded_shard
 
     found = ShardStates(of)
     places: list[Path] = []
@@ -124,7 +124,7 @@ def _look(sources: Sequence[str], of: int) -> ShardStates:
         except StorageError as error:  # it may be in creation
             found.unreadable[str(place)] = str(error).partition(": ")[0]
             continue
-        if (said := shard_said(runs)) is None:
+        if (said := recorded_shard(runs)) is None:
             raise CommandError(f"{place} is no shard of any run. Leave it out of the pattern.")
         run, index, number, asked = said
         shard = _Shard(place, run, number, asked, rows, _wanted(runs[-1], asked))

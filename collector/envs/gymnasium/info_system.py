@@ -13,7 +13,7 @@ from tallyroll.collector.slab.names import NamedColumn
 
 
 class InfoSystem(System):
-    """A system with infos. ``__init__`` calls :meth:`_declare`, ``reset`` :meth:`_told_first`."""
+    """A system with infos. ``__init__`` calls :meth:`_declare`, ``reset`` :meth:`_first_infos`."""
 
     _infos: InfoColumns
     _masks: InfoMasks | None
@@ -52,7 +52,7 @@ class InfoSystem(System):
         """True if infos of resets are read, for columns or for masks of legal actions."""
         return bool(self._infos) or self.wants_masks
 
-    def _told_first(self, infos: Mapping[str, Any], lanes: Mask | None) -> list[Any]:
+    def _first_infos(self, infos: Mapping[str, Any], lanes: Mask | None) -> list[Any]:
         """Return the info columns after a reset of ``lanes`` (None: all)."""
         if not self._infos.declared:
             self._infos.declare(infos)
@@ -80,7 +80,7 @@ class InfoSystem(System):
         """Return a ``step`` of ``lanes`` without the masks among its columns."""
         return step if self._masks is None else self._masks.step(step, lanes)
 
-    def _told_next(
+    def _next_infos(
         self, infos: Mapping[str, Any], first: Mapping[str, Any], ended: Mask
     ) -> list[Any]:
         """Return the info columns of a step. Lanes in ``ended`` use the infos ``first``."""

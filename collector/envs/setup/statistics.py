@@ -16,7 +16,7 @@ class StatisticsWarning(UserWarning):
     """Each worker has separate statistics, so rows depend on the number of workers."""
 
 
-def judge_apart(names: Sequence[str], workers: int, layout: LayoutName) -> None:
+def refuse_separate_statistics(names: Sequence[str], workers: int, layout: LayoutName) -> None:
     """Raise, or warn, if transforms keep statistics of each worker's own lanes.
 
     ``layout="torchrl"`` collects like TorchRL, which keeps such statistics, so it only warns.

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, ParallelEnv, TransformedEnv
 
-from tallyroll.collector.compat import hooks_behind_steps, splits, step_mdp
+from tallyroll.collector.compat import post_step_hook, splits, step_mdp
 from tallyroll.collector.envs.probes.reuse import contents, share_memory
 from tallyroll.collector.envs.setup.traits import loses_finals
 from tallyroll.collector.envs.system_env import SystemEnv
@@ -33,7 +33,7 @@ class SplitStep:
 
     def __init__(self, env: EnvBase) -> None:
         self._env = env
-        self._hooks = hooks_behind_steps(env)
+        self._hooks = post_step_hook(env)
         self._watched = WATCHED if isinstance(env, TransformedEnv) else 0
         self._reuses = False
 

@@ -32,7 +32,7 @@ from tallyroll.storage.package.versions import versions
 from tallyroll.storage.replay import buffers
 from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.stores.rewinds import require_kept, require_rewindable, take_back
+from tallyroll.storage.stores.rewinds import require_not_rewound, require_rewindable, take_back
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class RowsAt:
                 f"the checkpoint has {self.rows} rows and {storage.path} has {reader.head}. "
                 "Restore the storage from a copy that is as new as the checkpoint."
             )
-        require_kept(reader, self.rows, self.rewinds, "the checkpoint")
+        require_not_rewound(reader, self.rows, self.rewinds, "the checkpoint")
         require_rewindable(storage.writer, self.rows, run)
 
     def go_back(self, storage: DiskStorage, run: StoredRun | None) -> tuple[int, int, Since]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from numpy.typing import NDArray
 
-from tallyroll.collector.ext.far.next_rows import Others, Rows, decide, taken_out
+from tallyroll.collector.ext.far.next_rows import Others, Rows, decide, pop_next_rows
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.progress import BOARD_WORDS, FILLED, HALT, LEASE, new_board
 from tallyroll.collector.slab.slab import Slab
@@ -211,7 +211,7 @@ class _Channel:
         else:
             return Answer(content)
         rows = own.rows(first, stop)
-        others = taken_out(rows, own.once)
+        others = pop_next_rows(rows, own.once)
         return Answer(content, first, rows, tuple(self.words), others)
 
 

@@ -28,7 +28,7 @@ class Others(NamedTuple):
 
 
 def decide(plan: SlabPlan) -> tuple[Decision, Collection[Key]]:
-    """Return how next observations are sent, and the keys that `taken_out` removes."""
+    """Return how next observations are sent, and the keys that `pop_next_rows` removes."""
     made = {
         key: _sent(plan, column.dtype.itemsize * math.prod(column.shape))
         for key, column in plan.layout.items()
@@ -43,7 +43,7 @@ def _sent(plan: SlabPlan, nbytes: int) -> Decision:
     return sending(one_memory=plan.shared, arrivals=plan.arrivals > 0, nbytes=nbytes)
 
 
-def taken_out(rows: Rows, keys: Collection[Key]) -> dict[Key, Others]:
+def pop_next_rows(rows: Rows, keys: Collection[Key]) -> dict[Key, Others]:
     """Remove next observations from ``rows``; return those that no other slot has."""
     found = {}
     for key in keys:

@@ -28,7 +28,7 @@ from tallyroll.collector.ext.report.run_reader import COUNTS, Run, read_runs
 from tallyroll.collector.ext.report.storage_search import distinct, storages_at
 from tallyroll.collector.ext.report.stored_runs import part, whole_number
 from tallyroll.storage.errors import StorageError
-from tallyroll.storage.ext.joined.shards import SHARD, shard_said
+from tallyroll.storage.ext.joined.shards import SHARD, recorded_shard
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.storages import open_storage
 
@@ -46,7 +46,7 @@ def with_shards_joined(runs: Sequence[Run], problem: Note, note: Note) -> list[R
     """
     by_run: dict[Any, dict[int, Run]] = {}
     for run in runs:
-        said = shard_said([run.entry])
+        said = recorded_shard([run.entry])
         if said is None:
             by_run[id(run)] = {0: run}
             continue

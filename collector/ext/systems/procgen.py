@@ -107,7 +107,7 @@ class ProcgenSystem(InfoSystem):
                 "new one, or a factory"
             )
         values = [get(observation) for get in self._getters]
-        return [*values, *self._told_first(self._told(), None)] if self._looks else values
+        return [*values, *self._first_infos(self._told(), None)] if self._looks else values
 
     def _told(self) -> dict[str, Any]:
         """Return the infos of the current observation; the last step of an episode has none."""
@@ -120,7 +120,7 @@ class ProcgenSystem(InfoSystem):
         values = [get(observation) for get in self._getters]
         if self._infos:
             told = self._told()
-            values += self._told_next(told, told, first)
+            values += self._next_infos(told, told, first)
         return self._without_masks(Step(values, (reward,), first, self._never))
 
 

@@ -282,7 +282,7 @@ def _joint_of(policy: Any) -> Joint:
     return JointByLane(parts, [lanes for lanes, _ in entries])
 
 
-def given_policy(policy: Any) -> Any:
+def policy_argument(policy: Any) -> Any:
     """Return the argument ``policy`` of a collector, with several policies as one module."""
     return _joint_of(policy) if are_several(policy) else policy
 
@@ -294,7 +294,7 @@ def policy_of(
     *,
     kinds: tuple[type[Policy], type[SeveralPolicies]] = (Policy, SeveralPolicies),
 ) -> Any:
-    """Wrap a result of `given_policy` as one of ``kinds[0]`` or ``kinds[1]``; None stays None."""
+    """Wrap a result of `policy_argument` as one of ``kinds[0]`` or ``kinds[1]``; keep None."""
     if policy is None:
         return None
     return kinds[isinstance(policy, Joint)](policy, device, env_device)
@@ -308,7 +308,7 @@ def openings_of(policy: Policy | None) -> Openings | None:
 
 
 @contextmanager
-def streams_kept(policy: SeveralPolicies | None) -> Iterator[None]:
+def preserved_streams(policy: SeveralPolicies | None) -> Iterator[None]:
     """Restore the random streams of several policies after the context."""
     if policy is None:
         yield

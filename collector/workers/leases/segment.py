@@ -44,7 +44,7 @@ Emptied = Callable[[Segment, bool], None]
 
 
 @dataclass(frozen=True)
-class SegmentGiver:
+class SegmentOwner:
     """Owner of the rows of a block, notified when the block is delivered or released.
 
     A segment itself has no reference to leases. A collector without references is therefore freed

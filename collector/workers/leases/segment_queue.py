@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tallyroll.collector.counting.ledger import NOTHING, LedgerEntry
 from tallyroll.collector.rollout.lanes import ended_in
 from tallyroll.collector.rollout.source import Block, PendingTransitions, Sound
-from tallyroll.collector.workers.leases.segment import Emptied, Segment, SegmentGiver
+from tallyroll.collector.workers.leases.segment import Emptied, Segment, SegmentOwner
 
 
 class SegmentQueue:
@@ -80,7 +80,7 @@ class SegmentQueue:
     def _take(self, segment: Segment, slots: int, want: int, emptied: Emptied) -> Block:
         block = Block.of(segment.slab, segment.transitions[:slots], want)
         siblings = self._segments[segment.member]
-        giver = SegmentGiver(segment, siblings, self._took, emptied)
+        giver = SegmentOwner(segment, siblings, self._took, emptied)
         block.giver = block.keeper = giver
         block.entry = self.take_entry()
         return block

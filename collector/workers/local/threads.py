@@ -12,7 +12,7 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
-from tallyroll.collector.compat import explore_apart
+from tallyroll.collector.compat import use_own_exploration_type
 from tallyroll.collector.policies.trial import leave_generators
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.workers.local.limits import limits_named
@@ -113,7 +113,7 @@ class ThreadLink:
 def _serve(channel: PipeChannel, job: bytes, raised: list[BaseException], again: bool) -> None:
     if again:  # if it restored generators, the program could draw the same numbers twice
         leave_generators()
-    explore_apart()
+    use_own_exploration_type()
     try:
         work(channel, job)
     except (EOFError, OSError):

@@ -295,11 +295,11 @@ class WorkerStartup:
         for member in self._worker_pool.members:
             self._worker_pool.ask(member, question)
 
-        def made_and_asked(member: Member) -> Lead:
+        def seed_question(member: Member) -> Lead:
             yield from self._getting_made(member)
             return (yield question)
 
-        return self._answers(made_and_asked)
+        return self._answers(seed_question)
 
     def reach(self, asked: EnvCall, lanes: Sequence[int]) -> list[CallOutcome]:
         """Call lanes' environments; see `Environments`. If a worker fails, all of its lanes do."""

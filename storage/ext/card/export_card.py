@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from tallyroll.storage.ext.card.page import UNKNOWN, Card
 from tallyroll.storage.ext.exchange.base import ExchangeFormat, opened_source, refused
-from tallyroll.storage.ext.exchange.readme import counts_said, runs_said, spaces_said
+from tallyroll.storage.ext.exchange.readme import recorded_counts, recorded_runs, recorded_spaces
 from tallyroll.storage.ext.exchange.registry import format_named
 from tallyroll.storage.files.copied_runs import is_deep
 from tallyroll.storage.files.paths import refuse_nothing, translated, user_path
@@ -72,8 +72,8 @@ def card_of_export(
     licence: str | None = None,
 ) -> Card:
     """Return the card of an export whose files at ``place`` are complete."""
-    counts, statistics = counts_said(about), about.get("statistics") if about else None
-    spaces = spaces_said(about, schema)
+    counts, statistics = recorded_counts(about), about.get("statistics") if about else None
+    spaces = recorded_spaces(about, schema)
     loading = (door.loading or _IMPORTED).replace("PATH", repr(name))
     return Card(
         name=name,
@@ -91,7 +91,7 @@ def card_of_export(
         ],
         trajectories=sum(counts.values()) if counts else None,
         ends=counts,
-        runs=runs_said(about),
+        runs=recorded_runs(about),
         statistics=statistics if isinstance(statistics, dict) else {},
         hashes={"files": hash_of_files(place)},
         licence=licence or UNKNOWN,

@@ -6,7 +6,7 @@ from collections import Counter
 
 from tallyroll.storage.ext.card.page import UNKNOWN, Card
 from tallyroll.storage.ext.exchange.readme import flat_runs
-from tallyroll.storage.ext.exchange.sidecar import statistics_kept
+from tallyroll.storage.ext.exchange.sidecar import saved_statistics
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.readers.spaces import spaces_of
 from tallyroll.storage.rows.consistent_read import read_consistently
@@ -40,7 +40,7 @@ def card_of(reader: RowReader, licence: str | None, progress: Progress | None) -
         if whose:
             ends.update(END_NAMES[end] for end in reader.trajectories.table["end"].tolist())
         spaces = spaces_of(reader.runs, schema)
-        kept, _ = statistics_kept(reader, schema, len(reader), ())
+        kept, _ = saved_statistics(reader, schema, len(reader), ())
         return Card(
             name=reader.path.name,
             kind=str(reader.manifest["format"]).removeprefix("tallyroll."),

@@ -217,7 +217,7 @@ class DatasetFolder:
         return sorted(found)
 
 
-def count_said(value: Any) -> int | None:
+def declared_count(value: Any) -> int | None:
     """Return a count from metadata, or None if the value is not a count."""
     return value if type(value) is int and 0 <= value < 2**62 else None
 

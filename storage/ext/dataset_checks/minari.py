@@ -18,7 +18,7 @@ from tallyroll.storage.ext.dataset_checks.checker import (
     CheckResults,
     DatasetFolder,
     Where,
-    count_said,
+    declared_count,
     text_of,
 )
 from tallyroll.storage.ext.dataset_checks.values import (
@@ -153,7 +153,7 @@ class _CheckedEpisodes(ABC):
             found.tell(len(counts), len(numbers))
         found.rows = sum(counts)
         for key, count in (("total_episodes", len(counts)), ("total_steps", sum(counts))):
-            if self._said and count_said(self._said.get(key)) != count:
+            if self._said and declared_count(self._said.get(key)) != count:
                 what = f"{key} is {text_of(self._said.get(key))}, and there are {count:,}"
                 found.add("metadata", "a count is not that of the data", Where(_METADATA), what)
 

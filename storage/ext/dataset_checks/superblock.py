@@ -39,7 +39,7 @@ def superblock_of(file: Any) -> Superblock | None:
     return None
 
 
-def end_said(file: Any) -> int | None:
+def declared_end(file: Any) -> int | None:
     """Return the end of an open file according to its superblock, or None if unknown."""
     block = superblock_of(file)
     if block is None:

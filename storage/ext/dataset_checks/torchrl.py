@@ -17,7 +17,7 @@ from tallyroll.storage.ext.dataset_checks.checker import (
     CheckResults,
     DatasetFolder,
     Where,
-    count_said,
+    declared_count,
     text_of,
 )
 from tallyroll.storage.ext.dataset_checks.transitions import Names, TransitionChecks
@@ -153,7 +153,7 @@ class _CheckedTree:
 
 
 def _shape(said: Any) -> tuple[int, ...] | None:
-    if isinstance(said, list) and all(count_said(each) is not None for each in said):
+    if isinstance(said, list) and all(declared_count(each) is not None for each in said):
         return tuple(said)
     return None
 
@@ -175,7 +175,7 @@ class _ReplayRows:
         trajectories.
         """
         said = self._tree.folder.json(_LENGTH)
-        length = count_said(said.get("len")) if isinstance(said, dict) else None
+        length = declared_count(said.get("len")) if isinstance(said, dict) else None
         if length is None or length > self._rows:
             what = f"{text_of(length)} of {self._rows:,}"
             message = "a buffer says that it has more rows than there are"

@@ -21,7 +21,7 @@ from tallyroll.storage.ext.exchange.hdf5_files import (
     read_rows,
     text_of,
 )
-from tallyroll.storage.ext.exchange.readme import schema_said
+from tallyroll.storage.ext.exchange.readme import recorded_schema
 from tallyroll.storage.ext.exchange.roles import Roles, under
 from tallyroll.storage.formats.hdf5.guarded_file import new_hdf5
 from tallyroll.storage.rows.keys import NEXT, NEXT_VALID, REWARD, TERMINATED, TRUNCATED, Key
@@ -92,7 +92,7 @@ class D4rlFormat(ExchangeFormat):
             datasets = datasets_in(file, place)
             text = datasets.pop(_ABOUT, None)
             about = _parsed(text_of(text, place), place) if text is not None else None
-            said = schema_said(about)
+            said = recorded_schema(about)
             yield _of_ours(datasets, said, about, place) if said else _foreign(datasets, place)
 
 

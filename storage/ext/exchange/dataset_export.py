@@ -18,9 +18,9 @@ from tallyroll.storage.errors import ColumnsMissing, StateMismatch, StorageFull,
 from tallyroll.storage.ext.atomic_create import require_free, written_aside
 from tallyroll.storage.ext.exchange.export_rows import ExportRows, says_end
 from tallyroll.storage.ext.exchange.numbering import has_numbers
-from tallyroll.storage.ext.exchange.readme import about_rows, not_said
+from tallyroll.storage.ext.exchange.readme import about_rows, omitted_counts
 from tallyroll.storage.ext.exchange.registry import format_named
-from tallyroll.storage.ext.exchange.sidecar import left_beside, statistics_kept
+from tallyroll.storage.ext.exchange.sidecar import omitted_sidecars, saved_statistics
 from tallyroll.storage.ext.storage_copy import ColumnSelection, require_outside, schema_of_copy
 from tallyroll.storage.ext.views.view_reader import view_of
 from tallyroll.storage.files.paths import free_bytes, translated, user_path
@@ -196,10 +196,10 @@ def _beside(
     about = about_rows(reader, schema, chosen.span)
     changed = [each.key for each in schema.columns if says_end(each)] if len(chosen.ends) else []
     rows = len(chosen.rows) if not chosen.left_out else -1
-    kept, lost = statistics_kept(reader, schema, rows, changed)
-    left = {"statistics": lost, **not_said(about)}
+    kept, lost = saved_statistics(reader, schema, rows, changed)
+    left = {"statistics": lost, **omitted_counts(about)}
     if whole:
-        left |= left_beside(reader, schema)
+        left |= omitted_sidecars(reader, schema)
     more: dict[str, Any] = {"statistics": kept} if kept else {}
     if chosen.table is not None:
         more["ends"] = chosen.counts

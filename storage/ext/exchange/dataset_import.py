@@ -25,7 +25,7 @@ from tallyroll.storage.ext.exchange.base import (
 )
 from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES
 from tallyroll.storage.ext.exchange.numbering import EndFlags, TrajectoryNumbering
-from tallyroll.storage.ext.exchange.readme import entry_of, schema_said
+from tallyroll.storage.ext.exchange.readme import entry_of, recorded_schema
 from tallyroll.storage.ext.exchange.registry import format_named
 from tallyroll.storage.files.paths import refuse_nothing, translated, user_path
 from tallyroll.storage.formats.by_name import FILES, format_at
@@ -118,7 +118,7 @@ def imported(
     with translated(whence), contextlib.ExitStack() as stack:
         incoming = opened_source(door, whence, stack)
         # Rows of Tallyroll's own exports are imported unchanged.
-        of_ours = schema_said(incoming.about) is not None
+        of_ours = recorded_schema(incoming.about) is not None
         with source_errors(whence):
             flags = None if of_ours else EndFlags(incoming.schema)
             numbering = TrajectoryNumbering(incoming.schema if flags is None else flags.schema)

@@ -37,7 +37,7 @@ from tallyroll.storage.ext.exchange.minari_parts.spaces import (
     known_in,
     spaces_in,
 )
-from tallyroll.storage.ext.exchange.readme import LIMIT, schema_said
+from tallyroll.storage.ext.exchange.readme import LIMIT, recorded_schema
 from tallyroll.storage.ext.exchange.roles import Roles
 from tallyroll.storage.ext.exchange.successors import Successors
 from tallyroll.storage.files.safe_files import Inside, closing, open_file
@@ -125,7 +125,7 @@ class MinariFormat(ExchangeFormat):
             else:
                 raise refused(place, f"its format is {kind!r:.80}")
             version = f"{metadata.get('minari_version', '')!s:.40}"
-            found = EpisodesIn(episodes, place, schema_said(about)).incoming(about, version)
+            found = EpisodesIn(episodes, place, recorded_schema(about)).incoming(about, version)
             if found.about is None:
                 found.spaces = entry_of(spaces, found.schema)
                 found.lost["lossy_frames"] = len(pictures) * (found.rows + len(episodes.numbers))

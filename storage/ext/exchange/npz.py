@@ -16,7 +16,7 @@ import numpy as np
 from tallyroll.storage.errors import InvalidSchema
 from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, Incoming, refused
 from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES, ExportRows
-from tallyroll.storage.ext.exchange.readme import LIMIT, schema_said
+from tallyroll.storage.ext.exchange.readme import LIMIT, recorded_schema
 from tallyroll.storage.files.safe_files import open_file
 from tallyroll.storage.rows.dtypes import TORCH
 from tallyroll.storage.rows.keys import Key, format_key
@@ -95,7 +95,7 @@ class _Members:
             rows.add(shape[0])
         if len(rows) != 1:
             raise refused(place, f"its arrays have {sorted(rows)} rows" if rows else "it is empty")
-        schema = schema_said(about)
+        schema = recorded_schema(about)
         if schema is None:
             schema = Schema(tuple(found.values()))
         for each in schema.columns:

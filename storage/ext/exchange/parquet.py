@@ -21,7 +21,7 @@ from tallyroll.storage.ext.exchange.arrow import (
 )
 from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, Incoming, refused
 from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES, ExportRows
-from tallyroll.storage.ext.exchange.readme import LIMIT, schema_said
+from tallyroll.storage.ext.exchange.readme import LIMIT, recorded_schema
 from tallyroll.storage.files.safe_files import open_file
 from tallyroll.storage.formats.optional_libraries import needed
 from tallyroll.storage.rows.schema import Schema
@@ -121,7 +121,7 @@ def parquet_rows(places: Sequence[Path], place: Path, stack: contextlib.ExitStac
     rows = sum(each.metadata.num_rows for each in files)
     try:
         about = _about(found)
-        said = schema_said(about)
+        said = recorded_schema(about)
         first = None
         if said is None and rows:
             first = next(iter(next(f for f in files if f.metadata.num_rows).iter_batches(1)), None)

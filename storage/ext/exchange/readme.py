@@ -14,7 +14,7 @@ from tallyroll.storage.files.copied_runs import (
     is_copied,
     is_unchanged,
     makers,
-    room_beside,
+    room_for_copies,
     rows_copied,
     runs_left_out,
     source_of,
@@ -44,19 +44,19 @@ def about_rows(reader: RowReader, schema: Schema, span: range | None = None) -> 
     if len(span):
         runs, _ = makers(manifest["runs"], span)
         source = source_of(manifest, [span.start, span.stop - 1])
-        entry = copy_entry({}, source, runs, room_beside([]), unchanged=True)
+        entry = copy_entry({}, source, runs, room_for_copies([]), unchanged=True)
         found["rows"] = entry
     return found
 
 
-def not_said(about: Mapping[str, Any]) -> dict[str, int]:
+def omitted_counts(about: Mapping[str, Any]) -> dict[str, int]:
     """Count the runs that the metadata leaves out, and the runs whose events it leaves out."""
     entry = about.get("rows", {})
     events = sum(each.get(LEFT_OUT) is True for each in copied_runs(entry))
     return {"runs": runs_left_out(entry), "runs_without_events": events}
 
 
-def counts_said(about: Any) -> dict[str, int]:
+def recorded_counts(about: Any) -> dict[str, int]:
     """Return the number of trajectories by their end, as the metadata records them.
 
     The result is empty without such a record.
@@ -66,13 +66,13 @@ def counts_said(about: Any) -> dict[str, int]:
     return {end: n for end in END_NAMES if type(n := found.get(end)) is int and 0 < n < _MOST_COUNT}
 
 
-def runs_said(about: Any) -> list[Mapping[str, Any]]:
+def recorded_runs(about: Any) -> list[Mapping[str, Any]]:
     """Return the entries of the runs that made the rows, as far as the metadata has them."""
     entry = about.get("rows") if isinstance(about, dict) else None
     return flat_runs([entry]) if isinstance(entry, dict) else []
 
 
-def spaces_said(about: Any, schema: Schema) -> dict[Key, dict[str, Any]]:
+def recorded_spaces(about: Any, schema: Schema) -> dict[Key, dict[str, Any]]:
     """Return the spaces of columns that the entries of the runs record, as JSON."""
     entry = about.get("rows") if isinstance(about, dict) else None
     return spaces_of([entry], schema) if isinstance(entry, dict) else {}
@@ -86,7 +86,7 @@ def flat_runs(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [each for each in found if "environment" in each]
 
 
-def schema_said(about: Any) -> Schema | None:
+def recorded_schema(about: Any) -> Schema | None:
     """Return the columns that the export recorded, or None for a source of another program.
 
     Raises:
@@ -115,4 +115,4 @@ def entry_of(about: Mapping[str, Any] | None, imported: Mapping[str, Any]) -> di
     runs, unchanged = copied_runs(said), is_unchanged(said)
     # Formats number trajectories, each in its own way.
     source = {**bounded(said), MOVED: None}
-    return copy_entry(entry, source, runs, room_beside([]), unchanged=unchanged)
+    return copy_entry(entry, source, runs, room_for_copies([]), unchanged=unchanged)

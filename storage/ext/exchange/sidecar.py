@@ -14,7 +14,7 @@ import numpy as np
 from tallyroll.storage.ext.overlays.overlaid import OverlaidReader
 from tallyroll.storage.ext.overlays.overlay_set import Overlays
 from tallyroll.storage.ext.statistics.statistics import ColumnStatistics, as_shown
-from tallyroll.storage.ext.statistics.statistics_file import place_of, read_kept
+from tallyroll.storage.ext.statistics.statistics_file import place_of, read_saved
 from tallyroll.storage.ext.storage_copy import sources_of
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
@@ -26,7 +26,7 @@ _STATISTICS_NBYTES: Final = 2**18
 _QUANTILES: Final = "quantiles"
 
 
-def statistics_kept(
+def saved_statistics(
     reader: RowReader, schema: Schema, rows: int, changed: Collection[Key]
 ) -> tuple[dict[str, Any], int]:
     """Return the kept statistics of columns as JSON, and the number that is left out.
@@ -38,7 +38,7 @@ def statistics_kept(
         changed: the columns whose values the export changes.
     """
     place = place_of(reader)
-    known = {} if place is None else read_kept(reader, place)
+    known = {} if place is None else read_saved(reader, place)
     found, room, left = dict[str, Any](), _STATISTICS_NBYTES, 0
     for column in schema.columns:
         if (counted := known.get(column.key)) is None:
@@ -69,7 +69,7 @@ def _plain(values: Any) -> Any:
     return values if isinstance(values, int) or math.isfinite(values) else str(values)
 
 
-def left_beside(reader: RowReader, schema: Schema) -> dict[str, int]:
+def omitted_sidecars(reader: RowReader, schema: Schema) -> dict[str, int]:
     """Count the overlays and priorities of the storages that the export leaves out.
 
     Overlays that are read as columns are part of ``schema`` and do not count.

@@ -14,7 +14,7 @@ import numpy as np
 from tallyroll.storage.errors import InvalidSchema
 from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, Incoming, refused
 from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES, ExportRows
-from tallyroll.storage.ext.exchange.readme import LIMIT, schema_said
+from tallyroll.storage.ext.exchange.readme import LIMIT, recorded_schema
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.memmap import META_FIELDS, MemmapFormat, meta_of, place_of
 from tallyroll.storage.rows.batch_dims import fitting
@@ -65,7 +65,7 @@ class TorchrlFormat(ExchangeFormat):
         if (place / _ABOUT).exists():
             about = _json(inside, place / _ABOUT)
         schema = Schema(columns, tuple(fitting(dims, {c.key: c.shape for c in columns}).items()))
-        said = schema_said(about)
+        said = recorded_schema(about)
         if said is not None:
             if differences := said.differences(schema):
                 raise refused(place, "; ".join(differences))

@@ -99,7 +99,7 @@ def shards_of(members: Iterable[UnionMember]) -> Shards | None:
     of_runs: dict[tuple[str, int], list[tuple[UnionMember, int, int | None]]] = {}
     foreign = []
     for member in members:
-        if (said := shard_said(member.reader.runs)) is None:
+        if (said := recorded_shard(member.reader.runs)) is None:
             foreign.append(str(member.path))
         else:
             run, index, of, asked = said
@@ -128,7 +128,7 @@ def _shards_of_run(
     )
 
 
-def shard_said(runs: Iterable[Mapping[str, Any]]) -> tuple[str, int, int, int | None] | None:
+def recorded_shard(runs: Iterable[Mapping[str, Any]]) -> tuple[str, int, int, int | None] | None:
     """Return the run id, the index, the number of shards and the total number of transitions.
 
     Return None if the runs of a storage do not all record the same shard.

@@ -40,7 +40,7 @@ from tallyroll.storage.trajectories.episodes import END_CUT, END_OPEN
 _SECONDS: Final = 0.02
 
 
-class TakenBack:
+class RewindCounter:
     """Counter of the rewinds of all members.
 
     Only a writer can rewind a storage. Members that have a writer are checked on each call. The
@@ -72,10 +72,10 @@ class TakenBack:
         """Raise `StateMismatch` unless the sum is still ``count``."""
         if self.count != count:
             for each in self._members:
-                require_kept(each)
+                require_not_rewound(each)
 
 
-def require_kept(member: UnionMember) -> None:
+def require_not_rewound(member: UnionMember) -> None:
     """Raise `StateMismatch` if a member has been rewound since the union was opened."""
     if member.reader.rewinds != member.rewinds:
         raise StateMismatch(
@@ -249,7 +249,7 @@ class UnionReader(RowReader):
         self._member_of = MemberOf(np.array([each.rows.start for each in found], np.int64), first)
         self._moves = np.array([each.moved_by for each in found], np.int64)
         self._rings = [number for number, each in enumerate(found) if each.reader.ring]
-        self._taken_back = TakenBack(self.members)
+        self._taken_back = RewindCounter(self.members)
         self._kept = sum(each.rewinds for each in found)
         self._runs = joined_runs(found)
         self._columns: dict[Key, UnionColumn] = {}
@@ -572,7 +572,7 @@ class UnionReader(RowReader):
             StateMismatch: the member has been rewound.
         """
         member = self.members[number]
-        require_kept(member)
+        require_not_rewound(member)
         if member.reader.ring and first < (least := member.reader.span.start):
             raise Overrun(
                 f"{member.path} is a ring, and its writer has overwritten row {first} since this "

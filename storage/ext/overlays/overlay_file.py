@@ -40,7 +40,7 @@ from tallyroll.storage.ext.overlays.header import (
 from tallyroll.storage.files.lock import WriterLock, is_held
 from tallyroll.storage.files.mapping import Access, map_file
 from tallyroll.storage.files.paths import FULL, OTHER_KINDS, failed, translated
-from tallyroll.storage.files.rewind_history import least_kept
+from tallyroll.storage.files.rewind_history import least_rows_after_rewinds
 from tallyroll.storage.files.safe_files import data_in
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.rows.consistent_read import read_consistently
@@ -252,10 +252,10 @@ class OverlayFile:
         if self._limit_of[0] != pair:
             undone = reader.running().counts.undone
             if undone is not None and undone.number == now:  # not in the manifest yet
-                before = least_kept(reader.manifest, known, now - 1)
+                before = least_rows_after_rewinds(reader.manifest, known, now - 1)
                 limit = undone.rows if before is None else min(before, undone.rows)
             else:
-                limit = least_kept(reader.manifest, known, now) or 0
+                limit = least_rows_after_rewinds(reader.manifest, known, now) or 0
             self._limit_of = pair, limit
         return self._limit_of[1]
 

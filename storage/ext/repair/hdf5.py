@@ -16,7 +16,7 @@ from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.ext.dataset_checks.checker import DatasetFolder
 from tallyroll.storage.ext.dataset_checks.disk import Ranges, touches
 from tallyroll.storage.ext.dataset_checks.hdf5 import room_of
-from tallyroll.storage.ext.dataset_checks.superblock import end_said
+from tallyroll.storage.ext.dataset_checks.superblock import declared_end
 from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES
 from tallyroll.storage.ext.exchange.hdf5_files import DAMAGE
 from tallyroll.storage.ext.repair.losses import Losses
@@ -37,7 +37,7 @@ class PaddedFile:
     def __init__(self, raw: Any) -> None:
         self._raw = raw
         size = raw.seek(0, 2)
-        self._end = max(size, end_said(raw) or 0)
+        self._end = max(size, declared_end(raw) or 0)
         self.gaps: Ranges = [*getattr(raw, "gaps", []), (size, self._end)]
         """The ranges of missing bytes."""
         self.room = room_of(raw)

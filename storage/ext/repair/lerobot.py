@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from tallyroll.storage.errors import InvalidDataset, MissingLibrary
-from tallyroll.storage.ext.dataset_checks.checker import CheckResults, DatasetFolder, count_said
+from tallyroll.storage.ext.dataset_checks.checker import CheckResults, DatasetFolder, declared_count
 from tallyroll.storage.ext.dataset_checks.disk import Ranges
 from tallyroll.storage.ext.dataset_checks.lerobot.listing import (
     ListedVideo,
@@ -219,7 +219,7 @@ class LerobotRepair:
 
     def _size(self, said: Mapping[str, Any]) -> int:
         shape = said.get("shape")
-        if not isinstance(shape, list) or not all(count_said(each) for each in shape):
+        if not isinstance(shape, list) or not all(declared_count(each) for each in shape):
             raise InvalidDataset(f"{self._source} cannot be repaired: {_INFO} names no shapes.")
         return math.prod(shape)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tallyroll.storage.errors import InvalidDataset
-from tallyroll.storage.ext.dataset_checks.checker import DatasetFolder, count_said
+from tallyroll.storage.ext.dataset_checks.checker import DatasetFolder, declared_count
 from tallyroll.storage.ext.exchange.base import Block, Incoming
 from tallyroll.storage.ext.exchange.hdf5_files import column_of, read_rows
 from tallyroll.storage.ext.exchange.minari_parts.arrow_episodes import (
@@ -82,7 +82,7 @@ class MinariRepair(RowsRepair):
         else:
             opened = opened_damaged(folder, f"{below}{FILE}")
             files = GroupFiles(*stack.enter_context(opened), pictures)
-        return files, count_said(said.get("total_episodes")) or 0
+        return files, declared_count(said.get("total_episodes")) or 0
 
 
 def _kind_in(data: Path) -> str:
@@ -147,7 +147,7 @@ class _RepairedEpisodes:
                 parts = self._parts(number)
             except InvalidDataset as error:
                 message, what = "an episode cannot be opened", f"{error!s:.150}"
-                count = count_said((said or {}).get("total_steps"))
+                count = declared_count((said or {}).get("total_steps"))
                 self._losses.add(message, count, file=file, episode=number, what=what)
                 continue
             yield (

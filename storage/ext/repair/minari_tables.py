@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from tallyroll.storage.errors import InvalidDataset
-from tallyroll.storage.ext.dataset_checks.checker import CheckResults, DatasetFolder, count_said
+from tallyroll.storage.ext.dataset_checks.checker import CheckResults, DatasetFolder, declared_count
 from tallyroll.storage.ext.dataset_checks.disk import Ranges, touches
 from tallyroll.storage.ext.dataset_checks.lerobot.listing import opened_parquet
 from tallyroll.storage.ext.exchange.hdf5_files import require_memory_for
@@ -85,7 +85,7 @@ class TableFiles(EpisodeFiles):
         steps = max(
             (len(each.values) for (top, *_), each in parts.items() if top == "rewards"), default=0
         )
-        said = count_said((self.said(number) or {}).get("total_steps"))
+        said = declared_count((self.said(number) or {}).get("total_steps"))
         return self._why, None if said is None else max(0, said - steps)
 
     def parts(self, number: int) -> dict[Key, FilePart]:

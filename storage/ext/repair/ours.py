@@ -26,7 +26,7 @@ from tallyroll.storage.errors import (
     StorageFull,
 )
 from tallyroll.storage.ext.dataset_checks.disk import Ranges, files_of, opened_in, read_at
-from tallyroll.storage.ext.dataset_checks.superblock import end_said
+from tallyroll.storage.ext.dataset_checks.superblock import declared_end
 from tallyroll.storage.ext.exchange.base import Block, Incoming
 from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES
 from tallyroll.storage.ext.exchange.readme import about_rows
@@ -68,7 +68,7 @@ def missing_in(place: Path) -> dict[Path, Ranges]:
     """
     if place.is_file():
         with open(opened_in(place, Path(place.name)), "rb") as raw:
-            size, end = os.fstat(raw.fileno()).st_size, end_said(raw) or 0
+            size, end = os.fstat(raw.fileno()).st_size, declared_end(raw) or 0
         return {Path(place.name): [(size, end)]} if size < end else {}
     found = dict[Path, Ranges]()
     for path, wanted in _chunks_of(place):

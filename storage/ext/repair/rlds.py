@@ -11,7 +11,7 @@ from typing import ClassVar
 from tallyroll.storage.errors import InvalidDataset, InvalidSchema
 from tallyroll.storage.ext.dataset_checks.checker import DatasetFolder
 from tallyroll.storage.ext.exchange.base import Incoming
-from tallyroll.storage.ext.exchange.readme import schema_said
+from tallyroll.storage.ext.exchange.readme import recorded_schema
 from tallyroll.storage.ext.exchange.rlds import layout
 from tallyroll.storage.ext.exchange.rlds.examples import features_in
 from tallyroll.storage.ext.exchange.rlds.foreign import TheirRows
@@ -55,7 +55,7 @@ def _rows(folder: DatasetFolder, place: Path) -> OurRows | TheirRows:
     features = folder.json(layout.FEATURES)
     about = folder.json(layout.ABOUT) if os.path.lexists(place / layout.ABOUT) else None
     try:
-        said = schema_said(about)
+        said = recorded_schema(about)
     except InvalidSchema:
         said = None
     try:

@@ -13,7 +13,7 @@ from tallyroll.storage.errors import IndexOutOfRange
 from tallyroll.storage.ext.sampling.powers import Powers, powers_of
 from tallyroll.storage.ext.sampling.starts import Starts
 from tallyroll.storage.ext.sampling.sum_tree import LeafNumbering, Plain, SumTree, tree_nbytes
-from tallyroll.storage.files.rewind_history import least_kept
+from tallyroll.storage.files.rewind_history import least_rows_after_rewinds
 from tallyroll.storage.readers.row_reader import RowReader
 
 _FIRST_ROOM: Final = 2**12
@@ -73,7 +73,7 @@ class Priorities:
         ring, base, first, stop = self.there
         kept = min(stop, span.stop)
         if rewinds != self._rewinds:
-            left = least_kept(self._reader.manifest, self._rewinds, rewinds)
+            left = least_rows_after_rewinds(self._reader.manifest, self._rewinds, rewinds)
             kept = min(kept, 0 if left is None else left)
         self._rewinds, self._floor = rewinds, self._reader.floor
         self._fill(max(kept, first), stop, 0)

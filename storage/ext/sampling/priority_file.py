@@ -22,7 +22,7 @@ import numpy as np
 
 from tallyroll.storage.errors import StateMismatch
 from tallyroll.storage.files.paths import failed
-from tallyroll.storage.files.rewind_history import least_kept
+from tallyroll.storage.files.rewind_history import least_rows_after_rewinds
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.readers.row_reader import RowReader
 
@@ -67,7 +67,7 @@ class SavedPriorities:
                 f"{what} is of slice_len={self.slice_len}, and this sampler has {slice_len}."
             )
         rewinds, head = reader.rewinds, reader.head
-        left = least_kept(reader.manifest, self.rewinds, rewinds)
+        left = least_rows_after_rewinds(reader.manifest, self.rewinds, rewinds)
         if self.rewinds > rewinds or (left is None and self.stop > head):
             raise StateMismatch(
                 f"{what} is of {self.stop} rows, and {reader.path} has {head}: the storage is "

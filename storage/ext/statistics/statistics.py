@@ -18,7 +18,7 @@ from tallyroll.storage.ext.statistics.computation import (
     none_counted,
 )
 from tallyroll.storage.ext.statistics.moments import QUANTILES
-from tallyroll.storage.ext.statistics.statistics_file import place_of, read_kept, write_kept
+from tallyroll.storage.ext.statistics.statistics_file import place_of, read_saved, write_saved
 from tallyroll.storage.package.near_names import did_you_mean
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.consistent_read import read_consistently
@@ -127,7 +127,7 @@ def _statistics(
 ) -> Statistics:
     rows = reader.span
     place = place_of(reader) if keep else None
-    known = {} if place is None else read_kept(reader, place)
+    known = {} if place is None else read_saved(reader, place)
     found = {c.key: known.get(c.key) or none_counted(c) for c in columns}
     missing = {c.key: range(max(rows.start, found[c.key].stop), rows.stop) for c in columns}
     total, done = sum(len(missing[c.key]) * c.row_nbytes for c in columns), 0
@@ -144,7 +144,7 @@ def _statistics(
             count_on(reader, column, counted, missing[column.key], told)
             add_quantiles(reader, column, counted, rows)
     if total and place is not None:
-        write_kept(reader, place, {**known, **found})
+        write_saved(reader, place, {**known, **found})
     return Statistics(
         len(rows),
         {

@@ -83,7 +83,7 @@ def place_of(reader: RowReader) -> StatisticsFile | None:
     return StatisticsFile(path.with_name(f"{path.name}.{_NAME}"), Inside(path.parent))
 
 
-def read_kept(reader: RowReader, place: StatisticsFile) -> dict[Key, ColumnAccumulator]:
+def read_saved(reader: RowReader, place: StatisticsFile) -> dict[Key, ColumnAccumulator]:
     """Return the stored statistics of columns; empty if there is no file.
 
     A file that is damaged or describes other rows is ignored, since the rows can be counted again.
@@ -93,7 +93,7 @@ def read_kept(reader: RowReader, place: StatisticsFile) -> dict[Key, ColumnAccum
     return {}
 
 
-def write_kept(
+def write_saved(
     reader: RowReader, place: StatisticsFile, found: Mapping[Key, ColumnAccumulator]
 ) -> None:
     """Replace the file atomically. A file that cannot be written is skipped."""

@@ -16,7 +16,7 @@ from tallyroll.storage.replay.disk_storage import DiskStorage
 from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.keys import MASK, Key, Keys, as_key
 from tallyroll.storage.rows.schema import Schema
-from tallyroll.storage.stores.rewinds import require_kept
+from tallyroll.storage.stores.rewinds import require_not_rewound
 from tallyroll.storage.trajectories.slice_columns import SliceColumns
 from tallyroll.storage.trajectories.windows import Slices, check_positive
 from tallyroll.storage.user_code import user_callback
@@ -79,7 +79,7 @@ class RowDataset(Dataset[Any]):
         else:
             found = self._pieces.read(reader, at, self.keys)
         if reader.rewinds != self._rewinds:
-            require_kept(reader, self._stop, self._rewinds, "this dataset")
+            require_not_rewound(reader, self._stop, self._rewinds, "this dataset")
             self._rewinds = reader.rewinds
         if self.transform is None:
             return found

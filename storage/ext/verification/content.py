@@ -11,7 +11,7 @@ from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.storages import DiskStorage, open_storage
 from tallyroll.storage.trajectories.content import Numbering
-from tallyroll.storage.trajectories.leaves import hash_of, kept_of
+from tallyroll.storage.trajectories.leaves import hash_of, leaf_hashes_of
 from tallyroll.storage.user_code import user_callback
 
 
@@ -70,7 +70,7 @@ def content_hash(
         def made() -> str:
             kept = None
             if incremental and isinstance(reader, FileReader) and reader.initialised:
-                kept = kept_of(reader, reader.format)
+                kept = leaf_hashes_of(reader, reader.format)
             return hash_of(reader, ids, tell, kept)
 
         return read_consistently(reader, made)

@@ -50,7 +50,7 @@ from tallyroll.storage.trajectories.content import NAMING
 from tallyroll.storage.trajectories.episodes import table_dtype
 from tallyroll.storage.trajectories.lane_file import UnusableIndex
 from tallyroll.storage.trajectories.leaf_hashes import LeafHashes, UnusableLeaves
-from tallyroll.storage.trajectories.leaves import Leaves, kept_of
+from tallyroll.storage.trajectories.leaves import Leaves, leaf_hashes_of
 from tallyroll.storage.user_code import user_callback
 
 _AT_ONCE: Final = 2**20
@@ -560,7 +560,7 @@ class _Verification:
         reader = self._reader
         lines = None
         if isinstance(reader, FileReader) and not missing(reader.schema, NAMING):
-            kept = kept_of(reader, reader.format)
+            kept = leaf_hashes_of(reader, reader.format)
             try:
                 lines = kept.read()
             except UnusableLeaves as error:

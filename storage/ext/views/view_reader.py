@@ -17,7 +17,7 @@ from tallyroll.storage.files.run_events import without_events
 from tallyroll.storage.readers.row_reader import ColumnReader, RowReader
 from tallyroll.storage.rows.keys import TRAJ_IDS, Key
 from tallyroll.storage.rows.schema import Schema
-from tallyroll.storage.stores.rewinds import require_kept
+from tallyroll.storage.stores.rewinds import require_not_rewound
 from tallyroll.storage.trajectories.columns import numbers_of
 
 _CHUNK_ROWS: Final = 2**18
@@ -139,7 +139,7 @@ class ViewReader(RowReader):
         """
         rows = self.rows
         if rows.rewinds != self._rewinds:
-            require_kept(rows, self._stop, self._rewinds, "this view")
+            require_not_rewound(rows, self._stop, self._rewinds, "this view")
             self._rewinds = rows.rewinds
         if rows.ring and there.size and int(there.min()) < (first := rows.span.start):
             raise Overrun(

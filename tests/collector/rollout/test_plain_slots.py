@@ -30,7 +30,7 @@ from tallyroll.collector.base import Collector
 from tallyroll.collector.batches import collect_guard
 from tallyroll.collector.batches.checks.value_checks import OutOfRangeWarning
 from tallyroll.collector.batches.fast_collect import FastPath
-from tallyroll.collector.compat import explore_apart
+from tallyroll.collector.compat import use_own_exploration_type
 from tallyroll.collector.errors import (
     LedgerError,
     PolicyError,
@@ -249,7 +249,7 @@ def test_interrupted_anywhere_no_row_is_lost_or_doubled(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chance = random.Random(name)
-    apart = threading.Thread(target=explore_apart)  # as workers in threads leave it
+    apart = threading.Thread(target=use_own_exploration_type)  # as workers in threads leave it
     apart.start()
     apart.join()
     for calls in (4, 5, 7, 8):

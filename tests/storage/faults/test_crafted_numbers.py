@@ -32,7 +32,7 @@ from tallyroll.storage.formats.hdf5.user_block import (
     newest_manifest,
     write_manifest,
 )
-from tallyroll.storage.stores.rewinds import require_kept, take_back
+from tallyroll.storage.stores.rewinds import require_not_rewound, take_back
 
 from hostile_kit import (
     GIB,
@@ -400,7 +400,7 @@ def test_rewinds_that_the_manifest_does_not_know(
     assert any("rewind" in str(each) for each in found), found
     with open_storage(path, "append") as storage:
         with pytest.raises(StateMismatch):  # of which no row may be left
-            require_kept(storage.reader, 1, 0, "a state")
+            require_not_rewound(storage.reader, 1, 0, "a state")
         with pytest.raises(CorruptStorage, match="rewind"):
             take_back(storage.writer, 1, None)
 

@@ -31,7 +31,7 @@ from tallyroll.storage.replay.checkpoint import _replace
 from tallyroll.storage.stores.rewinds import take_back
 from tallyroll.storage.trajectories import leaves
 from tallyroll.storage.trajectories.leaf_hashes import LEAF, UnusableLeaves
-from tallyroll.storage.trajectories.leaves import kept_of
+from tallyroll.storage.trajectories.leaves import leaf_hashes_of
 
 from storage_damage import damage
 
@@ -148,7 +148,7 @@ def test_leaves_of_rows_that_were_overwritten_are_dropped(tmp_path: Path) -> Non
     with open_storage(path, mode="append") as storage:
         storage.extend(lanes.rows(20))
         assert content_hash(storage, incremental=True) == content_hash(storage)
-        kept = kept_of(storage.reader, storage.writer.files).read()
+        kept = leaf_hashes_of(storage.reader, storage.writer.files).read()
         assert kept is not None
         assert kept["first"].min() >= storage.span.start
         assert kept["rows"].sum() == len(storage)
@@ -198,14 +198,14 @@ def test_rows_that_were_taken_back_are_forgotten(tmp_path: Path) -> None:
     with open_storage(path, mode="append") as storage, open_storage(path) as reader:
         files = storage.writer.files
         assert files.leaves_path.exists()
-        stale = kept_of(reader.reader, files)
+        stale = leaf_hashes_of(reader.reader, files)
         lines = stale.read()
         assert lines is not None
         take_back(storage.writer, 200, None)
         assert not files.leaves_path.exists()
         assert content_hash(storage, incremental=True) == content_hash(storage)
         stale.write(lines, 400)  # as a reader that had begun before
-        assert kept_of(reader.reader, files).read() is None
+        assert leaf_hashes_of(reader.reader, files).read() is None
         assert content_hash(reader, incremental=True) == content_hash(reader)
 
 
@@ -260,7 +260,7 @@ def test_a_damaged_file_is_not_used(how: str, tmp_path: Path) -> None:
     assert why in found.message
     assert "Delete it" in found.message
     with open_storage(path) as storage, pytest.raises(UnusableLeaves, match=why):
-        kept_of(storage.reader, storage.writer.files).read()
+        leaf_hashes_of(storage.reader, storage.writer.files).read()
     wanted = content_hash(path)
     assert content_hash(path, incremental=True) == wanted
     assert file.read_bytes() == whole  # it is made again

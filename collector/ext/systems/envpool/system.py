@@ -209,7 +209,7 @@ class EnvPoolSystem(InfoSystem):
                 row[ids] = value
             if self._looks:
                 put_lanes(infos, results.infos(made), ids, self.declares.lanes)
-        return [*found, *self._told_first(infos, lanes)]
+        return [*found, *self._first_infos(infos, lanes)]
 
     def _begun(self, lanes: Mask | None) -> Iterator[tuple[NDArray[np.int32], Any]]:
         """Yield the lanes and the results of resets."""

@@ -225,7 +225,7 @@ class Sb3System(InfoSystem):
         if not self._looks:
             return values
         infos = vector_info(self._reset_infos, self._read)
-        return [*values, *self._told_first(infos, None)]
+        return [*values, *self._first_infos(infos, None)]
 
     def step(self, action: Sequence[NDArray[Any]], lanes: Mask | None = None) -> Step:
         """Step all lanes."""
@@ -292,7 +292,7 @@ class Sb3System(InfoSystem):
             rows = self._infos.new_rows()
             self._infos.write(rows, given, done)
             final = [*final, *rows] if final is not None else None
-        values = self._told_next(given, first, done)
+        values = self._next_infos(given, first, done)
         return self._without_masks(step._replace(obs=[*step.obs, *values], final=final))
 
     @property

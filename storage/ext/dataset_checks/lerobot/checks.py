@@ -13,7 +13,7 @@ from tallyroll.storage.ext.dataset_checks.checker import (
     CheckResults,
     DatasetFolder,
     Where,
-    count_said,
+    declared_count,
     text_of,
 )
 from tallyroll.storage.ext.dataset_checks.lerobot.listing import Listing, listing_of
@@ -197,7 +197,7 @@ def _check_counts(info: dict[str, Any], listing: Listing, rows: int, found: Chec
         if "total_videos" in info:
             wanted["total_videos"] = len(listing.episodes) * len(listing.cameras)
     for name, count in wanted.items():
-        if count_said(info.get(name)) != count:
+        if declared_count(info.get(name)) != count:
             what = f"{name} is {text_of(info.get(name))}, and there are {count:,}"
             found.add("metadata", "a count is not that of the data", Where(_INFO), what)
     splits = info.get("splits")

@@ -15,7 +15,7 @@ from tallyroll.storage.ext.dataset_checks.checker import (
     CheckResults,
     DatasetFolder,
     Where,
-    count_said,
+    declared_count,
 )
 from tallyroll.storage.formats.optional_libraries import needed
 
@@ -119,8 +119,8 @@ class _Names:
         self._bad: set[str] = set()
 
     def episode(self, entry: Any, where: str) -> ListedEpisode | None:
-        number = count_said(entry.get("episode_index")) if isinstance(entry, dict) else None
-        length = count_said(entry.get("length")) if isinstance(entry, dict) else None
+        number = declared_count(entry.get("episode_index")) if isinstance(entry, dict) else None
+        length = declared_count(entry.get("length")) if isinstance(entry, dict) else None
         if number is None or length is None:
             self._found.add("episodes", "an episode has no number, or no length", Where(where))
             return None
@@ -132,8 +132,8 @@ class _Names:
         names = tuple(map(str, tasks)) if isinstance(tasks, list) else None
         episode = ListedEpisode(number, length, data, names, listed_in=where)
         if self._version == "v3.0":
-            episode.begin = count_said(entry.get("dataset_from_index"))
-            episode.end = count_said(entry.get("dataset_to_index"))
+            episode.begin = declared_count(entry.get("dataset_from_index"))
+            episode.end = declared_count(entry.get("dataset_to_index"))
         episode.statistics = _statistics(entry)
         for camera in self._cameras:
             top = f"videos/{camera}/"
@@ -146,7 +146,7 @@ class _Names:
         return episode
 
     def _values(self, entry: Mapping[str, Any], number: int, top: str) -> dict[str, Any]:
-        size = count_said(self._info.get("chunks_size")) or 1000
+        size = declared_count(self._info.get("chunks_size")) or 1000
         return {
             "episode_index": number,
             "episode_chunk": number // size,
@@ -175,7 +175,7 @@ def _filled(match: re.Match[str], values: Mapping[str, Any]) -> str:
     value, width = values[match[1]], match[2]
     if width is None:
         return str(value)
-    if count_said(value) is None:
+    if declared_count(value) is None:
         raise ValueError(f"{match[1]} is {value!r:.40}")
     return f"{value:0{int(width)}d}"
 
@@ -216,7 +216,7 @@ def _tasks_v2(folder: DatasetFolder, found: CheckResults) -> dict[int, str] | No
 def _numbered(pairs: list[tuple[Any, Any]], name: str, found: CheckResults) -> dict[int, str]:
     tasks: dict[int, str] = {}
     for row, (number, task) in enumerate(pairs):
-        if count_said(number) is None or number in tasks:
+        if declared_count(number) is None or number in tasks:
             found.add(
                 "tasks", "a task has no number of its own", Where(name), repr(number), row=row
             )
@@ -237,11 +237,11 @@ def _entries_v2(
     of_each = {
         each["episode_index"]: each.get("stats")
         for each in _lines(folder, kept) or ()
-        if count_said(each.get("episode_index")) is not None
+        if declared_count(each.get("episode_index")) is not None
     }
     for each in lines:
         number = each.get("episode_index")
-        if count_said(number) is not None:
+        if declared_count(number) is not None:
             each["stats"] = of_each.get(number)
             if of_each.get(number) is None:
                 found.add("statistics", "an episode has no statistics", Where(kept, number))

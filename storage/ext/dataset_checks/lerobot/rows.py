@@ -14,7 +14,7 @@ from tallyroll.storage.ext.dataset_checks.checker import (
     CheckResults,
     DatasetFolder,
     Where,
-    count_said,
+    declared_count,
 )
 from tallyroll.storage.ext.dataset_checks.lerobot.listing import (
     ListedEpisode,
@@ -340,7 +340,9 @@ class LeRobotRowChecks:
 
 
 def _counts(shape: list[Any]) -> bool:
-    return all(count_said(each) is not None and each < 2**31 for each in shape) and len(shape) < 9
+    return (
+        all(declared_count(each) is not None and each < 2**31 for each in shape) and len(shape) < 9
+    )
 
 
 def _dtype(name: Any) -> np.dtype[Any]:

@@ -30,7 +30,7 @@ from tallyroll.storage.ext.exchange.rlds.features import (
     TERMINAL,
     RldsFeature,
 )
-from tallyroll.storage.ext.exchange.rlds.foreign import feature_said, leaves_of
+from tallyroll.storage.ext.exchange.rlds.foreign import declared_feature, leaves_of
 from tallyroll.storage.ext.exchange.rlds.layout import (
     FEATURES,
     INFO,
@@ -80,7 +80,7 @@ class RldsEpisodeChecks:
     def _learn(
         self, name: str, path: tuple[str, ...], said: Mapping[str, Any], *, of_episode: bool
     ) -> None:
-        feature = feature_said(name, path, said, of_episode=of_episode)
+        feature = declared_feature(name, path, said, of_episode=of_episode)
         if feature is not None:
             self._values[name] = RldsValues(feature)
         elif "text" in said and not of_episode:

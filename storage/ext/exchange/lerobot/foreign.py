@@ -30,7 +30,7 @@ _NUMBERED: Final = ("frame_index", "episode_index", "index")
 _OBSERVATION: Final = "observation"
 
 
-def features_said(said: dict[str, dict[str, Any]]) -> tuple[list[LeRobotFeature], int]:
+def declared_features(said: dict[str, dict[str, Any]]) -> tuple[list[LeRobotFeature], int]:
     """Return the features that a storage can hold, and the number of the others."""
     found, lost = list[LeRobotFeature](), 0
     names = [name for name in said if name not in _NUMBERED]

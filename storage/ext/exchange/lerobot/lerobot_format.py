@@ -15,12 +15,12 @@ from tallyroll.storage.ext.exchange.folders import read_json
 from tallyroll.storage.ext.exchange.lerobot import layout, tables
 from tallyroll.storage.ext.exchange.lerobot.episodes import LeRobotInfo, episodes_of
 from tallyroll.storage.ext.exchange.lerobot.features import features_of
-from tallyroll.storage.ext.exchange.lerobot.foreign import DerivedColumns, features_said
+from tallyroll.storage.ext.exchange.lerobot.foreign import DerivedColumns, declared_features
 from tallyroll.storage.ext.exchange.lerobot.options import LeRobotOptions, Video
 from tallyroll.storage.ext.exchange.lerobot.reader import LeRobotSource
 from tallyroll.storage.ext.exchange.lerobot.videos import av_module
 from tallyroll.storage.ext.exchange.lerobot.writer import LeRobotWriter
-from tallyroll.storage.ext.exchange.readme import schema_said
+from tallyroll.storage.ext.exchange.readme import recorded_schema
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.rows.schema import Schema
 
@@ -65,7 +65,7 @@ class LeRobotFormat(ExchangeFormat):
             about = None
             if os.path.lexists(place / layout.ABOUT):
                 about = read_json(inside, layout.ABOUT, place)
-            said = schema_said(about)
+            said = recorded_schema(about)
             for name in _BESIDE:
                 if os.path.lexists(place / name):
                     os.close(inside.open(place / name, os.O_RDONLY))
@@ -109,7 +109,7 @@ def _ours(
 def _theirs(
     inside: Inside, info: LeRobotInfo, place: Path, stack: contextlib.ExitStack
 ) -> Incoming:
-    features, lost = features_said(info.features)
+    features, lost = declared_features(info.features)
     if not features:
         raise InvalidDataset("it has no feature that a storage can hold")
     names = [each.name for each in features if each.kind == "video"]

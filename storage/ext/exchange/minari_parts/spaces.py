@@ -13,7 +13,7 @@ import torch
 
 from tallyroll.storage.ext.exchange.export_rows import ExportRows
 from tallyroll.storage.ext.exchange.minari_parts.entry_paths import key_of, nested
-from tallyroll.storage.ext.exchange.readme import spaces_said
+from tallyroll.storage.ext.exchange.readme import recorded_spaces
 from tallyroll.storage.ext.exchange.roles import Roles
 from tallyroll.storage.rows.keys import NEXT, Key, format_key
 from tallyroll.storage.rows.schema import Column, Schema
@@ -37,7 +37,7 @@ class Spaces:
     """The Gymnasium spaces of columns: declared by the runs, or else derived from the rows."""
 
     def __init__(self, rows: ExportRows, roles: Roles) -> None:
-        self._rows, self._said = rows, spaces_said(rows.about, rows.schema)
+        self._rows, self._said = rows, recorded_spaces(rows.about, rows.schema)
         self._left = self._left_by_rows(roles)
         self.lost = len(self._left)
         """The number of known spaces that the export replaces by wider ones."""

@@ -87,14 +87,14 @@ def _leaves(features: Any, above: Key) -> Iterator[tuple[Key, Mapping[str, Any]]
             yield (*above, name), each if isinstance(each, dict) else {}
 
 
-def features_said(said: Any) -> tuple[list[RldsFeature], int]:
+def declared_features(said: Any) -> tuple[list[RldsFeature], int]:
     """Return the features that a storage can hold, and the number of the others.
 
     Raises:
         InvalidDataset: the features are not those of an RLDS dataset.
     """
     found, groups, lost = dict[Key, RldsFeature](), set[Key](), 0
-    for feature in _all_said(said):
+    for feature in _all_declared(said):
         key = () if feature is None else feature.column.key
         above = {key[:deep] for deep in range(1, len(key))}
         # A name belongs either to a column or to a group of columns.
@@ -108,7 +108,7 @@ def features_said(said: Any) -> tuple[list[RldsFeature], int]:
     return [*found.values()], lost
 
 
-def _all_said(said: Any) -> Iterator[RldsFeature | None]:
+def _all_declared(said: Any) -> Iterator[RldsFeature | None]:
     """Yield the features of steps, without their flags, and those of episodes.
 
     None stands for a feature that no storage can hold.
@@ -116,10 +116,10 @@ def _all_said(said: Any) -> Iterator[RldsFeature | None]:
     of_steps, of_episodes = leaves_of(said)
     for path, each in of_steps.items():
         if path not in {(flag,) for flag in _FLAGS}:
-            yield feature_said("/".join((STEPS, *path)), key_of(path), each)
+            yield declared_feature("/".join((STEPS, *path)), key_of(path), each)
     for path, each in of_episodes.items():
         key = path if path[0] == _EPISODE else (_EPISODE, *path)
-        yield feature_said("/".join(path), key, each, of_episode=True)
+        yield declared_feature("/".join(path), key, each, of_episode=True)
 
 
 def key_of(path: Key) -> Key:
@@ -131,7 +131,7 @@ def key_of(path: Key) -> Key:
     return (INFOS, *path) if path[0] in _RESERVED else path
 
 
-def feature_said(
+def declared_feature(
     name: str, key: Key, said: Mapping[str, Any], *, of_episode: bool = False
 ) -> RldsFeature | None:
     """Return a feature that ``features.json`` describes, or None if no storage can hold it."""
@@ -197,8 +197,8 @@ class TheirRows:
     """
 
     def __init__(self, said: Any) -> None:
-        self.features, columns_lost = features_said(said)
-        self.read = [*self.features, *_flags_said(said)]
+        self.features, columns_lost = declared_features(said)
+        self.read = [*self.features, *_declared_flags(said)]
         columns = [each.column for each in self.features]
         columns += [
             Column((NEXT, *each.column.key), each.column.dtype, each.column.shape)
@@ -242,12 +242,12 @@ class TheirRows:
         return flags_of_ends(values, column, name, self._rows).reshape(-1)
 
 
-def _flags_said(said: Any) -> list[RldsFeature]:
+def _declared_flags(said: Any) -> list[RldsFeature]:
     """Return the step flags of a dataset."""
     of_steps, _ = leaves_of(said)
     found = []
     for name in _FLAGS:
-        each = feature_said(f"{STEPS}/{name}", (name,), of_steps.get((name,), {}))
+        each = declared_feature(f"{STEPS}/{name}", (name,), of_steps.get((name,), {}))
         if each is not None and each.column.shape in ((), (1,)):
             found.append(each)
     return found

@@ -12,7 +12,7 @@ from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, Incoming, refused
 from tallyroll.storage.ext.exchange.export_rows import ExportRows
 from tallyroll.storage.ext.exchange.folders import read_json
-from tallyroll.storage.ext.exchange.readme import schema_said
+from tallyroll.storage.ext.exchange.readme import recorded_schema
 from tallyroll.storage.ext.exchange.rlds import layout
 from tallyroll.storage.ext.exchange.rlds.features import features_of
 from tallyroll.storage.ext.exchange.rlds.foreign import TheirRows
@@ -63,7 +63,7 @@ class RldsFormat(ExchangeFormat):
             about = None
             if os.path.lexists(place / layout.ABOUT):
                 about = read_json(inside, layout.ABOUT, place)
-            rows = rows_of(features, schema_said(about))
+            rows = rows_of(features, recorded_schema(about))
             files = [p for e in info.splits for p in zip(e.files, e.lengths, strict=True)]
             source = RldsSource(inside, files, rows.read)
             count = sum(max(0, steps - 1) for steps in source.lengths())

@@ -480,7 +480,7 @@ def test_lanes_that_see_other_keys_act_in_a_call_of_their_own() -> None:
 def test_a_compiled_policy_stays_compiled() -> None:
     compiled = torch.compile(torch.nn.Linear(4, 2), backend="eager")
     policy = Policy(compiled, None, None)
-    policy.keep_apart()
+    policy.keep_copy()
     assert type(policy._called) is type(compiled)
     assert policy.module is policy._called._orig_mod is not policy.source
     inputs = torch.ones(1, 4)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tallyroll.collector import MultiprocessCollector
 from tallyroll.collector.ext.far.far_worker import Rows, as_array
-from tallyroll.collector.ext.far.next_rows import put_back, taken_out
+from tallyroll.collector.ext.far.next_rows import pop_next_rows, put_back
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.slab import SlabColumn, memory_of
 from tallyroll.storage import fast_paths
@@ -97,7 +97,7 @@ def test_what_was_taken_out_is_put_back(
     }
 
     with fast_paths.switched_off(*off):
-        others = taken_out(sent, [ENDS])
+        others = pop_next_rows(sent, [ENDS])
     assert [*sent] == [BEGINS]
     assert {*zip(*map(np.ndarray.tolist, np.nonzero(others[ENDS].at)), strict=True)} == own
     assert len(others[ENDS].rows) == len(own)

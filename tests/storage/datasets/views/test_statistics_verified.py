@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from tallyroll.storage import MemmapStorage, open_storage, verify
 from tallyroll.storage.ext.statistics.computation import ColumnAccumulator
-from tallyroll.storage.ext.statistics.statistics_file import place_of, read_whole, write_kept
+from tallyroll.storage.ext.statistics.statistics_file import place_of, read_whole, write_saved
 from tallyroll.storage.ext.verification.findings import Finding
 from tallyroll.storage.stores.rewinds import take_back
 
@@ -114,7 +114,7 @@ def test_what_the_rows_contradict(
         assert place is not None
         kept = read_whole(storage.reader, place)
         change(kept[(column,)])
-        write_kept(storage.reader, place, kept)
+        write_saved(storage.reader, place, kept)
     findings = found(path)
     if what is None:
         assert findings == []
@@ -180,7 +180,7 @@ def test_packed_rows_keep_theirs(
         assert place is not None
         kept = read_whole(packed.reader, place)
         kept[("far",)].of_runs["mean"][0] += 1
-        write_kept(packed.reader, place, kept)
+        write_saved(packed.reader, place, kept)
     assert len(found(path)) == 1
     path.rename(tmp_path / f"moved{path.suffix}")
     assert [*tmp_path.glob("packed*")] == ([place.path] if path.suffix else [])
