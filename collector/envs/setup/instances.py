@@ -146,8 +146,9 @@ def groups_of(env: Any) -> Iterator[Sequence[Any]]:
 def _lane_objects(env: Any) -> Sequence[Any]:
     """Return lanes' environments whose classes derive from no library's class, or nothing."""
     own = getattr(env, "envs", None) if isinstance(env, (SyncVectorEnv, System)) else None
-    one_each = isinstance(own, (list, tuple)) and len(own) == lanes_of(env)
-    return own if one_each and not _held(own) else ()
+    if isinstance(own, (list, tuple)) and len(own) == lanes_of(env) and not _held(own):
+        return own
+    return ()
 
 
 def _held(value: Any) -> Sequence[Any]:
