@@ -256,32 +256,31 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
     "--out": (_path, "PATH",
         "the storage: a directory, an HDF5 file NAME.h5, or a Zarr group NAME.zarr"),
     "--frames": (_positive, "N", "exactly N transitions"),
-    "--episodes": (_positive, "E", "exactly E whole episodes: those that start first"),
+    "--episodes": (_positive, "E", "exactly E whole episodes, the first E to start"),
     "--budget-unit": (("transitions", "agent_transitions"), "",
-        "what --frames counts: transitions, or, with groups of agents, the parts in them of agents "
-        "that lived or whose turn it was; the run ends with the first transition at which there "
-        "are N (default: transitions)"),
+        "unit of --frames. agent_transitions counts, for groups of agents, each agent that was "
+        "alive or had its turn in a transition; the run ends with the transition that reaches N "
+        "(default: transitions)"),
     "--append": (None, "", "append a new run"),
     "--resume": (None, "",
         "continue its last run up to N; options that are left out are taken from that run. "
-        "Begins the run if nothing was written yet, as resume=\"auto\" of collectors does"),
+        "Starts the run if nothing was written yet, as resume=\"auto\" of collectors does"),
     "--accept-copy": (None, "",
-        "open a copy that was made while a writer had the storage open; rows that were "
-        "written meanwhile may be missing in it"),
+        "open a copy that was made while a writer had the storage open; the copy may lack rows "
+        "that were written meanwhile"),
     "--num-envs": (_positive, "K",
         "number of lanes, environments that are stepped side by side (default: 1, or one for "
         "each worker; if steps are cheap, 8 or more are several times faster)"),
     "--seed": (_count, "S",
         "seed: the same one gives the same data (default: drawn, and recorded)"),
     "--shard": (_shard, "I/N",
-        "collect part I, from 0 on, of N, each on its own, into an --out of its own; --frames, "
-        "--num-envs and --seed are those of the whole run, the same for each. All N parts together "
-        "are exactly --frames transitions; equal to those of one run, bit for bit by id and step, "
-        "where every slot is a transition (a Gymnasium id), lanes have seeds of their own, and "
-        "actions are random or of a deterministic policy that looks at a lane alone, not at the "
-        "batch; else exactly as many, with the ids and seeds of one run"),
+        "collect part I (from 0) of N into its own --out. --frames, --num-envs and --seed describe "
+        "the whole run and are the same for each part. The N parts together have exactly --frames "
+        "transitions, with the ids and seeds of one run. They equal those of one run bit for bit, "
+        "by id and step, if every slot is a transition (a Gymnasium id), each lane has its own "
+        "seed, and actions are random or from a deterministic policy that treats each lane alone"),
     "--policy": (str, "MODULE:ATTR",
-        "a TensorDictModule or a callable from TensorDict to TensorDict, of a module or of a "
+        "a TensorDictModule or a callable from TensorDict to TensorDict, in a module or in a "
         "file (FILE.py:ATTR). A class, or a function that needs no arguments, is called once to "
         "make the policy. Modules of the current directory can be imported (default: random "
         "actions)"),
@@ -291,7 +290,7 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "simulator ticks in a transition, or the info key that counts ticks (default: as "
         "environment and wrappers report them; unknown where the number is drawn)"),
     "--reward-dtype": (("float32", "float64"), "",
-        "dtype of the rewards that are stored. float64 keeps all bits of an environment's floats; "
+        "dtype of the stored rewards. float64 keeps all bits of an environment's floats; "
         "float32 rounds them, and the first reward that becomes 0 or another integer is a warning "
         "(default: as the environment declares it, most often float32)"),
     "--info-keys": (_infos, "A,B",
@@ -300,28 +299,29 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
     "--rename": (_rename, "OLD=NEW",
         "new name for a column whose name collides; may be given several times"),
     "--reset": (_reset, "NAME=VALUE",
-        "an option that each reset is given: uniform(LOW, HIGH), choice(A, B), or a JSON value; "
+        "an option to pass to each reset: uniform(LOW, HIGH), choice(A, B), or a JSON value; "
         "numbers become columns collector/context/NAME; may be given several times"),
     "--reset-seeds": (None, "",
-        "each reset is given a seed of its own, the column collector/reset_seed"),
+        "seed each reset, and store the seed in the column collector/reset_seed"),
     "--workers": (_count, "W",
         "number of processes (see --transport) that step the lanes, for costly environments "
         "(default: 0, the command's own process)"),
     "--mode": (("sync", "async"), "",
-        "sync: workers advance together, and the rows are those of one process; async: no "
-        "worker waits for another, rows are stored in order of arrival, and which rows differs "
-        "from run to run (default: sync)"),
+        "sync: workers advance together, and the rows equal those of one process; async: no "
+        "worker waits for another, rows are stored in order of arrival, and they differ from run "
+        "to run (default: sync)"),
     "--transport": (("process", "thread", "ray"), "",
-        "process: workers are processes, forked by one that has imported torch, so that each "
-        "starts at once; thread: threads of the command's own process, for "
-        "environments that wait and release the interpreter; one that hangs cannot be replaced; "
-        "ray: actors of a Ray cluster (default: process)"),
+        "process: processes, forked from one that has imported torch, so that they start fast; "
+        "thread: threads of this process, for environments that wait and release the "
+        "interpreter; a hanging thread cannot be replaced; ray: actors of a Ray cluster "
+        "(default: process)"),
     "--address": (str, "ADDRESS",
         "with --transport ray: local (Ray is started for this run), auto, or HOST:PORT of a "
         "cluster (default: local)"),
     "--sharded": (None, "",
-        "each worker writes its rows to a shard of its own, at PATH on its node, and this command "
-        "notes which of them count: a row costs it the same whatever its size; with --mode async"),
+        "each worker writes its rows to its own shard, at PATH on its node, and this command "
+        "records which of them count, so that its cost per row does not depend on the row's size; "
+        "with --mode async"),
     "--policy-placement": (("local", "central"), "",
         "local: each worker acts with a copy of the policy; central: this command acts, in one "
         "call for the lanes of many workers (default: local)"),
@@ -352,20 +352,20 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "collector/next_valid, which is False where nothing should be bootstrapped; kept: they are "
         "right, because a reset of this task keeps the state (default: check)"),
     "--log": (str, "TARGET",
-        "a row of numbers now and then: a path that ends in .csv, tensorboard:DIR, or "
+        "write a row of metrics every --log-every transitions to a .csv file, tensorboard:DIR, or "
         "wandb:PROJECT (offline with WANDB_MODE=offline); may be given several times"),
     "--log-every": (_positive, "L", "transitions between two rows (default: 1000)"),
     "--checkpoint": (_path, "DIR",
-        "save checkpoints in DIR now and then, when a signal ends the run, and at its end; with "
-        "--resume the run goes on from the newest one"),
+        "save checkpoints to DIR every --checkpoint-every transitions, when a signal ends the run, "
+        "and at its end; with --resume the run continues from the newest one"),
     "--checkpoint-every": (_positive, "C",
         "transitions between two checkpoints (default: 10000)"),
     "--checkpoint-on": (_SIGNALS, "",
-        "a signal that ends the run, beside SIGINT and SIGHUP, as a scheduler sends it before it "
-        "takes the machine away (default: SIGTERM, which always does)"),
+        "another signal that ends the run, besides SIGINT, SIGHUP and SIGTERM, such as the one "
+        "that a scheduler sends before it stops the job (default: SIGTERM)"),
     "--checkpoint-rows": (("rewind", "keep"), "",
-        "rows that came after the checkpoint; rewind: take them back, so that policy, counts and "
-        "rows are those of the checkpoint; keep: leave them (default: rewind)"),
+        "rows stored after the checkpoint. rewind: remove them, so that policy, counts and rows "
+        "match the checkpoint; keep: keep them (default: rewind)"),
     "--runs": (None, "", "only its runs: also their host, commit, hashes of the policy, returns"),
     "--trajectories": (None, "", "only its trajectories, a line each"),
     "--where": (str, "EXPR", stats.WHERE),
@@ -374,27 +374,26 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         f"checks to skip because the data violates them on purpose: {_CHECKS}; of datasets of "
         f"other libraries also {_CHECKS_OF_OTHERS}"),
     "--ids": (("kept", "relative"), "",
-        "trajectories that belong together. kept: those of the same id; relative: the first of "
-        "each, the second of each and so on, by their ids, as in copies with ids of their own "
-        "(default: kept)"),
+        "how to pair trajectories. kept: by equal ids; relative: by rank among the ids, the first "
+        "with the first and so on, as for copies with new ids (default: kept)"),
     "--hash": (None, "", "read all rows, and show the hash of their content"),
     "--trajectory": (_ids, "ID,ID", "these trajectories, by their ids"),
     "--sample": (_positive, "N",
-        "so many, spread over all that can be replayed (default: 20)"),
+        "number of trajectories, spread over all that can be replayed (default: 20)"),
     "--all": (None, "", "all of them"),
     "--env": (str, "ENV",
-        "the environment, as for collect, where the manifest does not say how to make it"),
+        "the environment, as for collect, if the manifest does not describe how to make it"),
     "--env-factory": (str, "MODULE:FUNCTION",
         "a function that makes it; modules of the current directory can be imported"),
-    "--tolerance": (_tolerance, "X", "floats that differ by no more count as equal (default: 0)"),
+    "--tolerance": (_tolerance, "X", "floats that differ by at most X count as equal (default: 0)"),
     "--render": (_path, "FILE.mp4",
         "also film the trajectories, one after the other, where the environment renders; needs "
         "the extra: pip install 'tallyroll[video]'"),
     "--picture": (_path, "FILE.png",
-        "where the first difference is in an image: write the stored one, the replayed one, and "
-        "what differs"),
+        "if the first difference is in an image, write the stored image, the replayed one, and "
+        "their difference"),
     "--group-by": (str, "A,B",
-        "what runs of a group have in common: environment, label, folder, policy, or the name of a "
+        "fields that runs of a group share: environment, label, folder, policy, or the name of a "
         "value in a run's entry, such as call.frames_per_batch (default: environment,label)"),
     "--window": (_positive, "E",
         "a run's return is the mean of its last E episodes, and so is each point of a curve "
@@ -406,7 +405,7 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
     "--force": (None, "", "let --html replace a file that is no report"),
     "--csv": (None, "", "print a line a run as CSV instead of text"),
     "--json": (None, "", "print one JSON object instead of text"),
-    "--plan": (None, "", "say which way each part of the run goes, and why not a faster one"),
+    "--plan": (None, "", "print the execution plan, and why faster paths are off"),
     "--quiet": (None, "", "no progress, no report"),
     "--traceback": (None, "", "print the traceback of an error"),
 }

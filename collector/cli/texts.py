@@ -75,7 +75,7 @@ examples:
     tallyroll collect CartPole-v1 --frames 1e6 --num-envs 8 --out runs/pole
   exactly 100 whole episodes, the same ones each time:
     tallyroll collect CartPole-v1 --episodes 100 --seed 0 --out runs/seeded
-  which way each part of a run goes, and why not a faster one:
+  the execution plan, and why faster paths are off:
     tallyroll collect CartPole-v1 --frames 1e4 --plan --out runs/plan
 
 On Ctrl-C and SIGTERM the command commits all complete transitions, prints how
