@@ -245,7 +245,7 @@ static PyObject *put_entry(PyObject *self, PyObject *const *args, Py_ssize_t giv
     return cleared() < 0 ? NULL : PyBool_FromLong(put);
 }
 
-/* The table of lanes, which LanesInTurn keeps; the shape of an observation follows. */
+/* The table of lanes, which SequentialStep keeps; the shape of an observation follows. */
 #define LANES(WORD)                                                                                \
     WORD(reward) WORD(terminated) WORD(truncated) WORD(lane) WORD(finals) WORD(lanes) WORD(mode)   \
     WORD(nbytes)
@@ -283,7 +283,7 @@ enum { READERS(READER) };
 #define CALL(name) OF_##name,
 enum { CALLS(CALL) };
 
-/* Return whether an object has the NumPy type at `kind`, which is read directly. LanesInTurn keeps
+/* Return whether an object has the NumPy type at `kind`, which is read directly. SequentialStep keeps
    the tuple of readers. */
 static int is_of(PyObject *object, PyObject *readers, Py_ssize_t kind)
 {
@@ -374,7 +374,7 @@ static int are_apart(PyObject *one, PyObject *other)
     return apart;
 }
 
-/* The arguments of a step of all lanes. LanesInTurn and the caller of step_lanes own the objects. */
+/* The arguments of a step of all lanes. SequentialStep and the caller of step_lanes own the objects. */
 typedef struct {
     Table table;
     PyObject *dtype, *readers, *seen, *step, *name;
@@ -512,7 +512,7 @@ static int finish_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *
 }
 
 /* Step one lane, or with `reset` reset it; return 0, or -1 after an error. The list `seen` of
-   LanesInTurn owns the observation afterwards; the numbers go to the arrays of LanesInTurn at the
+   SequentialStep owns the observation afterwards; the numbers go to the arrays of SequentialStep at the
    table's addresses. The caller holds a reference to `env` and `action`, which the environment's
    code might drop. */
 static int step_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *action, int reset)
@@ -563,7 +563,7 @@ static int put_numbers(const SlotWords *slot, const LaneWords *t)
     return 1;
 }
 
-/* step_lanes(table, dtype, readers, envs, action, seen, ended, to, slot). LanesInTurn owns every
+/* step_lanes(table, dtype, readers, envs, action, seen, ended, to, slot). SequentialStep owns every
    argument but the caller's `action`, `to` and `slot`; the buffers of `ended` and `to` are held until
    the end. A `slot` is a table as of put_step, of one observation, whose row is `to`. */
 static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t given)

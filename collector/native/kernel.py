@@ -133,7 +133,7 @@ class StepKernel(Protocol):
         slot: bytes | None,
         /,
     ) -> int:
-        """Step environments in turn, each with its row of ``action``; see `LanesInTurn`.
+        """Step environments in turn, each with its row of ``action``; see `SequentialStep`.
 
         The table has eight words, and then the shape of an observation:
 
@@ -142,20 +142,22 @@ class StepKernel(Protocol):
         * the address of final observations;
         * the number of lanes;
         * the mode of a lane whose episode ends: 0: stepping it is an error; 1: a lane that
-        ``ended``, bool [lane], is reset instead; 2: it is reset in the same step, after its
-        observation was copied to the final ones; * the bytes of an observation.
+          ``ended``, bool [lane], is reset instead; 2: it is reset in the same step, after its
+          observation was copied to the final ones;
+        * the bytes of an observation.
 
         Observations are put into ``seen``, and copied to ``to`` [lane, ...].
 
         The ``readers`` are, in this order:
 
         * NumPy's types of a bool and of a float32, which are read directly, like Python's bools,
-        floats that a float32 holds and small integers; * the functions that read any other reward,
-        terminated and truncated; * the functions that copy any other final observation, and refuse
-        one that a reset overwrote; * the function that writes the entries of an info which are
-        columns; * those of these entries that are plain numbers, or arrays of their column's dtype
-        and shape, in the infos of steps, which are written here: for each its path of names, its
-        dtype and a table.
+          floats that a float32 holds and small integers;
+        * the functions that read any other reward, terminated and truncated;
+        * the functions that copy any other final observation, and refuse one that a reset
+          overwrote;
+        * the function that writes the entries of an info which are columns;
+        * the entries of an info that this function writes itself, plain numbers or arrays of their
+          column's dtype and shape: for each its path of names, its dtype and a table.
 
         A table of an entry has the address of the column; the address of the bool column that marks
         where it was given, 0: it must be; the kind of Python's numbers that it accepts (1: float,

@@ -1,6 +1,6 @@
 /* A tree of sums, for draws in proportion to numbers: `_kernel.c` includes this file.
 
-   `sampling/sum_tree.py` describes the tree, and does the same in NumPy, bit for bit: the children
+   `ext/sampling/sum_tree.py` describes the tree, and does the same in NumPy, bit for bit: the children
    0, 4, 8 and 12 of a node are a group, so 1, 5, 9 and 13, and so on; a sum of a node is that of its
    groups, one after the other, in float64, and a sum of a group that of its children. SumTree keeps the arrays at the addresses of its
    table, and the table; the buffers of a call belong to its caller. */

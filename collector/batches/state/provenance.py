@@ -102,7 +102,7 @@ def run_provenance(
     ``call`` has the recorded arguments of the collector. ``lane_seeds`` has the seed of each lane's
     first reset; it is empty if the environment chose them, and left out beyond `MOST_SEEDS`,
     because they follow from the run's seed. ``policy_version`` is the version at the entry's
-    ``first_row``. ``made`` is the result of `made_by`; None if no storage keeps it.
+    ``first_row``. ``made`` is the result of `host_info.made_by`; None if no storage keeps it.
 
     ``first_id`` is the lowest id of a trajectory. In a run with this value, a lane skips an id when
     it lost transitions or was reset, even between two trajectories. So if the ids of two

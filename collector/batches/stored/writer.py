@@ -211,7 +211,7 @@ class BatchWriter:
         """Return rows as a storage takes them, if they fit it."""
         if self._check is None:
             self._check = BatchCheck(sink.reader.schema, sink.reader.path)
-        return ArrayRows(self._check.arrays({key: _array(c) for key, c in rows.items()}))
+        return ArrayRows(self._check.arrays({key: _on_host(c) for key, c in rows.items()}))
 
     def makes_items(self, batch_dims: int) -> bool:
         """Return whether a TorchRL buffer stores such a batch as items of several rows."""
@@ -306,7 +306,7 @@ def _require(where: str, rows: int, count: int) -> None:
         )
 
 
-def _array(column: torch.Tensor | RowRefs) -> Any:
+def _on_host(column: torch.Tensor | RowRefs) -> Any:
     """A column as a storage takes it: NumPy has no bfloat16, so that it is its bits."""
     if isinstance(column, RowRefs):
         return column

@@ -80,7 +80,7 @@ class LaneBlock:
 
 
 class LaneEncoding(ABC):
-    """Shelf of blocks in one encoding. Arguments ``block`` are numbers on this shelf, [n]."""
+    """Blocks of one encoding. Arguments ``block`` are numbers within the encoding, [n]."""
 
     def __init__(self, dtype: Any) -> None:
         self.dtype = dtype
