@@ -4,7 +4,8 @@ This module contains all conditions that are known when a run begins. Each funct
 traits of environment, policy, storage and options as plain values, and chooses. A few conditions
 can change during a run, and are tested where they change:
 
-* a policy's module is hooked or changed, or newer weights arrive (`direct_forward`, `Rollout.fill`);
+* a policy's module is hooked or changed, or newer weights arrive (`direct_forward`,
+  `Rollout.fill`);
 * the step of a vector environment is replaced (`SequentialStep.are_alone`);
 * a value outside its space was accepted, so that the bounds changed (`RangeChecks.eased`);
 * final observations are not judged yet (`FinalsWatch.undecided`);

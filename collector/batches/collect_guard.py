@@ -120,11 +120,11 @@ class CollectGuard(deferred):
             self._run.ended_by(error)
 
     def leave(self, error: BaseException, *, was_refused: bool) -> None:
-        """Exit after ``error``, if it was raised between the guard and what it guards.
+        """Exit after ``error``, if it was raised before or after the guarded code.
 
-        An exception that is raised at any instruction, such as that of a thread that another one
-        interrupts, can come before the interpreter calls :meth:`__exit__`. ``was_refused``: the
-        guard refused this call, which changed nothing.
+        An asynchronous exception, such as one that another thread injects, can be raised at any
+        instruction, even before the interpreter calls :meth:`__exit__`. ``was_refused``: the guard
+        refused this call, which changed nothing.
         """
         if was_refused:
             return

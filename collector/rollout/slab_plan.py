@@ -30,7 +30,7 @@ from tallyroll.collector.options import Options
 from tallyroll.collector.policies.mask_rules import MaskRule, require_masks, rules_of
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import MASK_NAME, RandomActions, action_keys
-from tallyroll.collector.policies.several.policies import SeveralPolicies, preserved_streams
+from tallyroll.collector.policies.several.policies import SeveralPolicies, keep_streams
 from tallyroll.collector.policies.slot_rng import SlotRng
 from tallyroll.collector.policies.states import refuse_states
 from tallyroll.collector.policies.trial import next_keys, settle_inputs, try_out
@@ -176,11 +176,7 @@ def plan_slab(
     if policy is None or options.init_random_frames or policy.draws:
         require_masks(env)  # one of several policies may draw in the trial
     if policy is not None:
-        with (
-            torch.no_grad(),
-            set_exploration_type(options.exploration_type),
-            preserved_streams(several),
-        ):
+        with torch.no_grad(), set_exploration_type(options.exploration_type), keep_streams(several):
             if several is None:
                 settle_inputs(policy, first, env, _given(env))
             else:
@@ -194,11 +190,7 @@ def plan_slab(
             "environment: TransformedEnv(env, InitTracker(), policy.make_tensordict_primer())"
         )
     if policy is not None:
-        with (
-            torch.no_grad(),
-            set_exploration_type(options.exploration_type),
-            preserved_streams(several),
-        ):
+        with torch.no_grad(), set_exploration_type(options.exploration_type), keep_streams(several):
             refuse_states(policy, first, env, in_place)
     require_names_of(env, written=[key for key in extra if key[:2] != POLICY_VERSIONS])
     layout = in_place_layout(env) if in_place else copied_layout(env)

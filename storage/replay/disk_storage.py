@@ -495,7 +495,7 @@ class DiskStorage(RowStore, AsTensorStorage):
         )
 
     def old_rows(self, index: Any = slice(None)) -> np.ndarray:
-        """Return the numbers of the rows in the storage that was packed, int64.
+        """Return the row numbers that these rows had in the storage before packing, int64.
 
         Raises:
             NotAStorage: this storage is not packed.

@@ -130,7 +130,7 @@ class RunState:
         self._stored_before, self._yields = self.ledger.stored, False
 
     def expect_batch(self) -> None:
-        """Remember how many batches are ready: the call under way makes another one."""
+        """Record how many batches are ready before the current call adds one."""
         self._ready_before, self._yields = len(self.ready), True
 
     # --- trajectories, and why the run ended ------------------------------------------------------
@@ -156,9 +156,9 @@ class RunState:
             self.moved = self.outside.find()
 
     def refuse_moved(self, *, resets: bool) -> None:
-        """Raise `StateError` if the next row would follow a step or reset of the program's.
+        """Raise `StateError` if the program stepped or reset the environment since the last row.
 
-        ``resets``: all lanes are reset before the next step, which settles it.
+        With ``resets``, all lanes are reset before the next step, so that it does not matter.
         """
         if self.moved and self.outside is not None and not (resets or self.outside.resets_first()):
             self.reach_safe_point()

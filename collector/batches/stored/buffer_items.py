@@ -90,7 +90,7 @@ _RANGE = 2**40
 
 
 class BufferIds:
-    """Trajectory ids of a run into a TorchRL storage that other runs may fill in turn."""
+    """Trajectory ids for a run that writes to a TorchRL storage, as other runs may in turn."""
 
     def __init__(self, buffer: ReplayBuffer) -> None:
         self._buffer = buffer

@@ -118,7 +118,7 @@ class StoredRun:
         return self._reader, self.last_run.first_row
 
     def continues(self, first_row: int) -> None:
-        """Go on with the run that began at ``first_row``, of which rows were taken back."""
+        """Continue the run that began at ``first_row``, after some of its rows were removed."""
         reader, self.last_run = self._reader, None
         assert reader is not None
         if reader.head > first_row:

@@ -1,4 +1,4 @@
-"""The plan of a run from its slab on: where rows are, how they are stored and laid out."""
+"""Plan of the rows after the slab: where they are, how they are stored and laid out."""
 
 from dataclasses import dataclass
 from math import ceil

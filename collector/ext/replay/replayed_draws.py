@@ -22,8 +22,8 @@ class ReplayedDraws(ResetDraws):
 
     Args:
         system: the system that receives the draws.
-        columns: contexts by name, as values ``[n, ...]`` of any rows.
-        resets: draws, from the seed, the options that no column holds.
+        columns: contexts by name, as values ``[n, ...]``, for example of stored rows.
+        resets: used to draw, from the seed, the options that no column provides.
     """
 
     def __init__(self, system: System, columns: Mapping[str, Array], resets: Resets) -> None:

@@ -254,7 +254,7 @@ def _arrived(
 
 
 def opening_of(part: PolicyPart) -> dict[str, int]:
-    """Return the opening of a policy, for a manifest; empty if it has none."""
+    """Return the manifest entry of a policy's random opening actions; empty without them."""
     return {"init_random_frames": part.opening} if part.opening else {}
 
 

@@ -308,7 +308,7 @@ def openings_of(policy: Policy | None) -> Openings | None:
 
 
 @contextmanager
-def preserved_streams(policy: SeveralPolicies | None) -> Iterator[None]:
+def keep_streams(policy: SeveralPolicies | None) -> Iterator[None]:
     """Restore the random streams of several policies after the context."""
     if policy is None:
         yield

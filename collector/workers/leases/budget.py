@@ -174,7 +174,7 @@ class LeaseBudget:
     # --- returns ----------------------------------------------------------------------------------
 
     def take_back(self, member: Member, filled: m.LeaseResult) -> Segment:
-        """Return the remainder of the oldest lease to the budget, and return its segment.
+        """Give the remainder of the oldest lease back to the budget; return the lease's segment.
 
         The segment is free if it holds no transitions.
         """

@@ -1,8 +1,9 @@
 """Fork server of worker processes: it imports torch and TorchRL once, and forks each worker.
 
-Multiprocessing has one fork server for the whole program, which may use it with its own modules
-and environment. Workers therefore have a separate server. The parent reaches it through a socket
-pair, which has no name. The server ends when its parent closes the other socket or is killed.
+`multiprocessing` has one fork server per program. User code may already use it, with other
+preloaded modules and another environment. Workers therefore have a separate server. The parent
+reaches it through a socket pair, which has no name. The server ends when its parent closes the
+other socket or is killed.
 """
 
 import errno

@@ -25,7 +25,7 @@ def main(
         job: a pickled :class:`~messages.Job` in shared memory.
         alive: the end of a pipe that closes when the parent dies.
         unblocked: True if its output must not block, because that of its parent does not.
-        _state: the state of the parent, which was already set when it was unpickled.
+        _state: the parent's state. Unpickling this argument has already applied it.
     """
     end_with_parent(alive.fileno())
     if unblocked:

@@ -179,6 +179,6 @@ def filled(file: int, bad: Callable[[int, int], object]) -> io.BufferedReader:
 
 
 def with_gaps(file: int, path: Path, unreadable: Mapping[Path, Ranges]) -> Any:
-    """Open a file, with its unreadable ranges if it has some."""
+    """Open a file; if parts of it are unreadable, reads skip these ranges."""
     gaps = unreadable.get(path)
     return open(file, "rb") if gaps is None else WithGaps(file, gaps)

@@ -63,7 +63,7 @@ class ShardRows:
 
     @property
     def numbers(self) -> list[int]:
-        """The rows and the counts, in the order of a line's entry."""
+        """The number of rows and the counts, in the order in which a line lists them."""
         return [self.rows, *self.sums]
 
 

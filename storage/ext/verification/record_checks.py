@@ -125,7 +125,7 @@ def check_record(
 def check_ledger(
     record: RunRecord, episodes: int | None, largest_id: int, findings: Findings
 ) -> None:
-    """Check the statements of the record about the rows.
+    """Compare the counts in the record of a run with its rows.
 
     ``episodes`` is the number of episodes that ended in the run's rows; None if it is unknown.
     """

@@ -4,9 +4,9 @@ The rows of a block are numbered by their *offset*. The *rank* of a row is the n
 rows of its lane in the block. A *sweep* is a stretch of rows whose lanes do not descend: one slot,
 or a batch that is laid out lane by lane.
 
-`BitEncoding` has one bit per lane and layer, once by lanes and once by layers: layer j of a sweep
-consists of the lanes with more than j rows in it. `TableEncoding` has two numbers per sweep and
-lane. `OrderEncoding` has two numbers per row, for any order of rows.
+Layer j of a sweep is the set of lanes that have more than j rows in it. `BitEncoding` stores one
+bit per lane and layer twice, ordered by lane and ordered by layer. `TableEncoding` has two numbers
+per sweep and lane. `OrderEncoding` has two numbers per row, for any order of rows.
 """
 # ruff: noqa: D102 - each method is documented once, in `LaneEncoding`
 
