@@ -366,47 +366,48 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
     "--checkpoint-rows": (("rewind", "keep"), "",
         "rows stored after the checkpoint. rewind: remove them, so that policy, counts and rows "
         "match the checkpoint; keep: keep them (default: rewind)"),
-    "--runs": (None, "", "only its runs: also their host, commit, hashes of the policy, returns"),
-    "--trajectories": (None, "", "only its trajectories, a line each"),
+    "--runs": (None, "", "show only the runs, with their host, commit, policy hashes and returns"),
+    "--trajectories": (None, "", "show only the trajectories, one per line"),
     "--where": (str, "EXPR", stats.WHERE),
-    "--rows": (_count, "R", "rows to show (default: 5)"),
+    "--rows": (_count, "R", "number of rows to show (default: 5)"),
     "--skip": (_checks, "A,B",
         f"checks to skip because the data violates them on purpose: {_CHECKS}; of datasets of "
         f"other libraries also {_CHECKS_OF_OTHERS}"),
     "--ids": (("kept", "relative"), "",
-        "how to pair trajectories. kept: by equal ids; relative: by rank among the ids, the first "
-        "with the first and so on, as for copies with new ids (default: kept)"),
-    "--hash": (None, "", "read all rows, and show the hash of their content"),
-    "--trajectory": (_ids, "ID,ID", "these trajectories, by their ids"),
+        "how to pair trajectories. kept: by equal ids; relative: by rank among the ids (first with "
+        "first), for copies with new ids (default: kept)"),
+    "--hash": (None, "", "read all rows and show a hash of their content"),
+    "--trajectory": (_ids, "ID,ID", "replay the trajectories with these ids"),
     "--sample": (_positive, "N",
-        "number of trajectories, spread over all that can be replayed (default: 20)"),
-    "--all": (None, "", "all of them"),
+        "replay N trajectories, spread over all that can be replayed (default: 20)"),
+    "--all": (None, "", "replay all trajectories"),
     "--env": (str, "ENV",
-        "the environment, as for collect, if the manifest does not describe how to make it"),
+        "the environment, as for collect, if the manifest does not describe how to create it"),
     "--env-factory": (str, "MODULE:FUNCTION",
-        "a function that makes it; modules of the current directory can be imported"),
+        "a function that creates the environment; modules of the current directory can be "
+        "imported"),
     "--tolerance": (_tolerance, "X", "floats that differ by at most X count as equal (default: 0)"),
     "--render": (_path, "FILE.mp4",
-        "also film the trajectories, one after the other, where the environment renders; needs "
-        "the extra: pip install 'tallyroll[video]'"),
+        "also record a video of the trajectories, one after the other, if the environment can "
+        "render; needs the extra: pip install 'tallyroll[video]'"),
     "--picture": (_path, "FILE.png",
-        "if the first difference is in an image, write the stored image, the replayed one, and "
+        "if the first difference is in an image, write the stored image, the replayed image, and "
         "their difference"),
     "--group-by": (str, "A,B",
-        "fields that runs of a group share: environment, label, folder, policy, or the name of a "
-        "value in a run's entry, such as call.frames_per_batch (default: environment,label)"),
+        "group runs by these fields: environment, label, folder, policy, or the name of a value "
+        "in a run's entry, such as call.frames_per_batch (default: environment,label)"),
     "--window": (_positive, "E",
         "a run's return is the mean of its last E episodes, and so is each point of a curve "
         "(default: 100)"),
     "--scale": (_scale, "ENV=LOW:HIGH",
-        "returns of ENV that become 0 and 1, for groups of several environments; may be given "
-        "several times"),
-    "--html": (_path, "FILE", "also write a page: one file, which needs no network"),
-    "--force": (None, "", "let --html replace a file that is no report"),
-    "--csv": (None, "", "print a line a run as CSV instead of text"),
+        "scale the returns of ENV so that LOW becomes 0 and HIGH becomes 1, for groups of several "
+        "environments; may be given several times"),
+    "--html": (_path, "FILE", "also write the report as a self-contained HTML page"),
+    "--force": (None, "", "let --html replace a file that is not a report"),
+    "--csv": (None, "", "print one CSV line per run instead of text"),
     "--json": (None, "", "print one JSON object instead of text"),
     "--plan": (None, "", "print the execution plan, and why faster paths are off"),
-    "--quiet": (None, "", "no progress, no report"),
+    "--quiet": (None, "", "print no progress and no report"),
     "--traceback": (None, "", "print the traceback of an error"),
 }
 # fmt: on
@@ -432,7 +433,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     card.add_to(commands, _path, _FILE)
     _add_collect(command("collect", "collect transitions into a storage"))
-    completion = command("completion", "print a script that completes commands in a shell")
+    completion = command("completion", "print a shell completion script")
     completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=in_words(SHELLS))
     _add_output(completion)
     copying.add_to(commands, _path, _FILE)
@@ -443,13 +444,15 @@ def make_parser() -> argparse.ArgumentParser:
     _add(diff, "--ids", default="kept")
     _add(diff, "--accept-copy")
     _add_output(diff, "--json", "--quiet")
-    envs = command("envs", "list environment systems, and what installs them")
-    envs.add_argument("systems", nargs="*", metavar="SYSTEM", help="only these (default: all)")
+    envs = command("envs", "list environment systems and how to install them")
+    envs.add_argument(
+        "systems", nargs="*", metavar="SYSTEM", help="only these systems (default: all)"
+    )
     _add_output(envs, "--json")
     exchange.add_to(commands, _path, _FILE)
-    info = command("info", "show versions, systems and devices, for reports of bugs")
+    info = command("info", "show versions, systems and devices for bug reports")
     _add_output(info, "--json")
-    inspect = command("inspect", "show what is in a storage, or in several as one")
+    inspect = command("inspect", "show the contents of one or more storages")
     _add_paths(inspect)
     _add(inspect.add_mutually_exclusive_group(), "--runs", "--trajectories")
     _add(inspect, "--rows", default=5)
@@ -458,15 +461,19 @@ def make_parser() -> argparse.ArgumentParser:
     _add_output(inspect, "--json")
     pack.add_to(commands, _path, _FILE)
     repair.add_to(commands, _path, _FILE)
-    replay = command("replay", "step stored trajectories again, and compare them bit for bit")
+    replay = command("replay", "replay stored trajectories and compare them bit for bit")
     _add_paths(replay)
     _add(replay.add_mutually_exclusive_group(), "--trajectory", "--sample", "--all")
     _add(replay.add_mutually_exclusive_group(), "--env", "--env-factory")
     _add(replay, "--env-kwargs", "--tolerance", "--render", "--picture", "--accept-copy")
     _add_output(replay, "--json", "--quiet")
-    report = command("report", "report over many runs: a table, and a page")
+    report = command("report", "summarize many runs in a table and a page")
     paths = report.add_argument(
-        "paths", nargs="+", type=_path, metavar="PATH", help="storages, or folders that have some"
+        "paths",
+        nargs="+",
+        type=_path,
+        metavar="PATH",
+        help="storages, or folders with storages",
     )
     paths.complete = _FILE  # type: ignore[attr-defined]
     _add(report, "--group-by", default="environment,label")
@@ -478,7 +485,7 @@ def make_parser() -> argparse.ArgumentParser:
     split.add_to(commands, _path, _FILE)
     stats.add_to(commands, _path, _FILE)
     store.add_to(commands, _path, _FILE)
-    verify = command("verify", "check a storage, or a dataset of another library, row by row")
+    verify = command("verify", "check a storage or another library's dataset row by row")
     _add_paths(verify)
     _add(verify, "--skip", "--accept-copy")
     _add_output(verify, "--json", "--quiet")
@@ -531,7 +538,7 @@ def _add_path(parser: argparse.ArgumentParser) -> None:
 
 def _add_paths(parser: argparse.ArgumentParser) -> None:
     """Add the argument for storages that a command reads as one."""
-    text = "the storage, of any format; several, or a pattern in quotes, are read as one"
+    text = "the storage, of any format; several storages or a quoted pattern are read as one"
     added: Any = parser.add_argument("path", nargs="+", type=_path, metavar="PATH", help=text)
     added.complete = _FILE
 

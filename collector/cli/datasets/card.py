@@ -12,23 +12,24 @@ from typing import Any
 
 _USAGE = "%(prog)s PATH [options]"
 _ABOUT = """\
-Write a card of a storage, or of an export: a page in Markdown with the front
-matter that the Hugging Face Hub reads. It has the columns, counts, how to load
-it, the licence, the runs that made it with their seeds, policies and versions,
-kept statistics, and a hash: of a storage that of its content, for which all
-rows are read; of an export that of its files. Nothing is replaced.
+Write a dataset card for a storage or an export: a Markdown page with the front
+matter that the Hugging Face Hub reads. The card lists the columns, counts, how
+to load the data, the licence, the runs that made it with their seeds, policies
+and versions, saved statistics, and a hash. The hash of a storage covers its
+content, so all rows are read; the hash of an export covers its files. An
+existing file is not replaced without --force.
 """
 _EXAMPLES = """\
 examples:
   tallyroll card runs/pole
   tallyroll card runs/pole --licence apache-2.0 --out README.md
-  of an export, with its kind, as tallyroll import has it:
+  for an export, with its kind as in `tallyroll import`:
     tallyroll card parquet:pole.parquet --json
 
 exit status:
   0  written
-  1  not written: the message says why
-  2  a wrong argument
+  1  not written; the message says why
+  2  invalid argument
 """
 
 
@@ -36,23 +37,23 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     """Add the command to a parser; ``path`` parses paths, and ``complete`` is for shtab."""
     parser = commands.add_parser(
         "card",
-        help="write a card of a dataset, for a hub",
+        help="write a dataset card for a hub",
         usage=_USAGE,
         description=_ABOUT,
         epilog=_EXAMPLES,
     )
-    text = "a storage, or KIND:PATH of an export, as parquet:rows.parquet"
+    text = "a storage, or KIND:PATH for an export, such as parquet:rows.parquet"
     parser.add_argument("path", type=path, metavar="PATH", help=text).complete = complete
-    text = "as the hub spells it, such as apache-2.0 (default: unknown)"
+    text = "licence as the hub spells it, such as apache-2.0 (default: unknown)"
     parser.add_argument("--licence", metavar="NAME", help=text)
-    text = "write the page to a file, where nothing may be"
+    text = "write the page to FILE, which must not exist"
     parser.add_argument("--out", type=path, metavar="FILE", help=text).complete = complete
-    parser.add_argument("--force", action="store_true", help="let --out replace a file")
+    parser.add_argument("--force", action="store_true", help="let --out replace an existing file")
     text = "read a copy that was made while a writer had the storage open"
     parser.add_argument("--accept-copy", action="store_true", help=text)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    output.add_argument("--quiet", action="store_true", help="no progress, no report")
+    output.add_argument("--quiet", action="store_true", help="print no progress and no report")
     output.add_argument("--traceback", action="store_true", help="print the traceback of an error")
 
 

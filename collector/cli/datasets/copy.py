@@ -25,9 +25,9 @@ class _Texts(NamedTuple):
 
 _END = """
 exit status:
-  0  written, whole
-  1  not written, and nothing is at DST: the message says why
-  2  a wrong argument
+  0  success
+  1  DST was not created, and the message says why
+  2  invalid argument
 """
 
 _TEXTS = {
@@ -35,24 +35,25 @@ _TEXTS = {
         "copy rows of one or more storages to a new one",
         "%(prog)s SRC [SRC ...] DST [options]",
         """\
-Write the committed rows of one or more storages to a new one, of any format:
-all of them, or those of chosen trajectories; all columns, or some; in their
-order, or sorted by trajectory. The sources stay as they are, and other
-processes may write to them meanwhile. DST is there whole, or not at all. Its
-manifest says where the rows came from.
+Copy the committed rows of one or more storages to a new storage of any format.
+By default, all rows and columns are copied in their order; options select
+trajectories and columns, and sort rows by trajectory. The sources are not
+modified, and other processes may keep writing to them. DST is created
+atomically: complete, or not at all. Its manifest records where the rows came
+from.
 """,
         """\
 examples:
-  into one HDF5 file; into one storage from many, a pattern in quotes:
+  copy to an HDF5 file; combine several storages, with a quoted pattern:
     tallyroll copy runs/pole pole.h5
     tallyroll copy 'runs/shard-*' runs/all
-  what would be done, and how much space it takes:
+  print what would be done, and how much space it would take:
     tallyroll copy runs/a runs/b runs/both --dry-run
-  without pixels, one trajectory after the other:
+  leave out pixels, and sort rows by trajectory:
     tallyroll copy runs/pong runs/small --drop pixels,next/pixels --sort
-  the trajectories for which a condition holds:
+  copy the trajectories that match a condition:
     tallyroll copy runs/pole runs/good --where 'return > 200'
-  beside a collector, until it ends, or Ctrl-C:
+  follow a running collector until it ends, or until Ctrl-C:
     tallyroll copy runs/pole backup/pole --follow
 """
         + _END,
@@ -61,30 +62,31 @@ examples:
         "copy several storages into one",
         "%(prog)s DST SRC [SRC ...] [options]",
         """\
-Write the rows of several storages to a new one, one storage after the other:
-`tallyroll copy SRC ... DST`. Trajectory ids that are in two of them are moved.
+Copy the rows of several storages to a new one, one storage after the other, as
+`tallyroll copy SRC ... DST` does. By default, trajectory ids that occur in two
+storages are renumbered.
 
 With --shards N the sources are the shards of one run (`tallyroll collect
---shard I/N`), and they are written when all are there and complete, together
-exactly the transitions that were asked for. With --wait it waits for those that
-other jobs still make.
+--shard I/N`). They are merged only if all shards exist, are complete, and
+together hold exactly the requested transitions. With --wait the command waits
+for shards that other jobs are still collecting.
 """,
         """\
 examples:
   tallyroll merge runs/all runs/a runs/b runs/c
   tallyroll merge all.zarr 'runs/shard-*' --ids keep
-  the last job of an array: wait a day at most, and name what is missing:
+  in the last job of an array: wait at most a day, then name missing shards:
     tallyroll merge runs/all 'runs/part-*' --shards 8 --wait --timeout 86400
 """
         + _END,
     ),
     "select": _Texts(
-        "copy the trajectories for which a condition holds",
+        "copy the trajectories that match a condition",
         "%(prog)s SRC DST --where EXPR [options]",
         """\
-Write the rows of chosen trajectories to a new storage: `tallyroll copy SRC DST
---where EXPR`. EXPR compares what a trajectory has, as return, length, end,
-lane, run, id, policy_version, reset_seed.
+Copy selected trajectories to a new storage, as `tallyroll copy SRC DST --where
+EXPR` does. EXPR compares fields of a trajectory, such as return, length, end,
+lane, run, id, policy_version and reset_seed.
 """,
         """\
 examples:
@@ -98,8 +100,8 @@ examples:
         "copy a storage without some columns",
         "%(prog)s SRC DST COLUMN [COLUMN ...] [options]",
         """\
-Write the rows of a storage to a new one, without some of their columns:
-`tallyroll copy SRC DST --drop COLUMN`.
+Copy a storage without some of its columns, as `tallyroll copy SRC DST --drop
+COLUMN` does.
 """,
         """\
 example:
@@ -108,11 +110,11 @@ example:
         + _END,
     ),
     "sort": _Texts(
-        "copy a storage, one trajectory after the other",
+        "copy a storage with rows grouped by trajectory",
         "%(prog)s SRC DST [options]",
         """\
-Write the rows of a storage to a new one, one trajectory after the other, in the
-order of their first rows: `tallyroll copy SRC DST --sort`.
+Copy a storage with its rows grouped by trajectory, as `tallyroll copy SRC DST
+--sort` does. Trajectories are in the order of their first rows.
 """,
         """\
 example:
@@ -121,13 +123,13 @@ example:
         + _END,
     ),
     "upgrade": _Texts(
-        "copy a storage of an older version to one of this version",
+        "copy an older storage to the current format version",
         "%(prog)s SRC DST [options]",
         """\
-Write all rows of a storage that an older Tallyroll made to a new one, of the
-format version that this Tallyroll writes, and of the same kind of files. Older
-versions are read, and gone on with, as they are: this is for other programs. A
-storage of this version is left alone, and nothing is written.
+Copy a storage that an older Tallyroll wrote to a new one, with the same kind of
+files and the format version that this Tallyroll writes. Tallyroll itself reads
+and appends to older versions directly; upgrade a storage for other programs. If
+the storage already has the current version, nothing is written.
 """,
         """\
 example:
@@ -152,15 +154,19 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
         )
         parser.set_defaults(upgrade=name == "upgrade")
         several = name in ("copy", "merge")
-        places = [("sources", "SRC", "a storage, or a pattern in quotes", several)]
-        places.append(("destination", "DST", "the new storage; nothing may be there", False))
+        places = [("sources", "SRC", "a storage, or a quoted pattern", several)]
+        places.append(("destination", "DST", "the new storage; must not exist", False))
         for dest, metavar, text, many in reversed(places) if name == "merge" else places:
             more = {"nargs": "+"} if many else {}
             added = parser.add_argument(dest, type=path, metavar=metavar, help=text, **more)
             added.complete = complete
         if name == "drop":
             parser.add_argument(
-                "drop", nargs="+", type=_key, metavar="COLUMN", help="as next/pixels"
+                "drop",
+                nargs="+",
+                type=_key,
+                metavar="COLUMN",
+                help="such as next/pixels",
             )
         if name == "merge":
             _add_waiting(parser)
@@ -174,26 +180,29 @@ def _add_waiting(parser: Any) -> None:
         "--shards",
         type=int,
         metavar="N",
-        help="the sources are the N shards of one run: write them only if all are complete, in "
-        "the order of shards; SRC may match nothing yet",
+        help="the sources are the N shards of one run: merge them in shard order, and only if all "
+        "are complete; SRC may match nothing yet",
     )
     waiting.add_argument(
-        "--wait", action="store_true", help="wait until they are complete; needs --shards"
+        "--wait", action="store_true", help="wait until all shards are complete; needs --shards"
     )
     waiting.add_argument(
         "--timeout",
         type=float,
         default=86400.0,
         metavar="S",
-        help="the most seconds to wait, after which an error names what is missing (default: "
-        "86400, a day)",
+        help="maximum seconds to wait; then an error names the missing shards (default: 86400, "
+        "a day)",
     )
 
 
 def _add_options(parser: Any, name: str) -> None:
     if name not in ("drop", "upgrade"):
         parser.add_argument(
-            "--columns", type=_keys, metavar="A,B", help="only these columns, as next/reward"
+            "--columns",
+            type=_keys,
+            metavar="A,B",
+            help="only these columns, such as next/reward",
         )
     else:
         parser.set_defaults(columns=None)
@@ -202,21 +211,21 @@ def _add_options(parser: Any, name: str) -> None:
             "--where",
             metavar="EXPR",
             required=name == "select",
-            help="only the trajectories for which it is true, as: return > 5 and end == "
+            help="copy only the trajectories that match, such as: return > 5 and end == "
             "'terminated' and policy_version >= 3",
         )
     if name == "copy":
-        parser.add_argument("--drop", type=_keys, metavar="A,B", help="all columns but these")
+        parser.add_argument("--drop", type=_keys, metavar="A,B", help="all columns except these")
         parser.add_argument(
             "--sort",
             action="store_true",
-            help="one trajectory after the other, in the order of their first rows",
+            help="group rows by trajectory, in the order of their first rows",
         )
         parser.add_argument(
             "--follow",
             action="store_true",
-            help="go on with the rows that a process adds, until it closes the storage, or until "
-            "Ctrl-C or SIGTERM, after which DST is there with whole batches",
+            help="keep copying rows that another process appends, until it closes the storage, or "
+            "until Ctrl-C or SIGTERM; DST then holds complete batches",
         )
     if name == "upgrade":
         parser.set_defaults(format=None)
@@ -224,21 +233,21 @@ def _add_options(parser: Any, name: str) -> None:
         parser.add_argument(
             "--format",
             choices=("memmap", "hdf5", "zarr"),
-            help="format of DST (default: by the end of its path: .h5 and .hdf5 are hdf5, .zarr "
-            "is zarr, others are memmap)",
+            help="format of DST (default: by file extension: .h5 and .hdf5 mean hdf5, .zarr means "
+            "zarr, others memmap)",
         )
     if name in ("copy", "merge"):
         parser.add_argument(
             "--ids",
             choices=("offset", "keep"),
             default="offset",
-            help="trajectory ids that are in two storages. offset: those of the later one are "
-            "moved to above all before; keep: they are refused (default: offset)",
+            help="trajectory ids that occur in two storages. offset: renumber those of the later "
+            "storage above all earlier ids; keep: raise an error (default: offset)",
         )
     else:
         parser.set_defaults(ids="offset")
     parser.add_argument(
-        "--dry-run", action="store_true", help="say what would be done, and write nothing"
+        "--dry-run", action="store_true", help="print what would be done and write nothing"
     )
     parser.add_argument(
         "--accept-copy",
@@ -247,7 +256,7 @@ def _add_options(parser: Any, name: str) -> None:
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    output.add_argument("--quiet", action="store_true", help="no progress, no report")
+    output.add_argument("--quiet", action="store_true", help="print no progress and no report")
     output.add_argument("--traceback", action="store_true", help="print the traceback of an error")
 
 

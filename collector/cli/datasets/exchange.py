@@ -10,56 +10,56 @@ from typing import Any
 
 _KINDS = """
 kinds:
-  d4rl     an HDF5 file as D4RL has it           needs tallyroll[hdf5]
+  d4rl     a D4RL HDF5 file                      needs tallyroll[hdf5]
   hf       a folder for the Hugging Face Hub     needs tallyroll[arrow]
-  lerobot  a folder of LeRobot                   needs tallyroll[lerobot]
-  minari   a folder of Minari                    needs tallyroll[minari]
-  npz      an archive of NumPy
-  parquet  a file of Parquet                     needs tallyroll[arrow]
-  rlds     a folder of TensorFlow Datasets       needs tallyroll[rlds]
+  lerobot  a LeRobot folder                      needs tallyroll[lerobot]
+  minari   a Minari folder                       needs tallyroll[minari]
+  npz      a NumPy archive
+  parquet  a Parquet file                        needs tallyroll[arrow]
+  rlds     a TensorFlow Datasets folder          needs tallyroll[rlds]
   torchrl  a folder that TensorDict.load_memmap opens
-and those that other packages bring
+Other packages can add kinds.
 """
 _EXPORT_USAGE = "%(prog)s SRC [SRC ...] KIND:DST [options]"
 _EXPORT = """\
 Write the committed rows of one or more storages in the format of another
-library. What the format cannot hold is counted, and said. The sources stay as
-they are, and other processes may write to them meanwhile. DST is there whole,
-or not at all.
+library. Data that the format cannot hold is counted and reported. The sources
+are not modified, and other processes may keep writing to them. DST is created
+atomically: complete, or not at all.
 
-With --follow DST is a folder of versions, and DST/current a link to the newest,
-which is whole at every moment, however this ends.
+With --follow DST is a folder of versions, and DST/current is a link to the
+newest one. That version is always complete, even if the command is killed.
 """
 _EXPORT_EXAMPLES = (
     _KINDS
     + """
 examples:
   tallyroll export runs/pole parquet:pole.parquet
-  the trajectories for which a condition holds, and some of their columns:
+  select trajectories by a condition, and some of their columns:
     tallyroll export runs/pole npz:good.npz --where 'return > 200' \\
       --columns observation,action,next/reward
-  episodes; without those that were cut:
+  leave out episodes that were cut:
     tallyroll export runs/pole minari:datasets/pole-v0 --cuts drop
-  images as videos, for LeRobot:
+  encode images as videos for LeRobot:
     tallyroll export runs/pong lerobot:datasets/pong --video av1 --fps 15
-  beside a collector, until it ends, or Ctrl-C; what is read is there whole:
+  follow a running collector until it ends, and train on a complete version:
     tallyroll export runs/pole hf:datasets/pole --follow
     python train.py --data "$(realpath datasets/pole/current)"
 
 exit status:
-  0  written, whole
-  1  not written, and nothing is at DST: the message says why; with --follow the
-     last version stays
-  2  a wrong argument
+  0  DST is complete
+  1  DST was not created, and the message says why; with --follow the last
+     version is kept
+  2  invalid argument
 """
 )
 _IMPORT_USAGE = "%(prog)s KIND:SRC DST [options]"
 _IMPORT = """\
-Write a dataset of another library to a new storage, of any format. Nothing in
-it is unpickled or executed, no link in it is followed, and sizes are checked
-first. Rows get trajectory ids, steps and lane 0 where it has none, by the flags
-of their ends. DST is there whole, or not at all. Its manifest says from where
-the rows came.
+Convert a dataset of another library to a new storage of any format. The command
+unpickles and executes nothing in the dataset, follows no links, and checks
+sizes first. If the dataset has no trajectory ids, steps or lanes, they are
+derived from its end flags, with lane 0. DST is created atomically: complete, or
+not at all. Its manifest records where the rows came from.
 """
 _IMPORT_EXAMPLES = (
     _KINDS
@@ -69,19 +69,19 @@ examples:
   tallyroll import d4rl:hopper_medium.hdf5 hopper.zarr
 
 exit status:
-  0  written, whole
-  1  not written, and nothing is at DST: the message says why
-  2  a wrong argument
+  0  DST is complete
+  1  DST was not created, and the message says why
+  2  invalid argument
 """
 )
 _CUTS = (
-    "trajectories that neither ended nor were truncated. keep: as they are; drop: leave them out; "
-    "truncate: write their last rows as truncated (default: keep)"
+    "trajectories that were neither terminated nor truncated. keep: write them unchanged; drop: "
+    "leave them out; truncate: mark their last rows as truncated (default: keep)"
 )
 
 _FOLLOW = (
-    "keep a folder of versions up until the process that writes to SRC closes it, or until Ctrl-C: "
-    "DST/current is a link to the newest, the one before stays"
+    "keep exporting new versions to a folder until the process that writes SRC closes it, or until "
+    "Ctrl-C; DST/current links to the newest version, and the previous one is kept"
 )
 
 
@@ -94,28 +94,28 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
         description=_EXPORT,
         epilog=_EXPORT_EXAMPLES,
     )
-    text = "a storage, or a pattern in quotes"
+    text = "a storage, or a quoted pattern"
     added = out.add_argument("sources", nargs="+", type=path, metavar="SRC", help=text)
     added.complete = complete
-    text = "the format, and the file or folder; nothing may be there"
+    text = "the format, and the file or folder; must not exist"
     added = out.add_argument("there", type=_there, metavar="KIND:DST", help=text)
     added.complete = complete
-    out.add_argument("--columns", type=_keys, metavar="A,B", help="only these, as next/reward")
-    text = "only the trajectories for which it is true, as: return > 5 and end == 'terminated'"
+    out.add_argument("--columns", type=_keys, metavar="A,B", help="only these, such as next/reward")
+    text = "only the trajectories that match, such as: return > 5 and end == 'terminated'"
     out.add_argument("--where", metavar="EXPR", help=text)
     out.add_argument("--cuts", choices=("drop", "truncate", "keep"), default="keep", help=_CUTS)
     out.add_argument("--follow", action="store_true", help=_FOLLOW)
-    text = "with --follow: seconds from one version to the next, if rows came since (default: 30)"
+    text = "with --follow: seconds between versions, if rows were added (default: 30)"
     out.add_argument("--every", type=float, metavar="S", help=text)
-    of_lerobot = out.add_argument_group("of lerobot")
-    text = "images as videos of this codec; the last two lose nothing (default: PNG)"
+    of_lerobot = out.add_argument_group("lerobot")
+    text = "encode images as video with this codec; the last two are lossless (default: PNG)"
     codecs = ("av1", "h264", "h264-lossless", "ffv1")
     of_lerobot.add_argument("--video", choices=codecs, help=text)
-    text = "steps a second (default: 30)"
+    text = "steps per second (default: 30)"
     of_lerobot.add_argument("--fps", type=int, metavar="N", help=text)
     text = "quality of av1 and h264, 0 (best) to 51 (default: 30)"
     of_lerobot.add_argument("--crf", type=int, metavar="N", help=text)
-    of_lerobot.add_argument("--task", metavar="TEXT", help="what was to be done, in a sentence")
+    of_lerobot.add_argument("--task", metavar="TEXT", help="the task, described in one sentence")
     text = "read a copy that was made while a writer had the storage open"
     out.add_argument("--accept-copy", action="store_true", help=text)
     _add_output(out)
@@ -129,10 +129,10 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     text = "the format, and the file or folder"
     added = back.add_argument("there", type=_there, metavar="KIND:SRC", help=text)
     added.complete = complete
-    text = "the new storage; nothing may be there"
+    text = "the new storage; must not exist"
     added = back.add_argument("destination", type=path, metavar="DST", help=text)
     added.complete = complete
-    text = "format of DST (default: by the end of its path, as tallyroll copy)"
+    text = "format of DST (default: by file extension, as in tallyroll copy)"
     back.add_argument("--format", choices=("memmap", "hdf5", "zarr"), help=text)
     _add_output(back)
 
@@ -141,7 +141,7 @@ def _add_output(parser: Any) -> None:
     parser.set_defaults(usage_error=parser.error)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    output.add_argument("--quiet", action="store_true", help="no progress, no report")
+    output.add_argument("--quiet", action="store_true", help="print no progress and no report")
     output.add_argument("--traceback", action="store_true", help="print the traceback of an error")
 
 

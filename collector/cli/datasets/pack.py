@@ -16,38 +16,39 @@ if TYPE_CHECKING:
 _ABOUT = "compress the rows of a storage into a new one"
 _USAGE = "%(prog)s SRC DST [options]"
 _DESCRIPTION = """\
-Write the committed rows of a storage to a new one, compressed: one trajectory
-after the other, each observation once, and each frame of a stack of frames
-once. No bit is lost. `tallyroll` and open_storage read DST as any storage, by
-new row numbers, but nothing is added to it; zarr-python, TensorStore, xarray or
-h5py read it, too. SRC stays as it is, and other processes may write to it
-meanwhile. DST is there whole, or not at all.
+Compress the committed rows of a storage into a new one. Rows are grouped by
+trajectory, and each observation and each frame of a frame stack is stored once.
+Compression is lossless. `tallyroll` and open_storage read DST like any storage,
+under new row numbers, but cannot append to it. zarr-python, TensorStore, xarray
+and h5py can read it too. SRC is not modified, and other processes may keep
+writing to it. DST is created atomically: complete, or not at all.
 """
 _EXAMPLES = """\
 examples:
   tallyroll pack runs/breakout breakout.packed
   tallyroll pack runs/breakout breakout.h5 --format hdf5
-  smaller, and slower to make; positions with their bytes shuffled:
+  compress more, but slower; shuffle the bytes of observations:
     tallyroll pack runs/ant ant.packed --codec zstd:9
     tallyroll pack runs/ant ant.packed --codec observation=shuffle:9
-  eight frames of three colours each, stacked along the last axis:
+  pack stacks of eight RGB frames along the last axis:
     tallyroll pack runs/doom doom.packed --stack pixels:8:-1
-  every column as an array with a row for each row, for other programs:
+  store every column as an array with one entry per row, for other programs:
     tallyroll pack runs/ant ant.zarr --rows-as-they-are
 
 exit status:
-  0  packed, whole
-  1  not packed, and nothing is at DST: the message says why
-  2  a wrong argument
+  0  DST is complete
+  1  DST was not created, and the message says why
+  2  invalid argument
 """
 _CODECS = (
-    "how chunks are compressed, all or those of a column; may be given several times. zstd:1 to "
-    "zstd:22; shuffle:1 to shuffle:9, zstd after a shuffle of the bytes of numbers; none; with "
-    "--format hdf5 gzip:1 to gzip:9 (default: zstd:3 for bytes, shuffle:5 for numbers; gzip:4)"
+    "compression of all columns, or of COLUMN; may be given several times. zstd:1 to zstd:22; "
+    "shuffle:1 to shuffle:9, which is zstd after shuffling the bytes of numbers; none; with "
+    "--format hdf5 gzip:1 to gzip:9 (default: zstd:3 for bytes, shuffle:5 for numbers; gzip:4 "
+    "for hdf5)"
 )
 _STACKS = (
-    "the column is a stack of N frames, oldest first, along an axis of its values (default: the "
-    "first; all of it); may be given several times. Without --stack, packing looks which are"
+    "COLUMN holds stacks of N frames, oldest first, along AXIS of its values (default: the first "
+    "axis, and all of it); may be given several times. Without --stack, frame stacks are detected"
 )
 
 
@@ -58,12 +59,12 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     )
     for name, metavar, text in (
         ("path", "SRC", "a storage, of any format"),
-        ("destination", "DST", "the new storage; nothing may be there"),
+        ("destination", "DST", "the new storage; must not exist"),
     ):
         added = parser.add_argument(name, type=path, metavar=metavar, help=text)
         added.complete = complete
     formats = ("zarr", "hdf5")
-    text = "zarr: a directory; hdf5: a file (default: by the end of DST: .h5 and .hdf5 are hdf5)"
+    text = "zarr: a directory; hdf5: a file (default: hdf5 if DST ends in .h5 or .hdf5, else zarr)"
     parser.add_argument("--format", choices=formats, help=text)
     parser.add_argument(
         "--codec", action="append", default=[], metavar="[COLUMN=]CODEC", type=_codec, help=_CODECS
@@ -71,13 +72,13 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     parser.add_argument(
         "--stack", action="append", metavar="COLUMN[:N[:AXIS]]", type=_stack, help=_STACKS
     )
-    text = "store neither observations nor frames once"
+    text = "do not deduplicate observations and frames"
     parser.add_argument("--rows-as-they-are", action="store_true", help=text)
-    text = "pack a copy of a storage that was made while a writer had it open"
+    text = "read a copy that was made while a writer had the storage open"
     parser.add_argument("--accept-copy", action="store_true", help=text)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    output.add_argument("--quiet", action="store_true", help="no progress, no report")
+    output.add_argument("--quiet", action="store_true", help="print no progress and no report")
     output.add_argument("--traceback", action="store_true", help="print the traceback of an error")
 
 

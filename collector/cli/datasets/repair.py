@@ -9,15 +9,15 @@ from typing import Any
 
 _USAGE = "%(prog)s [KIND:]SRC DST [options]"
 _ABOUT = """\
-Write what is readable of a damaged or unfinished dataset to a new storage: a
-recording of LeRobot, in HDF5 or in TFRecord that was killed, a storage after a
-fault of the disk. What was lost is listed with its place. A row is there whole,
-or not at all; rows after a gap are a trajectory of their own. SRC stays as it
-is, nothing in it is executed or unpickled, and no link in it is followed. DST
-is there whole, or not at all.
+Recover the readable rows of a damaged or unfinished dataset into a new storage:
+a LeRobot, HDF5 or TFRecord recording that was killed, or a storage after a disk
+fault. Lost data is listed with its location. Only complete rows are recovered,
+and rows after a gap become a separate trajectory. SRC is not modified; the
+command executes and unpickles nothing in it, and follows no links. DST is
+created atomically: complete, or not at all.
 
-KIND is d4rl, lerobot, minari, rlds or tallyroll (a storage); it can be left out
-where the files say it.
+KIND is d4rl, lerobot, minari, rlds or tallyroll (a storage). It can be omitted
+if the files identify it.
 """
 _EXAMPLES = """\
 examples:
@@ -26,9 +26,9 @@ examples:
   tallyroll repair runs/pole runs/pole-repaired --json | jq .lost
 
 exit status:
-  0  whole: nothing was lost
-  1  something was lost, which is listed; the rest is in DST
-  2  nothing was written: the message says why; or a wrong argument
+  0  nothing was lost
+  1  some data was lost and is listed; the rest is in DST
+  2  nothing was written, and the message says why; or an invalid argument
 """
 _SHOWN = 20
 
@@ -37,22 +37,22 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     """Add the command to a parser; ``path`` parses paths, and ``complete`` is for shtab."""
     added = commands.add_parser(
         "repair",
-        help="write what is readable of a damaged dataset to a new storage",
+        help="recover the readable rows of a damaged dataset",
         usage=_USAGE,
         description=_ABOUT,
         epilog=_EXAMPLES,
     )
-    text = "the damaged dataset, or storage"
+    text = "the damaged dataset or storage"
     source = added.add_argument("source", type=path, metavar="SRC", help=text)
-    text = "the new storage; nothing may be there"
+    text = "the new storage; must not exist"
     there = added.add_argument("destination", type=path, metavar="DST", help=text)
     source.complete = there.complete = complete
-    text = "format of DST (default: by the end of its path, as tallyroll copy)"
+    text = "format of DST (default: by file extension, as in tallyroll copy)"
     added.add_argument("--format", choices=("memmap", "hdf5", "zarr"), help=text)
     added.set_defaults(usage_error=added.error)
     output = added.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    output.add_argument("--quiet", action="store_true", help="no progress, no report")
+    output.add_argument("--quiet", action="store_true", help="print no progress and no report")
     output.add_argument("--traceback", action="store_true", help="print the traceback of an error")
 
 

@@ -8,27 +8,27 @@ from typing import Any
 
 # Lines have at most 78 columns.
 
-_ABOUT = "divide the trajectories of a storage among new ones"
+_ABOUT = "split the trajectories of a storage into several storages"
 _USAGE = "%(prog)s SRC DST --train SHARE [--val SHARE] [--test SHARE] [options]"
 _DESCRIPTION = """\
-Divide the trajectories of a storage at random, and write each part as a storage
-of its name in a new folder: DST/train, DST/val. Each part has its share of the
-trajectories, whole ones; none is in two; and if the shares are 1 together, all
-are in one. The parts follow from the trajectory ids and the seed alone. DST is
-there whole, or not at all; SRC stays as it is. In Python, storage.split(...)
-divides without a copy.
+Split the trajectories of a storage at random, and write each part as a storage
+in a new folder: DST/train, DST/val. Each part holds its share of the
+trajectories, and trajectories are never divided. No trajectory is in two parts;
+if the shares sum to 1, every trajectory is in one. The parts depend only on the
+trajectory ids and the seed. DST is created atomically: complete, or not at all.
+SRC is not modified. In Python, storage.split(...) splits without copying.
 """
 _EXAMPLES = """\
 examples:
   tallyroll split runs/pole parts --train 0.9 --val 0.1
   tallyroll split runs/pole parts --train 0.8 --val 0.1 --test 0.1 --seed 7
-  only good ones, and a part of another name:
+  split only good trajectories, into a part with another name:
     tallyroll split runs/pole parts --where "return > 100" --part held_out=0.2
 
 exit status:
-  0  divided, whole
-  1  not divided, and nothing is at DST: the message says why
-  2  a wrong argument
+  0  success
+  1  DST was not created, and the message says why
+  2  invalid argument
 """
 _NAMES = ("train", "val", "test")
 
@@ -43,28 +43,28 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     parser.set_defaults(usage_error=parser.error)
     for name, metavar, text in (
         ("path", "SRC", "a storage, of any format"),
-        ("destination", "DST", "the new folder; nothing may be there"),
+        ("destination", "DST", "the new folder; must not exist"),
     ):
         parser.add_argument(name, type=path, metavar=metavar, help=text).complete = complete
     for name in _NAMES:
         text = f"the share of trajectories in DST/{name}, such as 0.9"
         parser.add_argument(f"--{name}", type=_share, metavar="SHARE", help=text)
-    text = "a part of another name; may be given several times"
+    text = "a part with another name; may be given several times"
     parser.add_argument(
         "--part", action="append", default=[], type=_part, metavar="NAME=SHARE", help=text
     )
-    text = "seed: the same one gives the same parts (default: 0)"
+    text = "random seed; the same seed gives the same parts (default: 0)"
     parser.add_argument("--seed", type=_seed, default=0, metavar="S", help=text)
     parser.add_argument("--where", metavar="EXPR", help=WHERE)
     text = "format of the parts (default: memmap)"
     parser.add_argument("--format", choices=("memmap", "hdf5", "zarr"), default="memmap", help=text)
-    text = "say what would be done, and write nothing"
+    text = "print what would be done and write nothing"
     parser.add_argument("--dry-run", action="store_true", help=text)
     text = "read a copy that was made while a writer had the storage open"
     parser.add_argument("--accept-copy", action="store_true", help=text)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    output.add_argument("--quiet", action="store_true", help="no progress, no report")
+    output.add_argument("--quiet", action="store_true", help="print no progress and no report")
     output.add_argument("--traceback", action="store_true", help="print the traceback of an error")
 
 

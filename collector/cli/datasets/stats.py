@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 _ABOUT = "show mean, deviation, extremes and quantiles of columns"
 _USAGE = "%(prog)s PATH [options]"
 _DESCRIPTION = """\
-Count the statistics of columns: mean, standard deviation, extremes, quantiles
-and the share of NaN, of each number of a row's value, or of all together where
-it has more than 256. They are kept beside the rows, and next time only rows
-that came since are read. Quantiles are exact for columns of one byte, and up
-to 16,384 rows; of more rows they are taken from so many. Another process may
-write meanwhile.
+Compute statistics of columns: mean, standard deviation, extremes, quantiles and
+the share of NaN. They are computed for each element of a value, or for all
+elements together if a value has more than 256. The results are cached next to
+the rows, and the next call reads only new rows. Quantiles are exact for
+one-byte columns and for up to 16,384 rows; for more rows they are estimated
+from a sample of 16,384. Another process may write to the storage at the same
+time.
 """
 _EXAMPLES = """\
 examples:
@@ -29,12 +30,12 @@ examples:
   tallyroll stats runs/pole --json | jq '.columns.observation.mean'
 
 exit status:
-  0  counted
-  1  not counted: no storage, or no such column
-  2  a wrong argument, or no condition after --where
+  0  statistics are shown
+  1  no result: no storage, or no such column
+  2  invalid argument, or invalid --where condition
 """
 WHERE = (
-    'only trajectories for which a condition holds, such as "return > 5 and run == 1": by id, '
+    'only trajectories that match a condition, such as "return > 5 and run == 1". Fields: id, '
     "run, lane, length, return, end, whole, policy_version, reset_seed, context.NAME"
 )
 """Help text for options that select trajectories."""
@@ -53,8 +54,8 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     text = "only this column, such as next/reward; may be given several times"
     parser.add_argument("--column", action="append", metavar="K", help=text)
     parser.add_argument("--where", metavar="EXPR", help=WHERE)
-    parser.add_argument("--by-run", action="store_true", help="also those of the rows of each run")
-    text = "open a copy that was made while a writer had the storage open"
+    parser.add_argument("--by-run", action="store_true", help="also show statistics for each run")
+    text = "read a copy that was made while a writer had the storage open"
     parser.add_argument("--accept-copy", action="store_true", help=text)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object instead of text")

@@ -11,45 +11,46 @@ from typing import Any
 
 _TEXTS = {
     "push": (
-        "put a packed dataset in an object store",
+        "upload a packed dataset to an object store",
         "%(prog)s SRC s3://BUCKET/KEY [options]",
         """\
-Write a packed dataset to a store that speaks S3. It opens there when all of it
-is there, by open_storage("s3://BUCKET/KEY") and every command that reads. After
-a kill, or where the store failed, the same command goes on with what is there.
-Needs the extra: pip install 'tallyroll[s3]'.
+Upload a packed dataset to an S3-compatible object store. Once the upload is
+complete, open_storage("s3://BUCKET/KEY") and every command that reads can open
+it. After a kill or a failure of the store, run the same command again to resume
+the push. Needs the extra: pip install 'tallyroll[s3]'.
 
-Credentials are those of the environment (AWS_ACCESS_KEY_ID,
-AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN) or of the machine's role. An address
-or endpoint with credentials in it is refused.
+Credentials are read from the environment (AWS_ACCESS_KEY_ID,
+AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN) or from the machine's role. An address
+or endpoint that contains credentials is rejected.
 """,
         """\
 examples:
   tallyroll pack runs/breakout breakout.packed
   tallyroll push breakout.packed s3://datasets/breakout
-  a server of your own; what is in another place of the bucket stays:
+  push to your own server; other objects in the bucket are not modified:
     tallyroll push breakout.packed s3://datasets/breakout \\
       --endpoint http://10.0.0.5:9000
-  read it from any machine:
+  read the dataset from any machine:
     AWS_ENDPOINT_URL=http://10.0.0.5:9000 \\
       tallyroll inspect s3://datasets/breakout
 
 exit status:
-  0  all of it is there
-  1  not all of it: the message says why, and the same command goes on
-  2  a wrong argument
+  0  the push is complete
+  1  the push is incomplete, and the message says why; run it again to resume
+  2  invalid argument
 """,
     ),
     "pull": (
-        "copy a dataset from an object store",
+        "download a packed dataset from an object store",
         "%(prog)s s3://BUCKET/KEY DST [options]",
         """\
-Copy a packed dataset from a store that speaks S3. It is written beside DST and
-checked, and then gets its name: DST is there whole, or not at all. Needs the
-extra: pip install 'tallyroll[s3]'.
+Download a packed dataset from an S3-compatible object store. The command writes
+to a temporary directory next to DST, checks the data, and then renames it. DST
+is created atomically: complete, or not at all. Needs the extra: pip install
+'tallyroll[s3]'.
 
-Credentials are those of the environment (AWS_ACCESS_KEY_ID,
-AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN) or of the machine's role.
+Credentials are read from the environment (AWS_ACCESS_KEY_ID,
+AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN) or from the machine's role.
 """,
         """\
 examples:
@@ -57,9 +58,9 @@ examples:
   tallyroll pull s3://datasets/breakout breakout.packed --json | jq .rows
 
 exit status:
-  0  copied, whole
-  1  not copied, and nothing is at DST: the message says why
-  2  a wrong argument
+  0  DST is complete
+  1  DST was not created, and the message says why
+  2  invalid argument
 """,
     ),
 }
@@ -74,34 +75,34 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
         parser = commands.add_parser(
             name, help=about, usage=usage, description=description, epilog=examples
         )
-        address = ("address", "s3://BUCKET/KEY", "the place in the store")
+        address = ("address", "s3://BUCKET/KEY", "the address in the store")
         if name == "push":
             places = [("path", "SRC", "a packed dataset, a directory"), address]
         else:
-            places = [address, ("path", "DST", "the new dataset; nothing may be there")]
+            places = [address, ("path", "DST", "the new dataset; must not exist")]
         for dest, metavar, text in places:
             added = parser.add_argument(dest, type=path, metavar=metavar, help=text)
             if dest == "path":
                 added.complete = complete
         if name == "push":
-            text = "remove a different dataset that is there, and put this one in its place"
+            text = "replace a different dataset at this address"
             parser.add_argument("--replace", action="store_true", help=text)
-        text = "the server (default: AWS_ENDPOINT_URL, or the store of the region)"
+        text = "server to use (default: AWS_ENDPOINT_URL, or the store of the region)"
         parser.add_argument("--endpoint", metavar="URL", help=text)
         parser.add_argument(
-            "--region", metavar="NAME", help="the region (default: AWS_REGION, or us-east-1)"
+            "--region", metavar="NAME", help="region to use (default: AWS_REGION, or us-east-1)"
         )
         parser.add_argument(
             "--patience",
             type=_seconds,
             default=60.0,
             metavar="S",
-            help="seconds after which a request that failed is not tried again (default: 60)",
+            help="stop retrying a failed request after S seconds (default: 60)",
         )
         output = parser.add_argument_group("output")
         text = "print one JSON object instead of text"
         output.add_argument("--json", action="store_true", help=text)
-        output.add_argument("--quiet", action="store_true", help="no progress, no report")
+        output.add_argument("--quiet", action="store_true", help="print no progress and no report")
         text = "print the traceback of an error"
         output.add_argument("--traceback", action="store_true", help=text)
 
