@@ -192,7 +192,7 @@ def require_reading(path: str, mode: Mode) -> None:
     """Raise `ReadOnlyStorage` unless ``mode`` is ``"read"``, before anything is opened."""
     if mode != "read":
         raise ReadOnlyStorage(
-            f"{path} is opened to be read, and nothing writes to it here. Write to another storage."
+            f'{path} can only be opened with mode="read". Write to another storage.'
         )
 
 

@@ -146,7 +146,7 @@ def a_callable(name: str, value: Any) -> Any:
 def keyword_arguments(name: str, value: Any) -> dict[str, Any]:
     """Return a copy of ``value``, a mapping of keyword arguments."""
     if not isinstance(value, Mapping):
-        raise ArgumentError(f"{name}: expected keywords by name, got {value!r}")
+        raise ArgumentError(f"{name}: expected a mapping of keyword arguments, got {value!r}")
     if is_deeper(value, _MOST_DEPTH):
         raise ArgumentError(
             f"{name}: expected values that are nested at most {_MOST_DEPTH} deep, for they are "

@@ -57,7 +57,7 @@ def exact_tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:
         rounded = rounds and isinstance(given, float | complex)
         if not rounded or (cmath.isfinite(given) and not cmath.isfinite(kept)):
             name = str(dtype).removeprefix("torch.")
-            raise ValueError(f"{given!r:.80} is no {name}, which would make {kept!r} of it")
+            raise ValueError(f"{name} cannot represent {given!r:.80}: it would become {kept!r}")
     return made
 
 

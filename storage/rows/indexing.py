@@ -146,7 +146,7 @@ def consecutive(cursor: Any, ring: int = 0) -> range:
         if (rows - first).tobytes() == _counting(len(rows)):
             return range(first, first + len(rows))
     if rows.dtype.kind not in "iu" or not rows.size:
-        raise NotAnAppend(f"rows are written at whole numbers, got {cursor!r}.")
+        raise NotAnAppend(f"expected whole numbers as row numbers, got {cursor!r}.")
     if rows.ndim == 0:
         return range(int(rows), int(rows) + 1)
     first, last = int(rows.flat[0]), int(rows.flat[-1])

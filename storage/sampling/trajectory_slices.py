@@ -78,8 +78,8 @@ class TrajectorySliceSampler(StatelessSampler):
         length = self.windows.length
         if batch_size < 1 or batch_size % length:
             raise ValueError(
-                f"a batch of slices of {length} rows has a multiple of as many rows, got "
-                f"batch_size={batch_size}. Use {length} times the number of slices."
+                f"batch_size: expected a multiple of the slice length {length}, got {batch_size}. "
+                f"Use {length} times the number of slices."
             )
         reader = storage.reader
         slices = draw(reader, batch_size // length, self.windows, self._rng)

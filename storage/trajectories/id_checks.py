@@ -247,8 +247,8 @@ class IdChecks:
         last = self._counted().last_row(current) if current > id else None
         if last is not None and last >= self._reader.span.start:
             raise TrajectoryIdTaken(
-                f"row {row} of these is of trajectory {id}, and its lane {lane} is in trajectory "
-                f"{current} of {self._path} already: within a lane ids rise. Nothing was written. "
+                f"row {row} of this batch is of trajectory {id}, and its lane {lane} is already in "
+                f"trajectory {current} of {self._path}: within a lane ids rise. Nothing was written. "
                 'Give ids that are larger, or let extend(..., ids="renumber") give these '
                 "trajectories numbers after the stored ones."
             )
@@ -306,8 +306,8 @@ def renumbered(ids: np.ndarray, base: int) -> np.ndarray:
     least, most = int(ids.min()), int(ids.max())
     if base + most - least > np.iinfo(ids.dtype).max:
         raise TrajectoryIdTaken(
-            f"these trajectories, {least} to {most}, cannot be numbered from {base} on, for "
-            f"{ids.dtype} holds no such number. Number them without gaps, and write again."
+            f"trajectories {least} to {most} cannot be renumbered from {base} on: the new ids do "
+            f"not fit into {ids.dtype}. Number them without gaps, and write again."
         )
     # In two steps that cannot overflow; the offset itself may not fit.
     moved: np.ndarray = ids - ids.min() + ids.dtype.type(base)

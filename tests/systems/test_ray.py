@@ -394,7 +394,7 @@ def test_an_address_that_is_none(address: str, monkeypatch: pytest.MonkeyPatch) 
         ({"spares": -1}, "spares: expected an integer of at least 0"),
         ({"heartbeat": 0}, "heartbeat: expected a number of seconds above 0"),
         ({"heartbeat": None}, "heartbeat: expected a number of seconds above 0, got None"),
-        ({"actor_options": 3}, "actor_options: expected keywords by name"),
+        ({"actor_options": 3}, "actor_options: expected a mapping of keyword arguments"),
     ],
 )
 def test_values_are_checked(options: dict[str, Any], said: str) -> None:

@@ -184,4 +184,4 @@ def _require_rows(stored: TensorDictBase, count: int) -> None:
         raise ArgumentError(f"postproc: expected a TensorDict of batch size [{count}], got {got}")
     missing = [format_key(k) for k in (CUT, DONE, LANE, TRAJ_IDS) if stored.get(k, None) is None]
     if missing:
-        raise ArgumentError(f"postproc: expected the columns {missing} kept, they are gone")
+        raise ArgumentError(f"postproc: must keep the columns {missing}, but removed them")

@@ -100,8 +100,8 @@ def kept_as(
         made = exact_tensor(fill, dtype)
     except (RuntimeError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(
-            f"overlay {format_key(key)}, fill: expected a number that {column.dtype_name} has, got "
-            f"{fill!r:.80} ({error}). Give another fill or dtype."
+            f"overlay {format_key(key)}, fill: expected a number that {column.dtype_name} can "
+            f"represent, got {fill!r:.80} ({error}). Give another fill or dtype."
         ) from error
     return OverlayColumn(column, as_array(made, column).tobytes())
 

@@ -168,7 +168,7 @@ class _RepairedEpisodes:
             key = _key(path)
             if key is not None and found.setdefault(key, part) is not part:
                 name = "/".join(path)
-                raise InvalidDataset(f"{name} and {found[key].name} would be one column")
+                raise InvalidDataset(f"{name} and {found[key].name} map to the same column")
         return found
 
     def _lose_infos(self, lost: Mapping[Key, int]) -> None:

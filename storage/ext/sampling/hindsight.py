@@ -151,7 +151,7 @@ class HindsightSampler(StatelessSampler):
         for name, judge in (("reward", reward), ("terminated", terminated)):
             if not callable(judge) and not (name == "terminated" and judge is None):
                 raise TypeError(
-                    f"{name} is a function of achieved goals, desired goals and rows, got "
+                    f"{name}: expected a function of achieved goals, desired goals and rows, got "
                     f"{judge!r}."
                 )
         if type(relabelled) not in (int, float) or not 0 <= relabelled <= 1:

@@ -273,8 +273,8 @@ class PrioritizedSampler(Sampler):
         length = self.slice_len or 1
         if batch_size < 1 or batch_size % length:
             raise ValueError(
-                f"a batch of sequences of {length} rows has a multiple of as many rows, got "
-                f"batch_size={batch_size}. Use {length} times the number of sequences."
+                f"batch_size: expected a multiple of the sequence length {length}, got "
+                f"{batch_size}. Use {length} times the number of sequences."
             )
         with self._lock:
             rows, weights = self.draw(batch_size // length)

@@ -479,7 +479,7 @@ def pair(path: Path) -> dict[str, Any]:
 
 
 REFUSED: dict[str, Any] = {
-    "storage and buffer": (pair, "replay buffer gets what is yielded"),
+    "storage and buffer": (pair, "buffer receives the yielded batches only"),
     "a buffer alone": (lambda path: {**pair(path), "storage": None}, "needs storage="),
     "nothing": (lambda _: {}, "needs storage="),
     "a postproc": (lambda path: {"storage": path, "postproc": lambda td: td}, "postproc"),
@@ -515,7 +515,7 @@ def test_a_buffer_over_the_storage_itself_is_refused_too(tmp_path: Path) -> None
     with MemmapStorage(tmp_path / "s") as storage:
         buffer = ReplayBuffer(storage=storage)
         for where in ({}, {"storage": storage}):
-            with pytest.raises(ArgumentError, match="replay buffer gets what is yielded"):
+            with pytest.raises(ArgumentError, match="buffer receives the yielded batches only"):
                 sync_collector(
                     NEXT, policy(), oracle=IMAGES, yield_large=False, replay_buffer=buffer,
                     **where, **RUN,

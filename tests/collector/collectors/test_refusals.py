@@ -344,7 +344,7 @@ def test_a_place_that_cannot_be_written() -> None:
 
 
 def test_resuming_what_is_not_there(untouched: Path) -> None:
-    with pytest.raises(StorageMissing, match=r"resume=True wants .* or pass resume=.auto. to"):
+    with pytest.raises(StorageMissing, match=r"resume=True needs .* or pass resume=.auto. to"):
         SyncCollector(torch_env(), storage=untouched, resume=True, **BUDGET)
 
 

@@ -89,7 +89,11 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     ),
     "a number": ((5,), {"num_envs": 4}, "create_env_fn: expected a Gymnasium id, .*got int"),
     "ids": ((["CartPole-v1"],), {}, "got a list of ids; pass one id, and num_workers"),
-    "no mapping": (("CartPole-v1",), {"env_kwargs": "x"}, "env_kwargs: expected keywords by name"),
+    "no mapping": (
+        ("CartPole-v1",),
+        {"env_kwargs": "x"},
+        "env_kwargs: expected a mapping of keyword arguments",
+    ),
     "no factory": (([],), {}, "create_env_fn: expected at least one factory, got an empty list"),
     "few lanes": (
         ("CartPole-v1",),

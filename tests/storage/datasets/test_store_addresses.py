@@ -288,5 +288,5 @@ def test_lists_that_cannot_be_are_refused(change: dict[str, object]) -> None:
 
 
 def test_nothing_is_asked_of_a_store_to_refuse_writing() -> None:
-    with pytest.raises(ReadOnlyStorage, match="s3://datasets/x is opened to be read, and nothing"):
+    with pytest.raises(ReadOnlyStorage, match="s3://datasets/x can only be opened with mode"):
         open_storage("s3://datasets/x", mode="append", s3=S3Options(endpoint="http://127.0.0.1:9"))

@@ -291,8 +291,8 @@ def stored() -> Any:
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"reward": None}, TypeError, "reward is a function of achieved goals, .* got None"),
-        ({"terminated": 3}, TypeError, "terminated is a function .* got 3"),
+        ({"reward": None}, TypeError, "reward: expected a function of achieved goals, .* got None"),
+        ({"terminated": 3}, TypeError, "terminated: expected a function .* got 3"),
         ({"relabelled": 1.5}, ValueError, "relabelled is a share from 0 to 1, got 1.5"),
         ({"relabelled": float("nan")}, ValueError, "share from 0 to 1, got nan"),
         ({"relabelled": True}, ValueError, "share from 0 to 1, got True"),

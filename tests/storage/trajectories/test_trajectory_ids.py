@@ -229,7 +229,7 @@ THREE: list[Row] = [(4, 0, 1, False), (4, 1, 1, False), (7, 0, 0, True)]
         ([(4, 2, 0, False)], "its last row is of lane 1"),
         ([(7, 1, 0, False)], "it ended there"),
         ([(4, 2, 1, False), (4, 2, 1, False)], "step 2 follows step 2 in trajectory 4"),
-        ([(8, 0, 2, False), (4, 1, 1, False)], "row 1 of these"),
+        ([(8, 0, 2, False), (4, 1, 1, False)], "row 1 of this batch"),
         ([(9, 0, 1, False), (4, 2, 1, False)], "in lane 1 trajectory 4 follows trajectory 9"),
         ([(9, 0, 1, False), (9, 0, 2, False)], "trajectory 9 is of lanes 1 and 2"),
         ([(9, 0, 1, False), (9, 0, 1, False)], "step 0 follows step 0 in trajectory 9"),
@@ -473,7 +473,7 @@ def test_numbers_that_do_not_fit_are_told(tmp_path: Path) -> None:
     with MemmapStorage(tmp_path / "rows") as storage:
         storage.extend(batch([(2**63 - 2, 0, 0, False)]))
         storage.extend(batch([(0, 0, 1, False)]), ids="renumber")
-        with pytest.raises(TrajectoryIdTaken, match="cannot be numbered from 9223372036854775808"):
+        with pytest.raises(TrajectoryIdTaken, match="renumbered from 9223372036854775808"):
             storage.extend(batch([(0, 0, 2, False)]), ids="renumber")
         assert storage.head == 2
 

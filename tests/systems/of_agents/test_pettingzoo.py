@@ -661,7 +661,7 @@ class Broken(Race):
         ("listed", "race ended every agent that acted, and still lists all of them; let it empty"),
         ("stranger", r"lists the agents \['bystander_0'\], which have no columns; name all"),
         ("blind", r"lists the agents .*, and returned no observations of them; let it return one"),
-        ("common", r"expected observations of the agents .*, got others of \['common'\]"),
+        ("common", r"expected observations of the agents .*, got also \['common'\]"),
     ],
 )
 def test_environments_that_break_their_word(how: str, match: str) -> None:
@@ -822,7 +822,7 @@ class Masked(Race):
             "test_pettingzoo:Race",
             {"groups": {"a": RACERS["runner"] + RACERS["seer"]}},
             ArgumentError,
-            "have other spaces",
+            "got different spaces",
         ),
         ("test_pettingzoo:Masked", {}, SpaceError, "name of another column"),
     ],

@@ -54,7 +54,7 @@ class AgentRows:
         if not seen.keys() <= rows.keys():
             raise TransitionError(
                 f"lane {first_lane + lane}: expected observations of the agents {[*rows]}, got "
-                f"others of {sorted(seen.keys() - rows.keys())}; name all agents there may be in "
+                f"also {sorted(seen.keys() - rows.keys())}; list every agent that can appear in "
                 "possible_agents"
             )
         if len(seen) < len(rows):

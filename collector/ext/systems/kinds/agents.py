@@ -70,7 +70,10 @@ def grouped(observation: Spaces, action: Spaces, groups: Groups | None = None) -
     for name, agents in given.items():
         first, size = agents[0], len(agents)
         if not _alike(agents, observation, action):
-            raise ArgumentError(f"groups: the agents {list(agents)} of {name!r} have other spaces")
+            raise ArgumentError(
+                f"groups: expected equal spaces of all agents in a group, got different spaces of "
+                f"{list(agents)} in {name!r}"
+            )
         leaves = observation_leaves(observation[first], size)
         if taken := [leaf.key[0] for leaf in leaves if leaf.key[0] in ("mask", "action", "reward")]:
             raise SpaceError(
