@@ -74,9 +74,9 @@ class SyncCollector(Collector):
             function that makes one Gymnasium environment, with ``num_envs`` lanes; a TorchRL
             environment of batch size ``[]`` or ``[lanes]``, a Gymnasium vector environment, an
             environment of such a system, or a factory of one of these. The collector closes
-            environments that it makes; the caller closes an instance. A factory with an argument
-            ``seeds`` is called by that name, with None or with one seed per lane, and is called
-            again with a seed or a resume. A factory with an argument ``num_envs`` makes that many
+            environments that it makes; the caller closes an instance. If a factory
+            has an argument ``seeds``, the collector passes it None, or one seed per lane, and calls
+            the factory again when the run is seeded or resumed. A factory with an argument ``num_envs`` makes that many
             lanes, if the collector is given the number.
         policy: a TensorDictModule, a callable from TensorDict to TensorDict, a module or a
             function of tensors (its arguments have the names of observations; the argument of a
@@ -94,8 +94,8 @@ class SyncCollector(Collector):
         num_envs: number of lanes, with an id or a function that makes a single environment; None:
             one.
         seed: makes the data repeatable from the first observation on; it also seeds torch's
-            global generator. None draws a seed from torch's generator, for the environments and
-            for random actions, which :attr:`ledger` reports, and does not reseed that generator.
+            global generator. With None, the seed for environments and random actions is
+            drawn from torch's generator, which is not reseeded; :attr:`ledger` reports the seed.
         storage: a Tallyroll storage, or a path for a new one (``.h5``, ``.hdf5``: an HDF5 file,
             ``.zarr``: a Zarr group), to which each batch is written before it is yielded.
         device: the device of the policy, of the environment (Gymnasium environments stay on the
@@ -133,7 +133,8 @@ class SyncCollector(Collector):
 
     Raises:
         ArgumentError, EnvironmentRefused, PolicyError, StorageError: before any file changes.
-        SilentReset: while collecting; the batch, or the commit, that shows it is not stored.
+        SilentReset: raised while collecting. The batch or commit in which the reset is detected
+            is not stored.
     """
 
     def __init__(

@@ -58,8 +58,8 @@ class Cursor:
     in the next slot to ``root_obs``, which is empty if the slab shares the memory of observations.
     Actions, rewards and observations are in the order of the environment's columns.
 
-    There is one index into whole arrays, because views of every slot would not stay in the cache
-    until their turn.
+    The cursor has whole arrays and one index instead of a view per slot. The CPU cache would evict
+    such views before they are used.
     """
 
     actions: tuple[Array, ...]

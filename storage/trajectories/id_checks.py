@@ -248,7 +248,8 @@ class IdChecks:
         if last is not None and last >= self._reader.span.start:
             raise TrajectoryIdTaken(
                 f"row {row} of this batch is of trajectory {id}, and its lane {lane} is already in "
-                f"trajectory {current} of {self._path}: within a lane ids rise. Nothing was written. "
+                f"trajectory {current} of {self._path}: within a lane ids rise. Nothing was "
+                "written. "
                 'Give ids that are larger, or let extend(..., ids="renumber") give these '
                 "trajectories numbers after the stored ones."
             )

@@ -306,7 +306,7 @@ class StoredRun:
     def record(
         self, ledger: Ledger, open_lanes: int, values: tuple[int, ...] | None = None
     ) -> bytes:
-        """Return the record of the run, which ``open_lanes`` trajectories go on in."""
+        """Return the record of the run; ``open_lanes`` is the number of its open trajectories."""
         return record_bytes(COUNTS) % (
             self.first_row,
             self._stored_before,

@@ -1,4 +1,4 @@
-"""Environment calls of a run that changed its environments, by lane. Pure functions."""
+"""The calls that changed a run's environments, by lane. Pure functions."""
 
 from __future__ import annotations
 

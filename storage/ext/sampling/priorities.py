@@ -254,7 +254,7 @@ class Priorities:
         Args:
             leaves: leaves of rows whose numbers still denote the same rows.
             first: the first of these rows.
-            entering: the leaf of new rows if no row has one.
+            entering: the leaf for new rows while no row has a leaf.
             same: True if there was no rewind since the leaves were saved.
         """
         reader, span = self._reader, self._reader.span

@@ -142,7 +142,7 @@ _RTOL = 1e-9
 
 
 class EpisodeChecks:
-    """Check that recomputes the trajectories, up to a table's last row, and compares them.
+    """Recomputes the trajectories up to the last row of a table, and compares them with it.
 
     A writer writes the table when it closes, so the table does not contain later rows.
 

@@ -59,11 +59,11 @@ class LaneKernel(Protocol):
         found: np.ndarray,
         /,
     ) -> None:
-        """Find the ``length`` rows up to positions of lanes: ``found`` [n, length].
+        """For each of n positions in lanes, write the ``length`` rows that end there to ``found``.
 
-        ``spots`` [3, n] has the lane, the position and the lowest position, whose row is repeated
-        for rows before it. ``near`` [n] has a row near each of those to find, where the search
-        starts.
+        ``found`` is [n, length]. ``spots`` [3, n] has the lane, the position and the lowest
+        position, whose row is repeated for rows before it. ``near`` [n] has a nearby row for each
+        position, at which the search starts.
 
         Raises:
             IndexError: a row does not exist, or the blocks are damaged.
