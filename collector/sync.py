@@ -74,10 +74,10 @@ class SyncCollector(Collector):
             function that makes one Gymnasium environment, with ``num_envs`` lanes; a TorchRL
             environment of batch size ``[]`` or ``[lanes]``, a Gymnasium vector environment, an
             environment of such a system, or a factory of one of these. The collector closes
-            environments that it makes; the caller closes an instance. If a factory
-            has an argument ``seeds``, the collector passes it None, or one seed per lane, and calls
-            the factory again when the run is seeded or resumed. A factory with an argument ``num_envs`` makes that many
-            lanes, if the collector is given the number.
+            environments that it makes; the caller closes an instance. If a factory has an argument
+            ``seeds``, the collector passes it None, or one seed per lane, and calls the factory
+            again when the run is seeded or resumed. A factory with an argument ``num_envs`` makes
+            that many lanes, if the collector is given the number.
         policy: a TensorDictModule, a callable from TensorDict to TensorDict, a module or a
             function of tensors (its arguments have the names of observations; the argument of a
             module of one argument may have any name) or a model of Stable-Baselines3 (which acts by

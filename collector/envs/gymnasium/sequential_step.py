@@ -196,7 +196,7 @@ class SequentialStep:
                 seen[i], info = env.reset()
                 self._rewards[i] = self._terminated[i] = self._truncated[i] = 0
             else:
-                raise AssertionError(f"lane {i} is stepped on after its episode ended")
+                raise AssertionError(f"lane {i} was stepped after the end of its episode")
             if results.tells:
                 results.tell(i, info, of)
         np.logical_or(self._terminated, self._truncated, out=ended)

@@ -150,7 +150,7 @@ class CsvLog(LogTarget):
 
     def _lock(self) -> None:
         if not stat.S_ISREG(os.fstat(self._file).st_mode):
-            raise ArgumentError(f"log: expected a regular file, and {self.name} is none")
+            raise ArgumentError(f"log: {self.name} is not a regular file")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(self._file), os.stat(self._path)):

@@ -645,7 +645,7 @@ class BatchIteration(Collector):
             StateError: no thread is collecting.
         """
         if self._background is None or not self.is_running():
-            raise StateError("pause: nothing is collected in a thread; call start() before")
+            raise StateError("pause: no thread is collecting; call start() first")
         with self._background.hold():
             yield
 

@@ -139,7 +139,7 @@ class ArrayLayout:
             raise ValueError(f"{path!r:.80} has {rows!r:.80} rows")
         found = cls(path, value["dtype"], shape, rows, chunk, shard, Codec.of(value["codec"]))
         if found != found.with_rows(rows):
-            raise ValueError(f"the chunks of {path!r:.80} are none that version {VERSION} has")
+            raise ValueError(f"the chunks of {path!r:.80} are not valid in version {VERSION}")
         return found
 
 

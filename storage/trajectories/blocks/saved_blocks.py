@@ -105,7 +105,7 @@ class SavedBlocks(LaneBlocks):
         lane, begin, stop, start = found
         total = self.tail.total.take(lane)
         if not ((start >= 0) & (start <= begin) & (begin <= stop) & (stop <= total)).all():
-            raise IndexError(f"block {block} has stretches that cannot be")
+            raise IndexError(f"block {block} has impossible stretches")
         return found
 
     def _rows(self, lane: np.ndarray, position: np.ndarray, near: np.ndarray) -> np.ndarray:
