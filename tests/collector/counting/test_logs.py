@@ -282,7 +282,7 @@ def test_what_is_no_target(tmp_path: Path) -> None:
             "run.txt": f"{wanted}.*got 'run.txt'",
             "tensorbord:x": wanted,
             "wandb:": "names no place",
-            str(tmp_path / "pipe.csv"): "expected a regular file",
+            str(tmp_path / "pipe.csv"): "is not a regular file",
             str(tmp_path / "folder.csv"): "cannot be opened: Is a directory",
             "/proc/none/run.csv": "cannot be opened",
         }.items():
