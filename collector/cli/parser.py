@@ -445,9 +445,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add(diff, "--accept-copy")
     _add_output(diff, "--json", "--quiet")
     envs = command("envs", "list environment systems and how to install them")
-    envs.add_argument(
-        "systems", nargs="*", metavar="SYSTEM", help="only these systems (default: all)"
-    )
+    envs.add_argument("systems", nargs="*", metavar="SYSTEM", help="only these (default: all)")
     _add_output(envs, "--json")
     exchange.add_to(commands, _path, _FILE)
     info = command("info", "show versions, systems and devices for bug reports")
@@ -469,11 +467,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_output(replay, "--json", "--quiet")
     report = command("report", "summarize many runs in a table and a page")
     paths = report.add_argument(
-        "paths",
-        nargs="+",
-        type=_path,
-        metavar="PATH",
-        help="storages, or folders with storages",
+        "paths", nargs="+", type=_path, metavar="PATH", help="storages, or folders with storages"
     )
     paths.complete = _FILE  # type: ignore[attr-defined]
     _add(report, "--group-by", default="environment,label")

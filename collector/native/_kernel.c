@@ -17,7 +17,7 @@
                                                       its records, and FastPath keeps it); SlotRows
                                                       refers to all six
      put_step                a step of a Stepper      the slab, whose slot the step writes
-     step_lanes              SequentialStep              SequentialStep (rewards, flags, the lane)
+     step_lanes              SequentialStep           SequentialStep (rewards, flags, the lane)
                                                       LaneResults (finals, entries of infos) */
 
 #include "../../storage/engine/_rows.h"

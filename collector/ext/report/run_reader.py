@@ -155,7 +155,7 @@ def _episodes(
         table, whole = table_of(storage.trajectories.table, span)
     except ColumnsMissing:
         nothing = np.zeros(0, [("first_row", "i8"), ("last_row", "i8"), ("length", "i8")])
-        return nothing, "its rows do not say which trajectory they belong to"
+        return nothing, "its rows have no trajectory ids"
     lines = table[whole]
     lines = lines[np.argsort(lines["last_row"])]
     if REWARD not in storage.schema:

@@ -164,7 +164,7 @@ def test_strict_as_it_was() -> None:
     hint = 'correct it, or let it pass with validate "noise", "warn" or "off"'
     with pytest.raises(PolicyError, match=rf"lane 0, step 3 .*got 1\.5 at .*; {hint}$"):
         collect(vec(), acting(3, 1.5), **BUDGET, validate="raise")
-    with pytest.raises(PolicyError, match="outside the action space on the first observation"):
+    with pytest.raises(PolicyError, match="outside the action space at the first observation"):
         collect(vec(), acting(0, 1.5), **BUDGET, validate="raise")
 
 

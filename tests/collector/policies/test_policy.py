@@ -211,7 +211,7 @@ def writing(**values: Any) -> Any:
         (
             writing(action=torch.tensor([0, 5, 1])),
             PolicyError,
-            r"outside the action space on the first observation: got \[0, 5, 1\], expected 0\.\.1",
+            r"outside the action space at the first observation: got \[0, 5, 1\], expected 0\.\.1",
         ),
     ],
 )

@@ -445,7 +445,7 @@ def test_no_ids_are_left(recorded: bool, bases: Path, tmp_path: Path) -> None:
             keys = storage.schema.keys
             ids = storage.reader.engine.space.columns.arrays[keys.index(("collector", "traj_ids"))]
             ids[:ROWS] = 2**63 - 1
-    with pytest.raises(StateError, match="no room for more after it"):
+    with pytest.raises(StateError, match="no ids for a new run"):
         collect(path, 2 * ROWS, resume=True)
 
 

@@ -167,7 +167,7 @@ def test_buffers_say_whether_they_can_be_sampled(tmp_path: Path) -> None:
             starts.sample(storage, 3)
         with pytest.raises(ShortTrajectory, match="drawn has 2"):
             errors.sample(storage, 3)
-        with pytest.raises(ValueError, match="slices of 5 rows has a multiple"):
+        with pytest.raises(ValueError, match="a multiple of the slice length 5"):
             TrajectorySliceSampler(3, burn_in=2).sample(storage, 3)
     assert repr(pads) == "TrajectorySliceSampler(slice_len=3, short='pad')"
 
