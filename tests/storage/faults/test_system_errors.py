@@ -632,7 +632,7 @@ def test_a_storage_that_goes_while_it_is_open(
                 writer.extend(rows(writer.head, 1))
             writer.flush()
 
-    with pytest.raises(StorageError, match=r"is gone|was removed"):
+    with pytest.raises(StorageError, match=r"was deleted|was removed"):
         write_on()
     time.sleep(2 * LOOK_SECONDS)
     for use in (extend, reserve_more, another_run, finish):
@@ -672,7 +672,7 @@ def test_a_storage_that_goes_while_a_collector_writes_to_it(
                 if next(frames) == 5:
                     happens(path)
 
-    with pytest.raises((StorageError, CollectorError), match=r"is gone|was removed"):
+    with pytest.raises((StorageError, CollectorError), match=r"was deleted|was removed"):
         run()
 
 
@@ -707,7 +707,7 @@ def test_a_storage_that_goes_while_the_command_collects(
     assert status == 1, told
     assert "Traceback" not in told
     assert told.count("\n") == 1, told
-    assert "is gone" in told or "was removed" in told
+    assert "was deleted" in told or "was removed" in told
 
 
 @pytest.mark.parametrize("name", KINDS)
