@@ -1,30 +1,37 @@
-/* The work on which small steps of environments spend most of their time, one call for each task.
+/* Compiled functions for the tasks that dominate the time of small environment steps. Each task is
+   one call.
 
-   The extension is optional: `kernel.py` describes every function, and the Python code that runs
-   without it. `storage/engine/_rows.h` says what a table is, and who owns what.
+   The extension is optional. `kernel.py` documents every function. Without the extension, Python
+   code does the same work. `storage/engine/_rows.h` defines tables and the rules of ownership.
 
-     table of                the table is kept by     the arrays at its addresses are kept by
-     number_slots            SlabRows._table          SlabRows (columns, outputs), LaneState (state)
-     are_inside              _SlotChecks.table        _SlotCheck: values in the slab, and bounds
-     SLAB, in store_slots    SlotRows.slab            the slab (rows, transitions), its driver's board
-                                                      (used), Rollout (held, marks), lanes (pending)
+     table of                the table is kept        the arrays at its addresses are kept
+                             alive by                 alive by
+     number_slots            CompiledRows._table      CompiledRows (columns, outputs),
+                                                      LaneState (state)
+     are_inside              SlotChecks.table         _SlotCheck: values in the slab, and bounds
+     SLAB, in store_slots    SlotRows.slab            the slab (rows, transitions), its driver
+                                                      (used, on its board; pending),
+                                                      PendingRows of the Rollout (held, marks)
      masks of agents, in store_slots  SlotRows.amounts  the slab
-     a batch, in store_slots SlotRows.batch           targets: its tensors, which SlotRows.batch keeps
-                                                      too; sources: the slab's columns
-     store_slots             SlotRows.plan: a tuple   as the tables in the plan, listed above
-     the blocks of counts    SlotRows.plan            Header (commit), BatchWriter (run), Ledger (two),
-                                                      Rollout (held), EpisodeRing (log; it also has
-                                                      its records, and FastPath keeps it); SlotRows
-                                                      refers to all six
+     a batch, in store_slots SlotRows.batch           targets: its tensors, kept alive by
+                                                      SlotRows.batch too; sources: the slab's
+                                                      columns
+     store_slots             SlotRows._plan, a tuple  see the tables of the plan, listed above
+     the blocks of counts    SlotRows._plan           Header (commit), BatchWriter (run),
+                                                      Ledger (ledger, shown), PendingRows (held),
+                                                      EpisodeRing (log, and its records; FastPath
+                                                      keeps the ring alive); SlotRows refers to all
+                                                      six
      put_step                a step of a Stepper      the slab, whose slot the step writes
-     step_lanes              SequentialStep           SequentialStep (rewards, flags, the lane)
+     step_lanes              SequentialStep           SequentialStep (rewards, flags, the lane),
                                                       LaneResults (finals, entries of infos) */
 
 #include "../../storage/engine/_rows.h"
 
-/* nth_marked(marks, uniform, chosen): write to `chosen`, int64, for each row of marks, one byte
-   each, the index of a marked entry, drawn by a double in [0, 1); of any entry if none is marked.
-   The arrays belong to the caller; their buffers are held until the end of the call. */
+/* nth_marked(marks, uniform, chosen): choose a marked entry of each row of `marks`, one byte per
+   entry, and write its index to `chosen`, int64. A double in [0, 1) of `uniform` selects the
+   entry. If a row has no mark, all its entries count as marked. The caller owns the arrays. The
+   function holds their buffers until it returns. */
 static PyObject *nth_marked(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
@@ -45,7 +52,7 @@ static PyObject *nth_marked(PyObject *self, PyObject *const *args, Py_ssize_t gi
         if (any)
             count = choices;
         int64_t left = (int64_t)(((const double *)uniform->buf)[i] * (double)count);
-        if (left > count - 1) /* rounding may make the product as large as the count itself */
+        if (left > count - 1) /* rounding can make the product equal to the count */
             left = count - 1;
         for (; index < choices - 1; index++)
             if ((any || row[index]) && left-- == 0)

@@ -1,8 +1,9 @@
-/* Numbers rows of a slab: `_kernel.c` includes this file. `SlabRows` does the same in NumPy. */
+/* Numbering of the rows of a slab. `_kernel.c` includes this file. `SlabRows` implements the same
+   in NumPy. */
 
-/* The numbering table: sizes, flags, and addresses. SlabRows makes and keeps it; it holds the columns
-   up to `lane`, and owns the outputs `begun`, `episodes` and `largest`. LaneState owns the arrays
-   named `state`. */
+/* The numbering table: sizes, flags and addresses. CompiledRows creates it and keeps it alive.
+   CompiledRows also holds the columns up to `lane`, and owns the outputs `begun`, `episodes` and
+   `largest`. LaneState owns the arrays named `state_*`. */
 #define NUMBERING(WORD)                                                                            \
     WORD(lanes) WORD(stride) WORD(terminated) WORD(truncated) WORD(done) WORD(next_valid)          \
     WORD(makes_done) WORD(makes_truncated) WORD(reward) WORD(reward_is_double) WORD(rewards)       \
@@ -12,13 +13,14 @@
 typedef struct { NUMBERING(MEMBER) } Numbering;
 enum { NUMBERING_WORDS = sizeof(Numbering) / sizeof(int64_t) };
 
-/* The fields of the episode log, which follow one another. */
+/* The fields of a record of the episode log, packed without padding. */
 #define EPISODE(WORD)                                                                              \
     WORD(traj_id) WORD(lane) WORD(return) WORD(length) WORD(terminated) WORD(first_version)        \
     WORD(last_version) WORD(ended_at)
 enum { EPISODE_LANE = 8, EPISODE_ENDED_AT = 45, EPISODE_NBYTES = 53 };
 
-/* Write an episode that ended, with `nth` among the rows that are numbered as its last one. */
+/* Write the record of an episode that ended. `nth` is the number, from 1, of its last row among
+   the rows that this call numbers. */
 static void tell(char *to, int64_t id, int32_t lane, double total, int64_t length, char terminated,
                  int64_t first, int64_t last, int64_t nth)
 {
@@ -32,7 +34,7 @@ static void tell(char *to, int64_t id, int32_t lane, double total, int64_t lengt
     memcpy(to + EPISODE_ENDED_AT, &nth, 8);
 }
 
-/* Return the sum of the rewards of row `i`, of which a lane has as many as the table says. */
+/* Return the sum of the rewards of row `i`. The table has the number of rewards per row. */
 static double reward_of(const Numbering *t, int64_t i)
 {
     const int64_t size = t->reward_is_double ? sizeof(double) : sizeof(float);
@@ -45,8 +47,10 @@ static double reward_of(const Numbering *t, int64_t i)
     return sum;
 }
 
-/* Number the rows of the first slots, and return begun << 32 | ended. It writes to the columns of
-   the slab, to the arrays of LaneState, and to the outputs of SlabRows. */
+/* Number the rows of the first slots. `taken` marks the cells that are rows. If it is NULL, all
+   cells are rows. Return begun << 32 | ended, the numbers of episodes that began and that ended.
+   The function writes to the slab's columns, to the arrays of LaneState, and to the outputs of
+   CompiledRows. */
 static int64_t number(const Numbering *t, int64_t slots, const char *taken)
 {
     const int64_t lanes = t->lanes, cells = slots * lanes;

@@ -1,6 +1,8 @@
-/* Steps environments, and writes what they return to a slab: `_kernel.c` includes this file. */
+/* Functions that step environments and write the results to a slab. `_kernel.c` includes this
+   file. */
 
-/* Return whether a buffer has this format, as in the struct module, and these dimensions. */
+/* Return 1 if a buffer has this format, in the notation of the struct module, and these
+   dimensions. */
 static int is_like(const Py_buffer *view, const char *format, int64_t ndim, const int64_t *shape)
 {
     if (view->ndim != ndim || view->format == NULL || strcmp(view->format, format) != 0)
@@ -11,8 +13,9 @@ static int is_like(const Py_buffer *view, const char *format, int64_t ndim, cons
     return 1;
 }
 
-/* Write reward `i` to those of a slot at `to`. Return 0 if it becomes infinite, 0 or another integer
-   there: the caller then raises or warns in Python. */
+/* Write a reward as element `i` of the rewards of a slot at `to`. Return 0, without writing, if
+   conversion to float32 makes it infinite, 0 or another integer. The caller then raises or warns
+   in Python. */
 static int put_reward(char *to, int as_doubles, int64_t i, double reward)
 {
     const float narrow = (float)reward;
@@ -20,7 +23,7 @@ static int put_reward(char *to, int as_doubles, int64_t i, double reward)
         ((double *)(void *)to)[i] = reward;
         return 1;
     }
-    if (fabs(reward) > 16777216.0) { /* float32 holds every integer up to here */
+    if (fabs(reward) > 16777216.0) { /* float32 represents every integer up to this one */
         if (isfinite(reward) && (!isfinite(narrow) || (narrow != reward && floor(reward) == reward)))
             return 0;
     } else if (narrow == 0 && reward != 0) {
@@ -30,7 +33,8 @@ static int put_reward(char *to, int as_doubles, int64_t i, double reward)
     return 1;
 }
 
-/* Copy rewards to the slab at `to`; return 0 if they are no floats, or one is not written. */
+/* Copy rewards to the slab at `to`. Return 0 if they are not floats, one per lane, or if
+   `put_reward` rejects one. */
 static int put_rewards(char *to, int as_doubles, const Py_buffer *view, const int64_t *lanes)
 {
     const int from_doubles = is_like(view, "d", 1, lanes);
@@ -45,9 +49,11 @@ static int put_rewards(char *to, int as_doubles, const Py_buffer *view, const in
     return 1;
 }
 
-/* The table of a slot: the addresses of rewards, terminated and truncated, whether rewards are
-   doubles, and lanes; then for each observation its address, that of the one that the policy sees
-   next (or 0), and its dimensions with their number before them. The slab owns the addresses. */
+/* The table of a slot. It has the addresses of rewards, terminated and truncated, a flag that is
+   set if rewards are doubles, and the number of lanes. For each observation it also has the
+   address of its row, the address of the copy that the policy sees next (0 if that is the same
+   memory), the number of dimensions, and the shape. The slab owns the memory at these
+   addresses. */
 #define SLOT(WORD) WORD(reward) WORD(terminated) WORD(truncated) WORD(reward_is_double) WORD(lanes)
 #define OBSERVATION(WORD) WORD(row) WORD(root) WORD(ndim)
 typedef struct { SLOT(MEMBER) } SlotWords;
@@ -58,7 +64,7 @@ enum {
 };
 #define STEP_BUFFER (PyBUF_FORMAT | PyBUF_C_CONTIGUOUS)
 
-/* Flags of lanes, which the slab owns. */
+/* Flags of all lanes. The slab owns the arrays. */
 typedef struct {
     const char *terminated, *truncated;
     int64_t lanes;
@@ -69,8 +75,9 @@ static int has_ended(const Flags *of, int64_t lane)
     return of->terminated[lane] || of->truncated[lane];
 }
 
-/* Write one observation to its row, and to the row that the policy sees next; or, of lanes that have
-   `ended`, the final one to its row alone. Return 0 if it is not as its words say, or after an error. */
+/* Write one observation to its row, and to the copy that the policy sees next. With `ended`, write
+   only the final observations of the lanes that ended, and only to the row. Return 0 if the
+   observation does not match its words, or after an error. */
 static int put_observation(const ObservationWords *words, PyObject *format, PyObject *seen,
                            const Flags *ended)
 {
@@ -94,7 +101,8 @@ static int put_observation(const ObservationWords *words, PyObject *format, PyOb
     return fits;
 }
 
-/* Write all observations of a step, one for each format; or, of lanes that have `ended`, final ones. */
+/* Write all observations of a step, one per format. With `ended`, write the final observations of
+   the lanes that ended. */
 static int put_observations(const Table *table, PyObject *formats, PyObject *observations,
                             const Flags *ended)
 {
@@ -108,7 +116,7 @@ static int put_observations(const Table *table, PyObject *formats, PyObject *obs
             PyErr_SetString(PyExc_ValueError, "a table is too short");
             return 0;
         }
-        if (ended && !words->root) /* it is the first one of the next episode too */
+        if (ended && !words->root) /* the row is also the first observation of the next episode */
             return 0;
         PyObject *seen = PySequence_GetItem(observations, i);
         const int put = seen && put_observation(words, PyTuple_GetItem(formats, i), seen, ended);
@@ -120,8 +128,8 @@ static int put_observations(const Table *table, PyObject *formats, PyObject *obs
     return 1;
 }
 
-/* Clear the error of an object without such a buffer, which the caller reads by NumPy. Return -1 after
-   any other error. */
+/* Clear the error that an object without a suitable buffer raised, because the caller reads such
+   an object with NumPy. Return -1 after any other error. */
 static int cleared(void)
 {
     if (!PyErr_Occurred())
@@ -133,9 +141,10 @@ static int cleared(void)
     return 0;
 }
 
-/* put_step(table, formats, observations, reward, terminated, truncated, final): write the arrays of a
-   step to a slot; return how many lanes ended, or -1 if an array is not as the table says. The arrays
-   of the step are held by their buffers while they are read. */
+/* put_step(table, formats, observations, reward, terminated, truncated, final): write the arrays
+   of a step to a slot. Return the number of lanes that ended, or -1 if an array does not match the
+   table or `put_reward` rejects a reward. The function holds the buffer of each array while it
+   reads the array. */
 static PyObject *put_step(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
@@ -171,7 +180,7 @@ done:
     return cleared() < 0 ? NULL : PyLong_FromLongLong(ended);
 }
 
-/* Return whether a lane is marked; NULL marks all. */
+/* Return 1 if a lane is marked. A NULL buffer marks all lanes. */
 static int is_marked(const Py_buffer *marks, int64_t lane)
 {
     return marks->buf == NULL || ((const char *)marks->buf)[lane];
@@ -179,8 +188,9 @@ static int is_marked(const Py_buffer *marks, int64_t lane)
 
 enum { I_ROW, I_VALUES, I_GIVEN, I_HAVE, I_LANES, I_BUFFERS };
 
-/* Write an entry of infos to the lanes of its column; `fill` is the row of a lane without it. Return 0
-   if arrays are not alike, or a lane lacks an entry that it must have. */
+/* Write an entry of infos to its column, for the lanes that I_LANES marks. `fill` is the row of a
+   lane without the entry. Return 0 if the arrays do not match, or if a lane lacks a required
+   entry. */
 static int write_lanes(const Py_buffer *views, int has_values, const char *fill, Py_ssize_t filled)
 {
     const Py_buffer *row = &views[I_ROW], *values = &views[I_VALUES], *given = &views[I_GIVEN];
@@ -209,7 +219,7 @@ static int write_lanes(const Py_buffer *views, int has_values, const char *fill,
     return 1;
 }
 
-/* put_entry(row, given, fill, found, lanes). The buffers are held until the end of the call. */
+/* put_entry(row, given, fill, found, lanes). The function holds the buffers until it returns. */
 static PyObject *put_entry(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
@@ -245,20 +255,20 @@ static PyObject *put_entry(PyObject *self, PyObject *const *args, Py_ssize_t giv
     return cleared() < 0 ? NULL : PyBool_FromLong(put);
 }
 
-/* The table of lanes, which SequentialStep keeps; the shape of an observation follows. */
+/* The table of lanes, which SequentialStep keeps alive. The shape of an observation follows. */
 #define LANES(WORD)                                                                                \
     WORD(reward) WORD(terminated) WORD(truncated) WORD(lane) WORD(finals) WORD(lanes) WORD(mode)   \
     WORD(nbytes)
 typedef struct { LANES(MEMBER) } LaneWords;
 enum { LANE_WORDS = sizeof(LaneWords) / sizeof(int64_t) };
 
-/* How a lane that ended is reset. */
+/* The autoreset modes, which define when a lane is reset after the end of its episode. */
 #define MODES(WORD) WORD(disabled) WORD(next_step) WORD(same_step)
 #define MODE(name) MODE_##name,
 enum { MODES(MODE) };
 
-/* Return the values of an environment as a tuple of `wanted` of them, which the caller owns. The
-   reference `returned` is taken over. */
+/* Return the values of an environment as a tuple of `wanted` items. The caller owns the tuple. The
+   function steals the reference to `returned`. */
 static PyObject *tuple_of(PyObject *returned, Py_ssize_t wanted)
 {
     PyObject *parts = returned == NULL ? NULL : PySequence_Tuple(returned);
@@ -278,19 +288,20 @@ static PyObject *tuple_of(PyObject *returned, Py_ssize_t wanted)
 #define READER(name) R_##name,
 enum { READERS(READER) };
 
-/* The call that gave an info. */
+/* The call that returned an info. */
 #define CALLS(WORD) WORD(step) WORD(last) WORD(reset)
 #define CALL(name) OF_##name,
 enum { CALLS(CALL) };
 
-/* Return whether an object has the NumPy type at `kind`, which is read directly. SequentialStep keeps
-   the tuple of readers. */
+/* Return 1 if an object has the NumPy type at index `kind` of the readers. The extension reads
+   such an object directly. SequentialStep keeps the tuple of readers alive. */
 static int is_of(PyObject *object, PyObject *readers, Py_ssize_t kind)
 {
     return (PyObject *)Py_TYPE(object) == PyTuple_GetItem(readers, kind);
 }
 
-/* Read a reward: floats and small integers directly, anything else by the reader's function. */
+/* Read a reward. Read floats in the range of float32 and integers up to 2**24 directly, and call
+   the reader's function for anything else. Return 0, or -1 after an error. */
 static int as_double(PyObject *object, PyObject *readers, double *number)
 {
     int beyond = 0;
@@ -302,7 +313,7 @@ static int as_double(PyObject *object, PyObject *readers, double *number)
     } else if (PyLong_Check(object)) {
         const long long whole = PyLong_AsLongLongAndOverflow(object, &beyond);
         *number = (double)whole;
-        if (!beyond && whole >= -16777216 && whole <= 16777216) /* float32 holds these */
+        if (!beyond && whole >= -16777216 && whole <= 16777216) /* exact in float32 */
             return whole == -1 && PyErr_Occurred() ? -1 : 0;
     } else if (is_of(object, readers, R_float32)) {
         made = PyNumber_Float(object);
@@ -316,7 +327,8 @@ static int as_double(PyObject *object, PyObject *readers, double *number)
     return *number == -1 && PyErr_Occurred() ? -1 : 0;
 }
 
-/* Read a flag: bools directly, anything else by the reader's function; -1 after an error. */
+/* Read a flag. Read bools directly, and call the reader's function for anything else. Return -1
+   after an error. */
 static int as_flag(PyObject *object, PyObject *readers, Py_ssize_t reader)
 {
     if (object == Py_True || object == Py_False)
@@ -329,9 +341,10 @@ static int as_flag(PyObject *object, PyObject *readers, Py_ssize_t reader)
     return flag;
 }
 
-/* Copy an object to the row `to` of an array of ours; return 0 if it is not an array of this dtype
-   and shape, which is at the end of a table, after `words` words of which the last is the bytes of a
-   row. Errors of its buffer are cleared: then the caller copies it by NumPy. */
+/* Copy an object to the row `to` of one of our arrays. Return 0 if the object is not an array of
+   this dtype and shape. The shape is at the end of the table, after `words` words, the last of
+   which is the size of a row in bytes. The function clears the errors of the object's buffer, and
+   the caller then copies the object with NumPy. */
 static int put_row(char *to, PyObject *seen, PyObject *name, PyObject *dtype, const Table *table,
                    Py_ssize_t words)
 {
@@ -356,7 +369,8 @@ static int put_row(char *to, PyObject *seen, PyObject *name, PyObject *dtype, co
     return same;
 }
 
-/* Return whether two objects are arrays without a byte in common, as far as that is quickly seen. */
+/* Return 1 if two objects have contiguous buffers that do not overlap. Return 0 for all other
+   objects, even if they share no memory. */
 static int are_apart(PyObject *one, PyObject *other)
 {
     Py_buffer mine, theirs;
@@ -374,29 +388,32 @@ static int are_apart(PyObject *one, PyObject *other)
     return apart;
 }
 
-/* The arguments of a step of all lanes. SequentialStep and the caller of step_lanes own the objects. */
+/* The arguments of a step of all lanes. `step` and `name` are strings that step_lanes owns.
+   SequentialStep and the caller of step_lanes own the other objects. */
 typedef struct {
     Table table;
     PyObject *dtype, *readers, *seen, *step, *name;
 } Lanes;
 
-/* An entry of infos is a tuple: its path, its dtype, and a table of its column and of the column that
-   says where it was given (0: none, and it must be given). LaneResults keeps both. */
+/* An entry of infos is a tuple of its path, its dtype and a table. The table has the address of
+   its column, and the address of the column that marks the lanes with the entry (0 if the entry is
+   required). LaneResults keeps both columns alive. */
 #define ENTRY(WORD) WORD(path) WORD(dtype) WORD(table)
 #define OF_ENTRY(name) E_##name,
 enum { ENTRY(OF_ENTRY) E_PARTS };
 
-/* The table of an entry; the shape of a row follows. */
+/* The table of an entry. The shape of a row follows. */
 #define VALUE(WORD) WORD(column) WORD(given) WORD(kind) WORD(nbytes)
 typedef struct { VALUE(MEMBER) } ValueWords;
 enum { VALUE_WORDS = sizeof(ValueWords) / sizeof(int64_t) };
 
-/* The kinds of values; empty: a dictionary, and no column. */
+/* The kinds of values. An `empty` value is an empty dictionary, which has no column. */
 #define VALUES(WORD) WORD(other) WORD(float64) WORD(int64) WORD(empty)
 #define VALUE_KIND(name) VALUE_##name,
 enum { VALUES(VALUE_KIND) };
 
-/* Write a value to the column of an entry; return 0 if that takes NumPy, or a look at the value. */
+/* Write a value to the column of an entry. Return 0 if Python code must write or check the
+   value. */
 static int write_entry(const Table *table, int64_t lane, PyObject *value, PyObject *name,
                        PyObject *dtype)
 {
@@ -420,7 +437,8 @@ static int write_entry(const Table *table, int64_t lane, PyObject *value, PyObje
     return 1;
 }
 
-/* Write an entry of an info, or leave it out; return 0 if it is not plain, or is missing. */
+/* Write an entry of an info, or skip an optional entry that the info lacks. Return 0 if Python
+   code must write the value, if a required entry is missing, or after an error. */
 static int take_entry(const Lanes *the, int64_t lane, PyObject *info, PyObject *entry)
 {
     Table table;
@@ -444,8 +462,9 @@ static int take_entry(const Lanes *the, int64_t lane, PyObject *info, PyObject *
     return taken;
 }
 
-/* Write the entries of an info that are columns: plain ones of steps here, others by the reader.
-   Return 0, or -1 after an error. */
+/* Write the entries of an info that are columns. This function writes them if the call is OF_step
+   and all entries are plain. Otherwise the reader's function writes all of them. Return 0, or -1
+   after an error. */
 static int hand_on(const Lanes *the, int64_t lane, PyObject *info, int of)
 {
     PyObject *entries = PyTuple_GetItem(the->readers, R_entries);
@@ -461,7 +480,8 @@ static int hand_on(const Lanes *the, int64_t lane, PyObject *info, int of)
     return made == NULL ? -1 : 0;
 }
 
-/* Reset a lane; its observation goes to the list `seen`, which owns it. Return 0, or -1. */
+/* Reset a lane, and store its observation in the list `seen`, which owns it. Return 0, or -1 after
+   an error. */
 static int reset_lane(const Lanes *the, int64_t lane, PyObject *env, int of)
 {
     PyObject *parts = tuple_of(PyObject_CallMethod(env, "reset", NULL), 2);
@@ -476,7 +496,8 @@ static int reset_lane(const Lanes *the, int64_t lane, PyObject *env, int of)
 }
 
 /* Copy the final observation `last` of a lane, and reset the lane. The caller holds a reference to
-   `last`, which the reset might drop; it must not overwrite it. Return 0, or -1 after an error. */
+   `last`, because the reset may drop the environment's own reference. The reader's function raises
+   if the reset overwrote `last`. Return 0, or -1 after an error. */
 static int finish_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *last)
 {
     const LaneWords *t = (const LaneWords *)the->table.words;
@@ -511,10 +532,10 @@ static int finish_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *
     return failed ? -1 : 0;
 }
 
-/* Step one lane, or with `reset` reset it; return 0, or -1 after an error. The list `seen` of
-   SequentialStep owns the observation afterwards; the numbers go to the arrays of SequentialStep at the
-   table's addresses. The caller holds a reference to `env` and `action`, which the environment's
-   code might drop. */
+/* Step one lane, or reset it if `reset` is set. Return 0, or -1 after an error. The list `seen` of
+   SequentialStep then owns the observation. The function writes the reward and the flags to the
+   arrays of SequentialStep at the table's addresses. The caller holds references to `env` and
+   `action`, because the environment's code may drop its own references. */
 static int step_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *action, int reset)
 {
     const LaneWords *t = (const LaneWords *)the->table.words;
@@ -549,7 +570,8 @@ static int step_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *ac
     return 0;
 }
 
-/* Write rewards and flags of all lanes to a slot; return 0 if a reward is not written. */
+/* Write the rewards and flags of all lanes to a slot. Return 0 if `put_reward` rejects a
+   reward. */
 static int put_numbers(const SlotWords *slot, const LaneWords *t)
 {
     const int64_t lanes = t->lanes;
@@ -563,9 +585,10 @@ static int put_numbers(const SlotWords *slot, const LaneWords *t)
     return 1;
 }
 
-/* step_lanes(table, dtype, readers, envs, action, seen, ended, to, slot). SequentialStep owns every
-   argument but the caller's `action`, `to` and `slot`; the buffers of `ended` and `to` are held until
-   the end. A `slot` is a table as of put_step, of one observation, whose row is `to`. */
+/* step_lanes(table, dtype, readers, envs, action, seen, ended, to, slot). SequentialStep owns all
+   arguments except `action`, `to` and `slot`, which the caller owns. The function holds the
+   buffers of `ended` and `to` until it returns. `slot` is a table like that of put_step, with one
+   observation, whose row is `to`. */
 static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
@@ -595,7 +618,7 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
             PyErr_SetString(PyExc_ValueError, "lanes, actions and observations differ in number");
         goto done;
     }
-    /* If `to` is not contiguous, or None, the caller copies the observations. */
+    /* If `to` is None or not contiguous, the caller copies the observations. */
     has_rows = args[7] != Py_None && PyObject_GetBuffer(args[7], &rows, PyBUF_CONTIG) == 0;
     if (!has_rows)
         PyErr_Clear();
@@ -630,7 +653,8 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
         if (failed)
             goto done;
     }
-    /* After the last step: observations of several lanes may be views of one array. */
+    /* Copy the observations only after the last step, because those of several lanes may be views
+       of one array. */
     for (int64_t lane = 0; put && lane < lanes; lane++) {
         PyObject *obs = PyList_GetItem(the.seen, lane);
         if (obs == NULL)

@@ -1,7 +1,8 @@
-/* Checks, numbers, counts, commits and lays out the rows of few slots: `_kernel.c` includes this file. */
+/* Functions that check, number, count, commit and lay out the rows of a few slots. `_kernel.c`
+   includes this file. */
 
-/* The bounds of a column: its address, the dtype of its values, how many there are in a slot, and the
-   addresses of the lowest and the highest values that a slot may have. */
+/* The bounds of a column: the address and the dtype of its values, the number of values per slot,
+   and the addresses of the lowest and the highest allowed values of a slot. */
 #define CHECK(WORD) WORD(values) WORD(dtype) WORD(count) WORD(low) WORD(high)
 typedef struct { CHECK(MEMBER) } Check;
 enum { CHECK_WORDS = sizeof(Check) / sizeof(int64_t) };
@@ -11,8 +12,8 @@ enum { CHECK_WORDS = sizeof(Check) / sizeof(int64_t) };
 #define DTYPE(name) DTYPE_##name,
 enum { DTYPES(DTYPE) };
 
-/* Return whether every value of the first slots of every column is within its bounds. The values
-   belong to the slab, the bounds to the _SlotCheck of each column. */
+/* Return 1 if every value of the first slots of every column is within its bounds. The slab owns
+   the values. The _SlotCheck of each column owns the bounds. */
 static int inside(const Table *table, int64_t slots)
 {
     int outside = 0;
@@ -41,7 +42,7 @@ static int inside(const Table *table, int64_t slots)
         case DTYPE_u4: LOOK(uint32_t)
         case DTYPE_i8: LOOK(int64_t)
         case DTYPE_u8: LOOK(uint64_t)
-        default: outside = 1; /* then the caller checks the column in Python */
+        default: outside = 1; /* the caller checks such a column in Python */
         }
 #undef LOOK
     }
@@ -66,7 +67,8 @@ static PyObject *are_inside(PyObject *self, PyObject *const *args, Py_ssize_t gi
 #define RECORD_NBYTES 4096
 #define NUMBER_NBYTES 20
 
-/* Return whether a template has `count` places for numbers, "%d" each. */
+/* Return 1 if a template has exactly `count` placeholders, each "%d", and no other percent
+   sign. */
 static int can_spell(const char *from, Py_ssize_t length, Py_ssize_t count)
 {
     for (const char *end = from + length; from < end; from++)
@@ -75,8 +77,8 @@ static int can_spell(const char *from, Py_ssize_t length, Py_ssize_t count)
     return count == 0;
 }
 
-/* Write such a template, which SlotRows owns, with the numbers in their places to `to`, a record on
-   the caller's stack; return its length. */
+/* Write a template to `to`, with the numbers in place of its placeholders. SlotRows owns the
+   template. `to` is a record on the caller's stack. Return the length of the result. */
 static size_t spell(char *to, const char *from, Py_ssize_t length, const int64_t *numbers)
 {
     const char *begin = to, *end = from + length;
@@ -100,10 +102,11 @@ static size_t spell(char *to, const char *from, Py_ssize_t length, const int64_t
     return (size_t)(to - begin);
 }
 
-/* The counts that slots change beside those of COMMIT: blocks of words of the BatchWriter's run, of
-   the Ledger, of the Rollout, which holds rows of the last slot that are not stored yet, and lanes
-   whose next slot is a reset, and of a ring of `room` records of episodes, which lie at the address
-   `records`. Python reads and sets the same words by name. */
+/* The counts that store_slots changes in addition to those of COMMIT. RUN is a block of words of
+   the BatchWriter's run, and LEDGER a block of the Ledger. HELD is a block of the Rollout: the
+   number of rows of the last slot that are not stored yet, and the number of lanes whose next slot
+   is a reset slot. LOG describes the ring of episode records, which has `room` records and starts
+   at the address `records`. Python reads and sets the same words by name. */
 #define RUN(WORD) WORD(next_id)
 #define LEDGER(WORD)                                                                               \
     WORD(slots) WORD(executed) WORD(reset_slots) WORD(stored) WORD(discarded) WORD(carried)        \
@@ -117,22 +120,31 @@ typedef struct { LEDGER(MEMBER) } Ledger;
 typedef struct { HELD(MEMBER) } Held;
 typedef struct { LOG(MEMBER) } Log;
 
-/* The blocks of a plan, in this order. `shown` has the words of the ledger as other threads read them:
-   only after all of a call is counted. */
+/* The blocks of a plan, in this order. `shown` is a copy of the ledger for other threads, which
+   changes only after a call has counted all its rows. */
 #define BLOCK(WORD) WORD(commit) WORD(run) WORD(ledger) WORD(held) WORD(log) WORD(shown)
 typedef struct { BLOCK(MEMBER) } PlanBlocks;
 enum { BLOCKS = sizeof(PlanBlocks) / sizeof(int64_t) };
 
 enum { LEDGER_WORDS = sizeof(Ledger) / sizeof(int64_t) };
-#define LARGEST_COUNT ((int64_t)1 << 62) /* sums of larger ones might not fit */
-/* The numbers of a record: the incarnation, the ledger, open trajectories, and the next id. */
+#define LARGEST_COUNT ((int64_t)1 << 62) /* sums of larger counts may overflow */
+/* The numbers of a record: the incarnation, the ledger, the number of open trajectories, and the
+   next id. */
 enum { RECORD_NUMBERS = 1 + LEDGER_WORDS + 2 };
 
-/* The table of a slab. `used` is the address of the number of complete slots; `marks` of the lanes
-   held in slot 0, `transitions` of a mark for each lane of each slot, `pending` of the lanes whose
-   next slot is a reset, or 0 if no slot is one. `by_policy` says whether a policy chose the actions.
-   Then come an address and the bytes of a slot for each piece of memory: `flowing` ones, in which a
-   slot's observations are followed by the next ones, and those of all other columns. */
+/* The table of a slab:
+
+     used         the address of the number of complete slots
+     marks        the address of the marks of the lanes held in slot 0
+     transitions  the address of the marks of transitions, one per lane of each slot
+     pending      the address of the marks of the lanes whose next slot is a reset slot, or 0 if
+                  there are no reset slots
+     by_policy    whether a policy chose the actions
+     flowing      the number of pieces that flow
+
+   A PIECE for each piece of memory follows: its address, and the size of a slot in bytes. Pieces
+   that flow come first. In such a piece, the observations of the next slot follow those of each
+   slot, so that it has one more slot. The other pieces are all other columns. */
 #define SLAB(WORD)                                                                                 \
     WORD(used) WORD(marks) WORD(transitions) WORD(pending) WORD(by_policy) WORD(flowing)
 typedef struct { SLAB(MEMBER) } Slab;
@@ -142,19 +154,21 @@ enum { SLAB_WORDS = sizeof(Slab) / sizeof(int64_t) };
 typedef struct { PIECE(MEMBER) } Piece;
 enum { PIECE_WORDS = sizeof(Piece) / sizeof(int64_t) };
 
-/* The parts of a plan: tables, then the record and the slots of a ring. */
+/* The parts of a plan: the tables, then the record, and then the number of slots of a ring, or
+   0. */
 #define PLAN(WORD)                                                                                 \
     WORD(numbering) WORD(checks) WORD(slab) WORD(columns) WORD(header) WORD(amounts) WORD(blocks)  \
     WORD(record) WORD(ring)
 #define PART(name) P_##name,
 enum { PLAN(PART) P_PARTS, P_TABLES = P_record };
 
-/* Behind the amounts of a row: for each mask of agents its address and the bytes of a row. */
+/* For each mask of agents, its address and the size of a row in bytes. These words follow the
+   amounts of a row. */
 #define MASK(WORD) WORD(source) WORD(row_nbytes)
 typedef struct { MASK(MEMBER) } Mask;
 enum { MASK_WORDS = sizeof(Mask) / sizeof(int64_t) };
 
-/* A plan while it is used. SlotRows owns the plan, and keeps its tables and blocks alive. */
+/* An open plan. SlotRows owns the plan, and keeps its tables and blocks alive. */
 typedef struct {
     Table tables[P_TABLES];
     int opened;
@@ -176,7 +190,7 @@ static void close_plan(Plan *plan)
         close_table(&plan->tables[--plan->opened]);
 }
 
-/* Open a plan, which the caller must close. */
+/* Open a plan. The caller must close it. */
 static int open_plan(PyObject *parts, Plan *plan)
 {
     static const Py_ssize_t least[] = {NUMBERING_WORDS, 0,            SLAB_WORDS, COLUMN_WORDS,
@@ -216,15 +230,18 @@ failed:
     return -1;
 }
 
-/* The slots of a call. Of the first `used` ones of the slab those from `first` on are new; slot 0 has
-   the held rows if `first` is 1. `made` transitions are new, `count` rows are to be stored, and
-   `left` ones of the last slot are held. `whole`: all lanes of the one slot are rows. */
+/* The slots of a call. The slab has `used` complete slots, of which those from `first` on are new.
+   If `first` is 1, slot 0 has the held rows. There are `made` new transitions. The call stores
+   `count` rows and holds the remaining `left` rows of the last slot. `whole` is set if there is
+   only one slot and all its lanes are rows. */
 typedef struct {
     int64_t used, first, made, count, left;
     int whole;
 } Slots;
 
-/* Return whether the next slot of a lane is a reset, after the slot before `slot`. */
+/* Return 1 if slot `slot` of a lane is a reset slot, because the lane's episode ended in the slot
+   before it. For slot 0, return the lane's `pending` mark. Return 0 if there are no reset
+   slots. */
 static int is_pending(const Plan *plan, int64_t slot, int64_t lane)
 {
     const Numbering *t = plan->numbering;
@@ -242,8 +259,8 @@ static int is_row(const Plan *plan, int64_t slot, int64_t lane)
     return !is_pending(plan, slot, lane);
 }
 
-/* Find the slots of a call that stores `count` rows; return 0 if they are too few, or are more than
-   the last slot can hold. */
+/* Find the slots of a call that stores `count` rows. Return 0 if the slots have fewer rows, or if
+   more rows would remain than the last slot has. */
 static int find(const Plan *plan, int64_t used, int64_t count, Slots *slots)
 {
     const int64_t lanes = plan->numbering->lanes, held = plan->held->rows;
@@ -266,7 +283,8 @@ static int find(const Plan *plan, int64_t used, int64_t count, Slots *slots)
     return 0 <= slots->left && slots->left <= last;
 }
 
-/* Mark the rows of the slots in the slab's transitions, and those that are left in its marks. */
+/* Mark the rows to store in the slab's `transitions`, and the remaining rows of the last slot in
+   its `marks`. */
 static void mark(const Plan *plan, const Slots *slots)
 {
     const int64_t lanes = plan->numbering->lanes;
@@ -286,7 +304,7 @@ static void mark(const Plan *plan, const Slots *slots)
     }
 }
 
-/* Return whether a trajectory begins or ends in the first slots, or may do so. */
+/* Return 1 if a trajectory may begin or end in the first slots. */
 static int are_eventful(const Numbering *t, int64_t slots)
 {
     const int64_t cells = slots * t->lanes;
@@ -301,8 +319,9 @@ static int are_eventful(const Numbering *t, int64_t slots)
     return found;
 }
 
-/* Add the counts of slots to a ledger; return whether it balances then and none is negative.
-   `amounts` are those of a row that is stored. */
+/* Add the counts of the slots to a ledger. Return 1 if the ledger then balances and has no
+   negative or very large count. `amounts` has the number that each stored row adds to each
+   count. */
 static int add_to(Ledger *ledger, const Plan *plan, const Slots *slots)
 {
     const int64_t *amounts = plan->tables[P_amounts].words;
@@ -327,8 +346,8 @@ static int add_to(Ledger *ledger, const Plan *plan, const Slots *slots)
                ledger->stored + ledger->discarded + ledger->carried + ledger->lost;
 }
 
-/* Return how many agents the masks mark in the first `cells` rows, or in those of them that `rows`
-   marks. The slab owns the masks. */
+/* Return the number of agents that the masks mark in the first `cells` rows, or only in those rows
+   that `rows` marks. The slab owns the masks. */
 static int64_t count_agents(const Plan *plan, const char *rows, int64_t cells)
 {
     const Table *table = &plan->tables[P_amounts];
@@ -344,8 +363,9 @@ static int64_t count_agents(const Plan *plan, const char *rows, int64_t cells)
     return agents;
 }
 
-/* Let the last observations, and the whole last slot if rows of it are left, begin the slab, and say
-   which lanes are reset next. The slab owns the rows; its driver owns the number at `used`. */
+/* Prepare the slab for the next slots. Copy the last observations to its start, or the whole last
+   slot if some of its rows are left, and mark the lanes that are reset next. The slab owns the
+   rows. Its driver owns the number at `used`. */
 static void carry(const Plan *plan, const Slots *slots)
 {
     const Table *table = &plan->tables[P_slab];
@@ -362,7 +382,7 @@ static void carry(const Plan *plan, const Slots *slots)
     for (const Piece *piece = first; piece < end; piece++) {
         const int flows = piece - first < plan->slab->flowing;
         const size_t size = (size_t)piece->nbytes;
-        /* Beside the slots, what flows has the observations after the last one. */
+        /* A piece that flows has one more slot, with the observations after the last step. */
         const int64_t there = (slots->used + flows) * piece->nbytes;
         char *begin = span(piece->address, 0, there);
         if (slots->left && last) {
@@ -386,7 +406,7 @@ static int64_t slot_of(const Plan *plan)
     return plan->ring ? head % plan->ring : head;
 }
 
-/* Return whether the log has room for as many episodes as may end in the slots. */
+/* Return 1 if the log has room for the largest number of episodes that can end in the slots. */
 static int can_note(const Plan *plan, const Slots *slots)
 {
     const Log *log = plan->log;
@@ -395,9 +415,9 @@ static int can_note(const Plan *plan, const Slots *slots)
            slots->used <= (log->room - waiting) / plan->numbering->lanes;
 }
 
-/* Return whether the slots need nothing more than `store`, but for the ledger: there is room for the
-   rows, a record and episodes, values are within their bounds, and the caller need not see them
-   before. */
+/* Return 1 if `store` can handle the slots, apart from the ledger, which the caller checks. There
+   must be room for the rows, a record and the episodes, and all values must be within their
+   bounds. The caller must not need to see the rows first. */
 static int are_plain(const Plan *plan, const Slots *slots, int64_t room, int watched)
 {
     return can_commit(plan->commit) && can_note(plan, slots) &&
@@ -407,7 +427,7 @@ static int are_plain(const Plan *plan, const Slots *slots, int64_t room, int wat
            inside(&plan->tables[P_checks], slots->used);
 }
 
-/* Write the record of a commit, in which the counts are those after it; return its length. */
+/* Write the record of a commit, with the counts after the commit. Return its length. */
 static size_t write_record(const Plan *plan, const Ledger *ledger, int64_t next_id, char *record)
 {
     int64_t numbers[RECORD_NUMBERS], open = 0;
@@ -422,11 +442,12 @@ static size_t write_record(const Plan *plan, const Ledger *ledger, int64_t next_
     return spell(record, plan->record, plan->length, numbers);
 }
 
-/* A batch that is laid out from the rows that are stored. Its table says which column has the ids of
-   trajectories, and which the done flags of the root; then for each column the source in the slab,
-   the bytes of a row, and its marks: none, at the last row of a trajectory in the batch, or at the
-   first, or the column of cuts, which has no source. The other table has the address of each column
-   of the batch. SlotRows.batch keeps both. */
+/* A batch that is laid out from the stored rows. Its table has the index of the column of
+   trajectory ids, and the index of the column of the root's done flags. For each column it also
+   has the address of the source in the slab, the size of a row in bytes, and the marks: none, at
+   the last row of each trajectory in the batch, or at the first row. The column of cuts has marks
+   of its own and no source. The second table has the address of each column of the batch.
+   SlotRows.batch keeps both tables alive. */
 #define BATCH(WORD) WORD(ids) WORD(done)
 #define COPY(WORD) WORD(source) WORD(row_nbytes) WORD(marks)
 #define MARKS(WORD) WORD(none) WORD(last) WORD(first) WORD(cut)
@@ -445,7 +466,7 @@ static void close_batch(Batch *batch)
     close_table(&batch->table);
 }
 
-/* Open both tables of a batch, which the caller must close. */
+/* Open both tables of a batch. The caller must close them. */
 static int open_batch(PyObject *parts, Batch *batch)
 {
     if (!PyTuple_Check(parts) || PyTuple_Size(parts) < 2) {
@@ -468,8 +489,8 @@ static int open_batch(PyObject *parts, Batch *batch)
     return -1;
 }
 
-/* Copy `count` rows of the slab, the first ones or the marked ones, to the columns of a batch, and
-   mark the last and the first row that it has of each trajectory. */
+/* Copy `count` rows of the slab to the columns of a batch: the marked rows, or the first ones if
+   `marked` is NULL. Then mark the last and the first row of each trajectory in the batch. */
 static void lay_out(const Batch *batch, int64_t count, const Marked *marked)
 {
     const BatchWords *words = (const BatchWords *)batch->table.words;
@@ -487,7 +508,7 @@ static void lay_out(const Batch *batch, int64_t count, const Marked *marked)
                    (size_t)(count * column->row_nbytes));
     const int64_t *ids = (const int64_t *)span(target[words->ids], 0, count * 8);
     const char *done = span(target[words->done], 0, count);
-    /* Cuts first: done is marked after them. */
+    /* Compute the cuts first, because a later pass marks `done` at the last rows. */
     for (int kind = MARKED_cut; kind > MARKED_none; kind--) {
         to = target;
         for (const Copy *column = first; column < end; column++, to++)
@@ -502,15 +523,17 @@ static void lay_out(const Batch *batch, int64_t count, const Marked *marked)
     }
 }
 
-/* Write the episodes that `number` found ended to the ring of the log, in its order or lane by lane;
-   `stored` rows were stored before theirs. They are not counted there yet. `can_note` found room for
-   them. SlabRows owns the records that are read, and `begun`, which has a word a lane at least, and
-   whose own numbers are not needed here. */
+/* Write the episodes that `number` found to the ring of the log, in the order of its records, or
+   lane by lane if `by_lane` is set. `stored` is the number of rows that were stored before those
+   of this call. The caller adds the episodes to the log's counts. `can_note` found room for them.
+   CompiledRows owns the records, and `begun`, which has at least one word per lane. This function
+   may use `begun` as scratch memory, because the numbers in it are not needed any more. */
 static void note(const Plan *plan, int64_t ended, int64_t stored, int by_lane)
 {
     const Numbering *t = plan->numbering;
     const char *record = span(t->episodes, 0, ended * EPISODE_NBYTES);
-    int64_t *next = (int64_t *)span(t->begun, 0, t->lanes * 8); /* of each lane: the place of its next episode */
+    /* The place of the next episode of each lane. */
+    int64_t *next = (int64_t *)span(t->begun, 0, t->lanes * 8);
     const int32_t first = *(const int32_t *)span(t->lane, 0, 4);
     int32_t lane;
     if (by_lane) {
@@ -543,9 +566,9 @@ static void note(const Plan *plan, int64_t ended, int64_t stored, int by_lane)
     }
 }
 
-/* Number, commit and count the rows, lay the `batch` out where there is one, and return how many
-   episodes ended. Nothing fails here, and no handler of a signal runs. `ledger` has the counts after
-   it, but for episodes and agents. */
+/* Number, commit and count the rows, lay out the `batch` if there is one, and return the number of
+   episodes that ended. Nothing in this function fails, and no signal handler runs. `ledger` has
+   the counts after the call, except for those of episodes and agents. */
 static int64_t store(const Plan *plan, const Slots *slots, Ledger *ledger, int64_t version,
                      const Batch *batch)
 {

@@ -1,27 +1,30 @@
-/* Copies and commits of rows, sum trees, and the index of rows by trajectory.
+/* Compiled functions that copy and commit rows, draw from sum trees and update them, and search the
+   index of rows by trajectory.
 
-   The extension is optional: `kernel.py` describes every function, and the Python code that runs
-   without it. `_rows.h` says what a table is, and who owns what.
+   The extension is optional. `kernel.py` documents the functions, and
+   `storage/trajectories/blocks/extension.py` those of the index. Without the extension, Python
+   code does the same work. `_rows.h` defines tables and the rules of ownership.
 
-     table of                the table is kept by     the arrays at its addresses are kept by
+     table of                the table is kept        the arrays at its addresses are kept
+                             alive by                 alive by
      copy_rows, commit_rows  Columns._tables          targets: Columns.arrays, maps of the files;
                                                       sources: FixedRows.arrays, the slab's columns
      gather_rows, appends    Columns._tables          the same
      gather_rows, reads      Room.table               targets: Room.arrays; sources: Columns.arrays
-     pack_runs               Packing._table           Packing: its room, and the columns' arrays
+     pack_runs               LeafMemory._table        LeafMemory: its room, and the columns' arrays
      the header              Header.addresses         Header._map, the map of its file
      set_leaves, renew_sums  SumTree._table           SumTree: its leaves, and the levels above them
      put_leaves, draw_rows   the same                 the same
      put_priorities          the same                 the same; powers: Powers._table; numbers in a
                                                       tuple: the caller's tensors
-     spots_of, rows_at, ...  LaneBlocks._table        LaneBlocks: its piles, shelves and tail
+     spots_of, rows_at, ...  LaneBlocks._table        LaneBlocks: its arrays, shelves and tail
      walk_onward, bounds_of  the same                 the same */
 
 #include "_rows.h"
 
-/* Copy rows of `size` bytes from source[index[i]] to target[i]. The rows lie anywhere in memory, so
-   that later rows are fetched while one is copied, far enough ahead that each arrives in time.
-   Target, source and index belong to the caller's table and buffer. */
+/* Copy rows of `size` bytes from source[index[i]] to target[i]. The rows are scattered in memory.
+   The loop therefore prefetches later rows while it copies one, far enough ahead that each arrives
+   in time. The owners of the caller's table and buffer keep target, source and index alive. */
 static void gather(char *target, const char *source, int64_t size, const int64_t *index,
                    Py_ssize_t count)
 {
@@ -35,7 +38,7 @@ static void gather(char *target, const char *source, int64_t size, const int64_t
         memcpy(target + i * (bytes), source + index[i] * (bytes), (size_t)(bytes));                \
     }                                                                                              \
     break
-    switch (size) { /* the compiler copies a row of known size by one move */
+    switch (size) { /* if the size is constant, the compiler copies a row in one move */
     case 1: ROWS(1);
     case 2: ROWS(2);
     case 4: ROWS(4);
@@ -64,8 +67,8 @@ static PyObject *copy_rows(PyObject *self, PyObject *const *args, Py_ssize_t giv
     Py_RETURN_NONE;
 }
 
-/* commit_rows(table, slot, first, count, header, known, record). `known` is the address of a block
-   of COMMIT; the three buffers are held until the end of the call. */
+/* commit_rows(table, slot, first, count, header, known, record). `known` is the address of a
+   COMMIT block. The function holds the three buffers until it returns. */
 static PyObject *commit_rows(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
@@ -98,9 +101,9 @@ header_failed:
     return NULL;
 }
 
-/* gather_rows(table, slot, index, rows): copy rows of every column to slots from `slot` on; raise
-   IndexError, with nothing copied, if an index is not below `rows`. The index is an array of the
-   caller; its buffer is held until the end of the call. */
+/* gather_rows(table, slot, index, rows): copy rows of every column to slots from `slot` on. Raise
+   IndexError, without copying anything, if an index is not below `rows`. The caller owns the array
+   of indices. The function holds its buffer until it returns. */
 static PyObject *gather_rows(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
@@ -136,12 +139,12 @@ static PyObject *gather_rows(PyObject *self, PyObject *const *args, Py_ssize_t g
     Py_RETURN_NONE;
 }
 
-/* Rows that lie side by side. */
+/* A run of adjacent rows. */
 typedef struct {
     int64_t slot, count;
 } Stretch;
 
-/* Copy runs one after the other; return the end of the copy. */
+/* Copy runs one after the other. Return the end of the copied bytes. */
 static char *copy_runs(char *target, const char *source, int64_t size, const Stretch *run,
                        const Stretch *end)
 {
@@ -170,8 +173,8 @@ static char *copy_runs(char *target, const char *source, int64_t size, const Str
     return target;
 }
 
-/* Return how many rows there are in runs, `-1` if one is not among the first `rows`, or if they are
-   more than `most`. */
+/* Return the number of rows in the runs. Return -1 if a run is empty or not within the first
+   `rows` rows, or if there are more than `most` rows. */
 static int64_t rows_in(const Stretch *run, Py_ssize_t count, int64_t rows, int64_t most)
 {
     int64_t found = 0;
@@ -185,9 +188,9 @@ static int64_t rows_in(const Stretch *run, Py_ssize_t count, int64_t rows, int64
 }
 
 /* pack_runs(table, runs, parts, rows, most): copy runs to the target of the first column, part by
-   part, and of each part column by column. Raise IndexError, with nothing copied, if runs or parts
-   are not within bounds. Runs and parts are arrays of the caller; their buffers are held until the
-   end of the call. */
+   part, and column by column within each part. Raise IndexError, without copying anything, if runs
+   or parts are out of bounds. The caller owns the arrays of runs and parts. The function holds
+   their buffers until it returns. */
 static PyObject *pack_runs(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
@@ -237,9 +240,10 @@ runs_failed:
     return NULL;
 }
 
-/* same_rows(one, other, same, skip): write to `same`, one byte each, whether rows of two arrays have
-   the same bytes, but for the first `skip` of a row of `one` and the last of a row of `other`. The
-   arrays belong to the caller; their buffers are held until the end of the call. */
+/* same_rows(one, other, same, skip): write to `same`, one byte per row, whether the rows of two
+   arrays have the same bytes. The comparison ignores the first `skip` bytes of each row of `one`,
+   and the last `skip` bytes of each row of `other`. The caller owns the arrays. The function holds
+   their buffers until it returns. */
 static PyObject *same_rows(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;

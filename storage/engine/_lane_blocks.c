@@ -1,11 +1,13 @@
-/* Ranks and positions of rows in their lanes: `_kernel.c` includes this file.
+/* Functions that find the ranks and positions of rows in their lanes. `_kernel.c` includes this
+   file.
 
-   `storage/trajectories/blocks/` describes the blocks, and does the same in NumPy. The arrays may be
-   maps of a file that is damaged, so that every index is checked against the array's length: what
-   does not fit raises IndexError. LaneBlocks keeps the table, and the arrays at its addresses; the
-   buffers of a call belong to its caller. */
+   `storage/trajectories/blocks/` describes the blocks, and implements the same in NumPy. The
+   arrays may be maps of a damaged file. The code therefore checks every index against the length
+   of its array, and raises IndexError if it is out of bounds. LaneBlocks keeps the table, and the
+   arrays at its addresses, alive. The caller owns the buffers of a call. */
 
-/* An array: its address, the bytes of a number (without a sign, 8: with one), and how many. */
+/* An array: its address, the size of a number in bytes, and the number of numbers. Numbers of 8
+   bytes are signed, and smaller numbers are unsigned. */
 #define NUMBERS(WORD) WORD(address) WORD(itemsize) WORD(count)
 typedef struct { NUMBERS(MEMBER) } Numbers;
 
@@ -19,15 +21,19 @@ typedef struct { LADDER(TYPED) } Ladder;
 #define KIND(name) BY_##name,
 enum { SHELVES(KIND) };
 
-/* A shelf. `ahead` are: the places of offsets; offsets of a sweep's lanes; bits by layer. `back` are:
-   the offsets of places; ranks of a lane's sweeps; words by lane. */
+/* A shelf. Its kind determines the contents of `ahead` and `back`:
+
+     order  ahead: the place of each offset              back: the offset of each place
+     table  ahead: the offset of each lane, by sweep     back: the rank at each sweep, by lane
+     bits   ahead: the bits of each layer                back: the words of each lane */
 #define SHELF(OF)                                                                                  \
     OF(int64_t, kind) OF(int64_t, lanes) OF(int64_t, layers) OF(int64_t, nbytes)                   \
     OF(Ladder, starts) OF(Ladder, sweeps) OF(Numbers, ids) OF(Numbers, ahead) OF(Numbers, back)    \
     OF(Numbers, of_ahead) OF(Numbers, of_back) OF(Numbers, words)
 typedef struct { SHELF(TYPED) } ShelfWords;
 
-/* The words of a table: the blocks, of which the first ones are lost; the tail; then the shelves. */
+/* The words of a table: the blocks, of which the first `lost` ones are dropped, and the tail. The
+   shelves follow. */
 #define INDEX(OF)                                                                                  \
     OF(int64_t, lost) OF(int64_t, tail_first) OF(int64_t, width) OF(int64_t, shelves)              \
     OF(Numbers, first) OF(Numbers, shelf) OF(Numbers, slot) OF(Numbers, of_lanes)                  \
@@ -48,14 +54,14 @@ typedef struct {
     int64_t tail_count;
 } Index;
 
-/* The stretch of a row: where it began, the trajectory, and where it, or the block's rows of the lane,
-   end. */
+/* The stretch of a row: the position at which it began, its trajectory, and `stop`. The stretch
+   ends at `stop`, unless it continues in the next block. */
 typedef struct {
     int64_t start, id, stop;
 } Piece;
 
-#define NONE (-1) /* of an array, beyond its end; no number here is below 0 */
-#define TOO_LARGE 56 /* bits; no number has as many, so that sums of damaged ones do not overflow */
+#define NONE (-1) /* an index out of bounds or a damaged number; others are >= 0 */
+#define TOO_LARGE 56 /* bits; larger numbers are damaged, and their sums might overflow */
 
 static inline int64_t entry(const Numbers *of, int64_t i)
 {
@@ -73,7 +79,7 @@ static inline int64_t entry(const Numbers *of, int64_t i)
     }
 }
 
-/* The set bits of each byte, in that byte, and of it with the bytes below it. */
+/* Return for each byte the number of bits that are set in it and in the bytes below it. */
 static inline uint64_t ones_up_to(uint64_t word)
 {
     word -= (word >> 1) & 0x5555555555555555u;
@@ -97,13 +103,13 @@ static inline uint64_t low_bits(int64_t bits)
     return bits <= 0 ? 0 : bits >= STEP ? ~(uint64_t)0 : ((uint64_t)1 << bits) - 1;
 }
 
-/* The place of the lowest set bit of a word that has one. */
+/* Return the index of the lowest set bit of a word that is not 0. */
 static inline int64_t lowest_bit(uint64_t word)
 {
     return ones((word & (0 - word)) - 1);
 }
 
-/* The place of the set bit of a word that has `rank` others below it. */
+/* Return the index of the set bit that has `rank` other set bits below it. */
 static inline int64_t nth_bit(uint64_t word, int64_t rank)
 {
     const uint64_t sums = ones_up_to(word);
@@ -118,7 +124,8 @@ static inline int64_t nth_bit(uint64_t word, int64_t rank)
     return bit;
 }
 
-/* The index after the last rung of a ladder that is at most x; NONE if the ladder is damaged. */
+/* Return the index after the last rung of a ladder that is at most x, or NONE if the ladder is
+   damaged. */
 static int64_t up_to(const Ladder *ladder, int64_t which, int64_t x)
 {
     int64_t first = entry(&ladder->of_rungs, which), mark = entry(&ladder->of_marks, which);
@@ -138,7 +145,8 @@ static int64_t up_to(const Ladder *ladder, int64_t which, int64_t x)
     return low;
 }
 
-/* The last of `count` ascending numbers from `first` on that is at most x, by its place. */
+/* Find the last number that is at most x among `count` ascending numbers from index `first` on.
+   Return its index relative to `first`. The first number is assumed to be at most x. */
 static int64_t last_up_to(const Numbers *of, int64_t first, int64_t count, int64_t x)
 {
     int64_t low = 0, high = count - 1;
@@ -154,14 +162,15 @@ static int64_t last_up_to(const Numbers *of, int64_t first, int64_t count, int64
     return low;
 }
 
-/* 64 lanes' bits of a layer, from lane 64 * word on. The caller has checked the layer. */
+/* Return the bits of 64 lanes in a layer, starting with lane 64 * word. The caller has checked the
+   layer. */
 static inline uint64_t layer_word(const ShelfWords *shelf, int64_t layer, int64_t word)
 {
     uint64_t found = 0;
     int64_t begin = word * 8, size = shelf->nbytes - begin;
     const char *from = span(shelf->ahead.address, layer * shelf->nbytes + begin, size < 8 ? size : 8);
     if (size >= 8)
-        memcpy(&found, from, 8);  /* of a size that the compiler knows: one load */
+        memcpy(&found, from, 8);  /* the size is constant, so the compiler emits one load */
     else
         memcpy(&found, from, (size_t)size);
     return found;
@@ -173,7 +182,7 @@ static int has_layers(const ShelfWords *shelf, int64_t sweep)
            (sweep + 1) * shelf->layers * shelf->nbytes <= shelf->ahead.count;
 }
 
-/* Where the words of a lane begin; sets how many there are. */
+/* Return the index of the first word of a lane, and set `count` to the number of its words. */
 static int64_t lane_words(const ShelfWords *shelf, int64_t slot, int64_t lane, int64_t *count)
 {
     int64_t begin = entry(&shelf->of_back, slot);
@@ -189,7 +198,7 @@ static inline uint64_t lane_word(const ShelfWords *shelf, int64_t at_word)
     return *(const uint64_t *)span(shelf->back.address, at_word * 8, 8);
 }
 
-/* The sweeps of a block that is a table; sets the first. */
+/* Return the number of sweeps of a block, and set `first` to the index of its first sweep. */
 static int64_t sweeps_of(const ShelfWords *shelf, int64_t slot, int64_t *first)
 {
     const Numbers *of = &shelf->sweeps.of_rungs;
@@ -199,7 +208,8 @@ static int64_t sweeps_of(const ShelfWords *shelf, int64_t slot, int64_t *first)
                             *first;
 }
 
-/* Lane and rank of the row at an offset of a block. Return 0; -1 if the block is damaged. */
+/* Find the lane and the rank of the row at an offset of a block. Return 0, or -1 if the block is
+   damaged. */
 static int spot_of(const Index *index, int64_t block, int64_t offset, int64_t *lane, int64_t *rank)
 {
     const Blocks *blocks = index->blocks;
@@ -263,7 +273,7 @@ static int spot_of(const Index *index, int64_t block, int64_t offset, int64_t *l
     return 0;
 }
 
-/* The rows of a lane before a block, of which the one after the last is the tail. */
+/* Return the number of rows of a lane before a block. The block after the last one is the tail. */
 static inline int64_t base_of(const Blocks *blocks, int64_t block, int64_t lane)
 {
     const Numbers *of = &blocks->of_lanes;
@@ -280,7 +290,8 @@ static int64_t block_of_row(const Blocks *blocks, int64_t row)
     return lost + last_up_to(&blocks->first, lost, blocks->first.count - lost, row);
 }
 
-/* The block before the tail that has a position of a lane, near another block. */
+/* Return the block that contains a position of a lane. The position must be before the tail. The
+   search starts at block `near`. */
 static int64_t block_of(const Blocks *blocks, int64_t lane, int64_t position, int64_t near)
 {
     int64_t last = blocks->first.count - 1, low = near, high = near, step;
@@ -302,7 +313,8 @@ static int64_t block_of(const Blocks *blocks, int64_t lane, int64_t position, in
     return low;
 }
 
-/* The position at which the stretch of the `rank`-th row of a lane in a block began. */
+/* Return the position at which the stretch of a row began. The row is the one with rank `rank`
+   among the rows of a lane in a block. */
 static int64_t start_of(const Index *index, int64_t block, int64_t lane, int64_t rank)
 {
     const Blocks *blocks = index->blocks;
@@ -320,7 +332,8 @@ static int64_t start_of(const Index *index, int64_t block, int64_t lane, int64_t
     return entry(&blocks->carried, lanes + lane);
 }
 
-/* Lane, position and start of a row that is there. Return its block; -1 if there is damage. */
+/* Find the lane, the position and the start of a row. Return its block, or -1 if the index does
+   not contain the row or is damaged. */
 static int64_t find_row(const Index *index, int64_t row, int64_t *lane, int64_t *position,
                     int64_t *start)
 {
@@ -343,7 +356,8 @@ static int64_t find_row(const Index *index, int64_t row, int64_t *lane, int64_t 
     return *start < 0 ? -1 : block;
 }
 
-/* Write the rows of a lane in a block from a rank on, `count` of them, every `stride` numbers. */
+/* Write `count` rows of a lane in a block, from rank `rank` on, to every `stride`-th element of
+   `row`. Return 0, or -1 if the block is damaged. */
 static int rows_in_block(const Index *index, int64_t block, int64_t lane, int64_t rank,
                          int64_t count, int64_t *row, int64_t stride)
 {
@@ -399,7 +413,7 @@ static int rows_in_block(const Index *index, int64_t block, int64_t lane, int64_
             word &= word - 1;
         for (; word && done < count; word &= word - 1, done++) {
             int64_t layer = k * STEP + lowest_bit(word), beside = 0, sweep = first + layer;
-            if (shelf->layers > 1) {  /* most often there is one, and to divide takes long */
+            if (shelf->layers > 1) {  /* usually there is one layer, and division is slow */
                 sweep = first + layer / shelf->layers;
                 beside = layer % shelf->layers;
             }
@@ -419,8 +433,8 @@ static int rows_in_block(const Index *index, int64_t block, int64_t lane, int64_
     return done == count ? 0 : -1;
 }
 
-/* Write the rows at `count` positions of a lane from `position` on, every `stride` numbers. They are
-   near a block. Return 0; -1 if there is damage. */
+/* Write the rows at `count` positions of a lane, from `position` on, to every `stride`-th element
+   of `row`. The search starts at block `block`. Return 0, or -1 if the index is damaged. */
 static int rows_from(const Index *index, int64_t lane, int64_t position, int64_t count,
                      int64_t block, int64_t *row, int64_t stride)
 {
@@ -451,7 +465,8 @@ static int rows_from(const Index *index, int64_t lane, int64_t position, int64_t
     return 0;
 }
 
-/* The stretch of the row at a position of a lane. Return 0; -1 if there is damage. */
+/* Find the stretch of the row at a position of a lane. Return 0, or -1 if there is no such row or
+   the index is damaged. */
 static int stretch_at(const Index *index, int64_t lane, int64_t position, int64_t near,
                       Piece *found)
 {
@@ -504,7 +519,7 @@ static int stretch_at(const Index *index, int64_t lane, int64_t position, int64_
            found->stop > total ? -1 : 0;
 }
 
-/* Open an array that is written to, of at least so many numbers. The caller must release it. */
+/* Open a writable array of at least `least` numbers. The caller must release it. */
 static int open_room(PyObject *object, Table *room, Py_ssize_t least)
 {
     if (PyObject_GetBuffer(object, &room->buffer, PyBUF_WRITABLE) < 0)
@@ -529,7 +544,7 @@ static int open_index(PyObject *object, Table *table, Index *index)
     return -1;
 }
 
-/* The arrays of a call: the table of blocks, numbers of rows, and room for what is found. */
+/* The arrays of a call: the table of blocks, the row numbers, and the output array. */
 typedef struct {
     Table table, rows, found;
     Index index;
@@ -542,7 +557,8 @@ static void close_asked(Asked *asked)
     close_table(&asked->table);
 }
 
-/* Open them, with room for `each` numbers a row. The caller must close them, unless it is -1. */
+/* Open the arrays of a call. The output array must have room for `each` numbers per row. The
+   caller must close the arrays unless the function returns -1. */
 static int open_asked(PyObject *table, PyObject *tail_count, PyObject *rows, PyObject *found,
                       int64_t each, Asked *asked)
 {
@@ -640,7 +656,7 @@ static PyObject *rows_at(PyObject *self, PyObject *const *args, Py_ssize_t count
                             ? index.blocks->first.count - 1
                             : block_of_row(index.blocks, near.words[i]);
         int64_t lane = spots.words[i], position = spots.words[near.count + i] - length + 1;
-        int64_t more = spots.words[2 * near.count + i] - position; /* below the lowest one */
+        int64_t more = spots.words[2 * near.count + i] - position; /* positions below the lowest */
         int64_t *first = row + i * length;
         more = more < 0 ? 0 : more > length - 1 ? length - 1 : more;
         if (length > 0 &&
@@ -690,7 +706,7 @@ static PyObject *walk_onward(PyObject *self, PyObject *const *args, Py_ssize_t c
             if (stretch_at(index, lane, position, block, &piece) < 0)
                 goto damaged;
             int64_t began = piece.start, until = piece.stop;
-            while (until < stop) { /* it may go on in the next block */
+            while (until < stop) { /* the stretch may continue in the next block */
                 if (stretch_at(index, lane, until, block + 1, &piece) < 0)
                     goto damaged;
                 if (piece.start != began)

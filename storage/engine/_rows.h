@@ -1,15 +1,19 @@
-/* Tables of addresses, and the copy and commit of rows: for the extensions of storage and collector.
+/* Tables of addresses, and functions that copy and commit rows, for the extensions of storage and
+   collector.
 
-   Arguments of the extensions are tables of numbers, int64 in native order: addresses, sizes and
-   counts of arrays. Nothing here knows of NumPy or torch. Python's stable ABI.
+   The arguments of the extensions are tables of numbers, int64 in native byte order: the
+   addresses, sizes and counts of arrays. The code does not depend on NumPy or torch, and uses
+   Python's stable ABI.
 
-   Ownership. The extensions own no memory but their stack, and free nothing. A table is a Python
-   bytes object; the buffer that `open_table` takes keeps the table alive during the call. The table
-   does not keep the arrays at its addresses alive: the Python objects named beside each function own
-   these, hold them for as long as they use the table, and keep every index within bounds.
+   Ownership: the extensions own no memory except their stack, and free nothing. A table is a
+   Python bytes object. `open_table` acquires its buffer, which keeps the table alive during the
+   call. The table does not keep the arrays at its addresses alive. The Python objects named in the
+   comments own these arrays, keep them alive while they use the table, and keep every index within
+   bounds.
 
-   `span` says which bytes of an array are used. A debug build (TALLYROLL_DEBUG, see CONTRIBUTING)
-   checks them: there Python puts the bytes of each array before the words of a table. */
+   `span` states which bytes of an array the code uses. A debug build (TALLYROLL_DEBUG, see
+   CONTRIBUTING) checks these bytes. For a debug build, Python puts the size of each array before
+   the words of a table. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -29,7 +33,7 @@ typedef struct Table {
     const int64_t *words;
     Py_ssize_t count;
 #ifdef TALLYROLL_DEBUG
-    const int64_t *sizes; /* of the array at each word in bytes, -1: unknown; NULL: of none */
+    const int64_t *sizes; /* in bytes, of the array at each word (-1: unknown); NULL: no sizes */
     struct Table *outer;
 #endif
 } Table;
@@ -41,11 +45,11 @@ static inline char *at(int64_t address)
 
 #ifdef TALLYROLL_DEBUG
 
-#define TABLE_WITH_SIZES 0x73657a6973206854 /* the first word of one; then sizes, then words */
+#define TABLE_WITH_SIZES 0x73657a6973206854 /* the first word; sizes and words follow */
 
-static _Thread_local Table *open_tables; /* the one that was opened last */
+static _Thread_local Table *open_tables; /* the most recently opened table */
 
-/* End the process, with the place in the log of the sanitizers too. */
+/* Print the message, print a stack trace to the log of the sanitizers, and abort the process. */
 static inline void fail(const char *message, const char *file, int line)
 {
     fprintf(stderr, "%s:%d: %s\n", file, line, message);
@@ -107,7 +111,8 @@ static inline char *checked_span(const int64_t *word, int64_t first, int64_t nby
 
 #define note_table(table) ((void)0)
 #define forget_table(table) ((void)0)
-/* The address of `nbytes` bytes from byte `first` on of the array at a word of an open table. */
+/* The address of byte `first` of an array, of which the code uses `nbytes` bytes from there on.
+   `word` is a word of an open table, with the address of the array. */
 #define span(word, first, nbytes) ((void)(nbytes), at(word) + (first))
 #define REQUIRE(holds) ((void)0)
 
@@ -119,7 +124,8 @@ static inline void close_table(Table *table)
     PyBuffer_Release(&table->buffer);
 }
 
-/* Open a buffer of whole int64 words, at least `least` of them. The caller must close it. */
+/* Open a buffer as int64 words. Raise ValueError if it has fewer than `least` words. The caller
+   must close the table. */
 static inline int open_table(PyObject *object, Table *table, Py_ssize_t least)
 {
     if (PyObject_GetBuffer(object, &table->buffer, PyBUF_SIMPLE) < 0)
@@ -149,7 +155,7 @@ static inline int want(Py_ssize_t got, Py_ssize_t wanted)
 #define FETCH(address) (void)(address)
 #endif
 #define LINE_NBYTES 64
-#define FETCHED_NBYTES 4096 /* of a row: the processor fetches the rest by itself */
+#define FETCHED_NBYTES 4096 /* per row; the processor prefetches the rest on its own */
 
 static inline void fetch(const char *row, int64_t size)
 {
@@ -157,9 +163,10 @@ static inline void fetch(const char *row, int64_t size)
         FETCH(row + byte);
 }
 
-/* Words that Python makes or reads by name. A list of names gives the members of a struct, or the
-   constants of an enum, and is exported by `export_names`. Python puts the words of a table in that
-   order (`Extension.in_order`), and compares its own lists with it (`Extension.require_names`). */
+/* Words that Python sets or reads by name. A list of names defines the members of a struct or the
+   constants of an enum, and `export_names` exports it. Python puts the words of a table in this
+   order (`Extension.in_order`), and compares its own lists with the exported ones
+   (`Extension.require_names`). */
 #define MEMBER(name) int64_t name;
 #define NAME(name) #name " "
 #define ARRAY(type, name, count) type name[count];
@@ -181,8 +188,8 @@ static inline int export_names(PyObject *module, const Names *lists, size_t coun
 #endif
 }
 
-/* Open buffers of which the last is written to; the caller must release them. Return -1, with none of
-   them open, if one cannot be. */
+/* Open buffers, the last of which is writable. The caller must release them. If one cannot be
+   opened, return -1 with none of them open. */
 static inline int open_buffers(PyObject *const *objects, Py_buffer *buffers, int count)
 {
     for (int i = 0; i < count; i++) {
@@ -202,7 +209,8 @@ static inline void release_buffers(Py_buffer *buffers, int count)
         PyBuffer_Release(&buffers[count]);
 }
 
-/* A column of a table of `copy_rows`: the addresses of slot 0 and of row 0, and the bytes of a row. */
+/* A column in a table of `copy_rows`: the address of slot 0 in the target, the address of row 0 in
+   the source, and the size of a row in bytes. */
 #define COLUMN(WORD) WORD(target) WORD(source) WORD(row_nbytes)
 typedef struct { COLUMN(MEMBER) } Column;
 enum { COLUMN_WORDS = sizeof(Column) / sizeof(int64_t) };
@@ -217,9 +225,9 @@ static inline const Column *end_of_columns(const Table *table)
     return first_column(table) + table->count / COLUMN_WORDS;
 }
 
-/* Let other threads run during a large copy; for a small one that takes as long as copying. The
-   Columns that call keep their maps alive meanwhile, even if another thread maps the files again;
-   the caller keeps the other arrays alive. */
+/* Release the GIL during a large copy. For a small copy, releasing it would take as long as
+   copying. Meanwhile, the calling Columns keeps its maps alive, even if another thread maps the
+   files again. The caller keeps the other arrays alive. */
 static inline PyThreadState *let_others_run(const Table *table, int64_t count)
 {
     int64_t row = 0;
@@ -228,8 +236,9 @@ static inline PyThreadState *let_others_run(const Table *table, int64_t count)
     return row * count > (1 << 16) ? PyEval_SaveThread() : NULL;
 }
 
-/* Copy rows [first, first + count) of every source to slots from `slot` on. The targets are the
-   storage's maps, which Columns owns; the sources are the slab, which FixedRows keeps alive. */
+/* Copy rows [first, first + count) of every source to slots from `slot` on. In a commit, the
+   targets are the storage's maps, which Columns owns, and the sources are the slab, which
+   FixedRows keeps alive. */
 static inline void copy_columns(const Table *table, int64_t slot, int64_t first, int64_t count)
 {
     PyThreadState *others = let_others_run(table, count);
@@ -242,14 +251,14 @@ static inline void copy_columns(const Table *table, int64_t slot, int64_t first,
         PyEval_RestoreThread(others);
 }
 
-/* Rows that are marked, of the first `cells`, in the order of memory; or, of slots of so many `lanes`,
-   lane by lane. */
+/* The marked rows among the first `cells` ones. If `lanes` is 0, they are in memory order.
+   Otherwise a slot has `lanes` rows, and the marked rows are ordered by lane. */
 typedef struct {
     const char *marks;
     int64_t cells, lanes;
 } Marked;
 
-/* Copy the marked rows of `size` bytes one after the other. */
+/* Copy the marked rows, `size` bytes each, to adjacent rows of `target`. */
 static inline void take_marked(char *target, const char *source, int64_t size, const Marked *rows)
 {
     if (rows->lanes && rows->lanes < rows->cells) {
@@ -269,7 +278,7 @@ static inline void take_marked(char *target, const char *source, int64_t size, c
     }
 }
 
-/* Copy the marked rows, `count` ones, of every source to slots from `slot` on. */
+/* Copy the `count` marked rows of every source to slots from `slot` on. */
 static inline void copy_marked(const Table *table, int64_t slot, int64_t count, const Marked *rows)
 {
     PyThreadState *others = let_others_run(table, count);
@@ -281,8 +290,8 @@ static inline void copy_marked(const Table *table, int64_t slot, int64_t count, 
         PyEval_RestoreThread(others);
 }
 
-/* Store a word that other processes may read at any time: a reader that sees it also sees every
-   earlier store. `where` is in the map of the header, which Header owns. */
+/* Store a word that other processes may read at any time. A reader that sees the word also sees
+   every earlier store. `where` points into the map of the header, which Header owns. */
 static inline void publish(char *where, uint64_t word)
 {
     __atomic_store_n((uint64_t *)where, word, __ATOMIC_RELEASE);
@@ -301,8 +310,8 @@ static inline uint64_t word_of(int64_t count)
     return (uint64_t)count | (uint64_t)(bits & 0xFFFF) << 48;
 }
 
-/* Return a CRC-32 continued over further bytes. Eight are taken at a time: table k has the effect of
-   a byte that k others follow. */
+/* Return a CRC-32, continued over more bytes. The loop processes eight bytes at a time. Table k
+   has the effect of a byte that is followed by k more bytes. */
 static inline uint32_t checksum(uint32_t crc, const char *bytes, size_t length)
 {
     static uint32_t tables[8][256];
@@ -337,26 +346,26 @@ static inline char *little_endian(char *to, uint64_t number, int nbytes)
     return to;
 }
 
-/* The counts of a storage that its writer keeps: a block of words, which Header owns. */
+/* The counts of a storage that its writer caches: a block of words, which Header owns. */
 #define COMMIT(WORD) WORD(head) WORD(reserve) WORD(floor) WORD(sequence) WORD(commits)
 typedef struct { COMMIT(MEMBER) } Commit;
 
-/* Addresses in the map of the header, which Header owns: of two counts, and of the slots for records
-   of even and of odd sequences. */
+/* Addresses in the map of the header, which Header owns: those of two counts, and those of the
+   slots for records with even and with odd sequence numbers. */
 #define HEADER(WORD) WORD(reserve) WORD(head) WORD(even_record) WORD(odd_record)
 typedef struct { HEADER(MEMBER) } Header;
 enum { HEADER_WORDS = sizeof(Header) / sizeof(int64_t) };
 #define SEAL_NBYTES 28
 
-/* Return whether the last commit was not cut off, and no other process writes. */
+/* Return 1 if the last commit was not interrupted and no other process writes. */
 static inline int can_commit(const Commit *known)
 {
     return known->head >= 0 && known->reserve == known->head;
 }
 
-/* Commit rows: store `reserve`, copy the rows, write the record, and store `head`; then count them.
-   The record's sequence, the first word of its seal, is written last. The rows are `count` ones from
-   `first` on, or the marked ones. */
+/* Commit rows: store `reserve`, copy the rows, write the record, and store `head`. Then update the
+   counts in `known`. The sequence number of the record, the first word of its seal, is written
+   last. The rows are the marked ones, or `count` rows from `first` on if `marked` is NULL. */
 static inline void commit(const Table *table, int64_t slot, int64_t first, int64_t count,
                    const Marked *marked, const Header *header, Commit *known, const char *record,
                    size_t length)

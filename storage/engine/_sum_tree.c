@@ -1,9 +1,10 @@
-/* A tree of sums, for draws in proportion to numbers: `_kernel.c` includes this file.
+/* A sum tree, for draws in proportion to leaves. `_kernel.c` includes this file.
 
-   `ext/sampling/sum_tree.py` describes the tree, and does the same in NumPy, bit for bit: the children
-   0, 4, 8 and 12 of a node are a group, so 1, 5, 9 and 13, and so on; a sum of a node is that of its
-   groups, one after the other, in float64, and a sum of a group that of its children. SumTree keeps the arrays at the addresses of its
-   table, and the table; the buffers of a call belong to its caller. */
+   `storage/ext/sampling/sum_tree.py` describes the tree, and implements the same in NumPy with
+   bit-identical results. The children 0, 4, 8 and 12 of a node are a group, as are 1, 5, 9 and 13,
+   and so on. The sum of a node adds the sums of its groups in order, in float64. The sum of a
+   group adds its children. SumTree keeps the table, and the arrays at its addresses, alive. The
+   caller owns the buffers of a call. */
 
 #ifdef __SSE2__
 #include <emmintrin.h>
@@ -11,16 +12,16 @@
 
 #define FAN_OUT 16
 #define GROUPS 4
-#define AHEAD 8 /* nodes that are fetched while one is summed up */
+#define AHEAD 8 /* prefetch distance in nodes */
 
-/* Children of one node, that are nodes themselves: their sums, the least leaf above 0 of each
-   (infinite: none), and the largest leaf. */
+/* The children of one node, if they are nodes themselves: the sum of each, its smallest leaf above
+   0 (infinity if there is none), and its largest leaf. */
 #define NODES(FIELD) FIELD(double, sum, FAN_OUT) FIELD(float, least, FAN_OUT) FIELD(float, most, FAN_OUT)
 typedef struct { NODES(ARRAY) } Block;
 
-/* The words of a table: the leaves, float32, their number, a multiple of FAN_OUT, and the number of
-   levels above them. For each of these then the address of its blocks, and the number of its nodes.
-   The last level has one node. */
+/* The words of a table: the leaves, float32; their number, a multiple of FAN_OUT; and the number
+   of levels above them. For each level, the address of its blocks and the number of its nodes
+   follow. The last level has one node. */
 #define TREE(WORD) WORD(leaves) WORD(slots) WORD(levels)
 typedef struct { TREE(MEMBER) } Tree;
 enum { TREE_WORDS = sizeof(Tree) / sizeof(int64_t) };
@@ -47,7 +48,7 @@ static inline float *leaves_of(const Table *table)
     return (float *)span(tree->leaves, 0, tree->slots * (int64_t)sizeof(float));
 }
 
-/* Open the table of a tree. The caller must release it. */
+/* Open the table of a tree. The caller must close it. */
 static int open_tree(PyObject *object, Table *table, Tree *tree)
 {
     if (open_table(object, table, TREE_WORDS + LEVEL_WORDS) < 0)
@@ -60,7 +61,7 @@ static int open_tree(PyObject *object, Table *table, Tree *tree)
     return -1;
 }
 
-/* Four numbers, or two, side by side, as GCC and Clang know them for any processor. */
+/* Vectors of four or two numbers. GCC and Clang support these types on every processor. */
 typedef float Four __attribute__((vector_size(16)));
 typedef float Two __attribute__((vector_size(8)));
 typedef double Pair __attribute__((vector_size(16)));
@@ -72,7 +73,7 @@ static inline Four four_of(const float *number)
     return found;
 }
 
-/* The sums of the groups of 16 children. */
+/* The sums of the four groups of 16 children. */
 typedef struct { Pair first, last; } Groups;
 
 static inline Pair nodes_at(const double *child)
@@ -84,7 +85,7 @@ static inline Pair nodes_at(const double *child)
 
 static inline Pair leaves_at(const float *child)
 {
-#ifdef __SSE2__ /* compilers convert them one by one */
+#ifdef __SSE2__ /* compilers convert the numbers one by one in the generic branch */
     return _mm_cvtps_pd(_mm_castsi128_ps(_mm_loadl_epi64((const __m128i *)child)));
 #else
     Two found;
@@ -127,7 +128,7 @@ static inline Four higher(Four one, Four other)
 #endif
 }
 
-/* Return leaves, but infinity in the place of 0. */
+/* Return leaves with infinity in place of 0. */
 static inline Four above_0(Four leaf)
 {
     typedef int32_t Bits __attribute__((vector_size(16)));
@@ -135,7 +136,8 @@ static inline Four above_0(Four leaf)
     return (Four)((Bits)leaf | ((leaf == 0) & empty));
 }
 
-/* Write a node of which the leaves, or nodes, are known four by four. */
+/* Write a node, given the sums of its groups. Each of the four numbers in `least` and in `most`
+   covers a quarter of its children. */
 static inline void write_node(Block *blocks, int64_t node, Groups groups, Four least, Four most)
 {
     Block *block = blocks + node / FAN_OUT;
@@ -146,7 +148,7 @@ static inline void write_node(Block *blocks, int64_t node, Groups groups, Four l
     block->most[node % FAN_OUT] = most[0] > most[1] ? most[0] : most[1];
 }
 
-/* Sum up the leaves of a node of the lowest level. */
+/* Recompute a node of the lowest level from its leaves. */
 static inline void renew_lowest(Block *blocks, int64_t node, const float *leaf)
 {
     leaf += node * FAN_OUT;
@@ -159,7 +161,7 @@ static inline void renew_lowest(Block *blocks, int64_t node, const float *leaf)
     write_node(blocks, node, groups, least, most);
 }
 
-/* Sum up the nodes of a node of a higher level. */
+/* Recompute a node of a higher level from its child nodes. */
 static inline void renew_higher(Block *blocks, int64_t node, const Block *child)
 {
     child += node;
@@ -181,7 +183,7 @@ static inline void renew(const Table *table, int64_t level, int64_t node)
         renew_higher(blocks_of(table, level), node, blocks_of(table, level - 1));
 }
 
-/* Fetch the children of a node. */
+/* Prefetch the children of a node. */
 static inline void fetch_below(const Table *table, int64_t level, int64_t node)
 {
     REQUIRE(node >= 0 && node < nodes_of(table, level));
@@ -191,13 +193,13 @@ static inline void fetch_below(const Table *table, int64_t level, int64_t node)
         fetch((const char *)(blocks_of(table, level - 1) + node), sizeof(Block));
 }
 
-/* Fetch the block of a node, in which its sum is. */
+/* Prefetch the block that contains the sum of a node. */
 static inline void fetch_above(const Table *table, int64_t level, int64_t node)
 {
     fetch((const char *)(blocks_of(table, level) + node / FAN_OUT), sizeof(Block));
 }
 
-/* Sum up all nodes from `level` on that are above the nodes [first, last] of that level. */
+/* Recompute the nodes [first, last] of `level`, and all nodes above them. */
 static void renew_range(const Table *table, const Tree *tree, int64_t level, int64_t first,
                         int64_t last)
 {
@@ -209,7 +211,8 @@ static void renew_range(const Table *table, const Tree *tree, int64_t level, int
     }
 }
 
-/* A tree and the arrays of a call, which have as many numbers; `close_arrays` releases them. */
+/* A tree and the arrays of a call, which have `count` numbers each. `close_arrays` releases
+   them. */
 enum { MOST_ARRAYS = 3 };
 typedef struct {
     Table table;
@@ -226,8 +229,8 @@ static void close_arrays(Arrays *arrays)
     close_table(&arrays->table);
 }
 
-/* Open the tree of the first argument, and the arrays of the next ones, which have numbers of these
-   sizes. Return 0; -1 after an error, with nothing open. */
+/* Open the tree in the first argument, and arrays in the next `given` arguments. `sizes` has the
+   item size of each array. Return 0, or -1 after an error, with nothing open. */
 static int open_arrays(PyObject *const *args, Arrays *arrays, const Py_ssize_t *sizes, int given)
 {
     arrays->opened = 0;
@@ -252,7 +255,7 @@ wrong:
     return -1;
 }
 
-/* Nodes that changed, at a level with few of them: one bit each. */
+/* A bitmap of the nodes that changed, for levels at which these nodes span at most MARKS nodes. */
 enum { WORD_BITS = 64, MARKS = 4096 };
 
 static inline void mark_node(uint64_t *marks, int64_t node)
@@ -260,7 +263,8 @@ static inline void mark_node(uint64_t *marks, int64_t node)
     marks[node / WORD_BITS] |= (uint64_t)1 << node % WORD_BITS;
 }
 
-/* Sum up the marked nodes, and mark those above them in their place. Mark 0 is the node `first`. */
+/* Recompute the marked nodes, and replace their marks by the marks of their parents. Mark 0 is the
+   node `first`. */
 static void renew_marked(const Table *table, int64_t level, uint64_t *marks, int64_t first,
                          int64_t last)
 {
@@ -275,7 +279,10 @@ static void renew_marked(const Table *table, int64_t level, uint64_t *marks, int
     }
 }
 
-/* Set leaves of slots of the tree, and sum them up, each node once; the slots are used up. */
+/* Set the leaves of slots, and recompute the nodes above them. The function overwrites `slot`.
+
+   At a level at which the slots span many nodes, a node is recomputed once per sequence of equal
+   entries of `slot`. At the other levels, each node is recomputed once. */
 static void put(const Table *table, const Tree *tree, int64_t *slot, const float *number,
                 Py_ssize_t count)
 {
@@ -304,7 +311,7 @@ static void put(const Table *table, const Tree *tree, int64_t *slot, const float
             before = slot[i];
         }
     }
-    if (last - first < count) { /* nearly every node is above some of them */
+    if (last - first < count) { /* most nodes in the range have probably changed */
         renew_range(table, tree, level, first, last);
         return;
     }
@@ -318,7 +325,7 @@ static void put(const Table *table, const Tree *tree, int64_t *slot, const float
     }
 }
 
-/* Read whole numbers from the arguments; return 0, or -1 after an error. */
+/* Read integers from the arguments. Return 0, or -1 after an error. */
 static int whole_numbers(PyObject *const *args, int64_t *numbers, int count)
 {
     for (int i = 0; i < count; i++)
@@ -326,8 +333,9 @@ static int whole_numbers(PyObject *const *args, int64_t *numbers, int count)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Where the rows lie: in a ring row r is in slot r % ring, else in r - base. The rows [first, stop)
-   have leaves, and `most` is one more than the largest row that there ever was. */
+/* The slots of rows. With a ring, row r is in slot r % ring. Without one, it is in slot r - base.
+   The rows [first, stop) have leaves. `most` is one more than the largest row that ever
+   existed. */
 enum { N_RING, N_BASE, N_FIRST, N_STOP, N_MOST, NUMBERING_WORDS_OF_ROWS };
 
 static inline int fits_tree(const Tree *tree, const int64_t *where)
@@ -337,7 +345,8 @@ static inline int fits_tree(const Tree *tree, const int64_t *where)
                 : first >= base && where[N_STOP] - base <= tree->slots;
 }
 
-/* Return the slot of a row, -1 without a leaf; and fetch what a change of it needs. */
+/* Return the slot of a row, or -1 if the row has no leaf. Prefetch the memory that a change of the
+   leaf needs. */
 static inline int64_t fetch_slot(const Table *table, const int64_t *where, int64_t row)
 {
     if (row < where[N_FIRST] || row >= where[N_STOP])
@@ -348,7 +357,8 @@ static inline int64_t fetch_slot(const Table *table, const int64_t *where, int64
     return slot;
 }
 
-/* Set the leaves of the slots that have one above 0. Return how many have not. */
+/* Set the leaves of those slots whose present leaf is above 0. Return the number of the other
+   slots. The function overwrites `slot` and `number`. */
 static Py_ssize_t put_above_0(const Table *table, const Tree *tree, int64_t *slot, float *number,
                               Py_ssize_t count)
 {
@@ -364,7 +374,8 @@ static Py_ssize_t put_above_0(const Table *table, const Tree *tree, int64_t *slo
     return count - left;
 }
 
-/* put_leaves(table, rows, leaves, ring, base, first, stop, most): the rows are used up. */
+/* put_leaves(table, rows, leaves, ring, base, first, stop, most). The function overwrites both
+   arrays. */
 static PyObject *put_leaves(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     static const Py_ssize_t sizes[] = {sizeof(int64_t), sizeof(float)};
@@ -391,7 +402,7 @@ static PyObject *put_leaves(PyObject *self, PyObject *const *args, Py_ssize_t gi
     return result;
 }
 
-/* set_leaves(table, slots, leaf): the slots are used up. */
+/* set_leaves(table, slots, leaf). The function overwrites the slots. */
 static PyObject *set_leaves(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     static const Py_ssize_t sizes[] = {sizeof(int64_t), sizeof(float)};
@@ -413,7 +424,7 @@ static PyObject *set_leaves(PyObject *self, PyObject *const *args, Py_ssize_t gi
     return result;
 }
 
-/* renew_sums(table, first, stop): of the leaves of slots [first, stop). */
+/* renew_sums(table, first, stop): recompute the sums above the slots [first, stop). */
 static PyObject *renew_sums(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
@@ -430,7 +441,7 @@ static PyObject *renew_sums(PyObject *self, PyObject *const *args, Py_ssize_t gi
         PyErr_SetString(PyExc_IndexError, "a slot is not in the tree");
         return NULL;
     }
-    if (first < stop) { /* others may run meanwhile: the caller holds a lock of the tree */
+    if (first < stop) { /* other threads may run: the caller holds the lock of the tree */
         PyThreadState *others = stop - first > (1 << 16) ? PyEval_SaveThread() : NULL;
         renew_range(&table, &tree, 0, first / FAN_OUT, (stop - 1) / FAN_OUT);
         if (others)
@@ -450,7 +461,8 @@ static inline double just_below(double number)
     return number;
 }
 
-/* Return the number of the part in which `mass` lies of four; and keep in `mass` where it lies in that part, below its end, however that is rounded. */
+/* Return the index of the part, among four, that contains `mass`. Replace `mass` by its offset in
+   that part, which is always below the part's end, regardless of rounding. */
 static inline int part_of(const double *part, double *mass)
 {
     double until[GROUPS + 1];
@@ -458,14 +470,14 @@ static inline int part_of(const double *part, double *mass)
     until[0] = 0;
     for (int i = 0; i < GROUPS; i++)
         until[i + 1] = until[i] + part[i];
-    for (int i = 1; i <= GROUPS; i++) /* without a branch, which nothing could predict */
+    for (int i = 1; i <= GROUPS; i++) /* branchless, because the outcome is unpredictable */
         number += until[i] <= *mass;
     const double left = *mass - until[number], end = just_below(part[number]);
     *mass = left < end ? left : end;
     return number;
 }
 
-/* Choose the child of a node in which a `mass` of it lies, as `part_of` does. */
+/* Return the child of a node that contains `mass`, and update `mass` as `part_of` does. */
 #define CHOOSE(child, at, mass)                                                                    \
     SUM_GROUPS(child, at, sums);                                                                   \
     const double group[GROUPS] = {sums.first[0], sums.first[1], sums.last[0], sums.last[1]};       \
@@ -477,8 +489,8 @@ static inline int part_of(const double *part, double *mass)
 static inline int choose_node(const double *child, double *mass) { CHOOSE(child, nodes_at, mass); }
 static inline int choose_leaf(const float *child, double *mass) { CHOOSE(child, leaves_at, mass); }
 
-/* draw_rows(table, uniform, rows, leaves, ring, base, stop): the uniform numbers are used up. Of a
-   ring, rows are the newest ones below `stop` in their slots. */
+/* draw_rows(table, uniform, rows, leaves, ring, base, stop). The function overwrites the uniform
+   numbers. With a ring, it returns the newest row below `stop` in each drawn slot. */
 static PyObject *draw_rows(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     static const Py_ssize_t sizes[] = {sizeof(double), sizeof(int64_t), sizeof(float)};
@@ -506,7 +518,7 @@ static PyObject *draw_rows(PyObject *self, PyObject *const *args, Py_ssize_t giv
         mass[i] = part < most ? part : most;
         node[i] = 0;
     }
-    /* Level by level, so that many nodes are on their way from memory at once. */
+    /* Descend level by level, so that the loads of many nodes overlap. */
     for (int64_t level = tree->levels - 2; level >= 0; level--) {
         const Block *blocks = blocks_of(table, level);
         for (Py_ssize_t i = 0; i < count; i++) {
@@ -521,14 +533,14 @@ static PyObject *draw_rows(PyObject *self, PyObject *const *args, Py_ssize_t giv
         node[i] = node[i] * FAN_OUT + number;
     }
     const int64_t ring = where[0], base = where[1], last = where[2] - 1;
-    for (Py_ssize_t i = 0; i < count; i++) /* a slot is below the ring, and none is above 0 beyond */
+    for (Py_ssize_t i = 0; i < count; i++) /* leaves beyond the ring are 0 and never drawn */
         node[i] = ring > 0 ? last - ((last - node[i]) % ring + ring) % ring : node[i] + base;
     close_arrays(&open);
     Py_RETURN_NONE;
 }
 
-/* Powers of one exponent, by a table that `sampling/powers.py` makes and describes, and reads in the
-   same way. */
+/* Powers with a fixed exponent, by table lookup. `storage/ext/sampling/powers.py` creates and
+   describes the table, and reads it in the same way. */
 enum { SERIES = 6, PARTS = 128, EXPONENTS = 2048, FRACTION_BITS = 52, PART_BITS = 45 };
 #define POWERS(FIELD)                                                                              \
     FIELD(double, added, 1) FIELD(double, series, SERIES) FIELD(double, inverse, PARTS)            \
@@ -553,7 +565,8 @@ static inline double power_of(const Powers *powers, double number)
     return found * powers->middle[part] * *whole;
 }
 
-/* Given of a call: an array of one stride, or a tuple of an address, a count and a size. */
+/* An argument with numbers: an array with one stride, or a tuple of an address, a count and an
+   item size. */
 typedef struct {
     Py_buffer buffer;
     const char *first;
@@ -561,8 +574,9 @@ typedef struct {
     int opened;
 } Given;
 
-/* Open numbers of a format of `struct` among `formats`, or of any size in a tuple. Return 0; 1 if
-   they are others. */
+/* Open an array whose format, in the notation of the struct module, is in `formats`, or a tuple
+   with any item size. Return 0, or 1 if the object is neither. The caller must close the numbers
+   in both cases. */
 static int open_given(PyObject *object, Given *numbers, const char *formats)
 {
     Py_buffer *buffer = &numbers->buffer;
@@ -618,10 +632,11 @@ static inline double real_at(const Given *numbers, Py_ssize_t i)
     return single;
 }
 
-/* Priorities of a call that can be put at once; there are few enough for the stack. */
+/* The maximum number of priorities in one call, whose arrays are on the stack. */
 enum { MOST_PUT = 1024 };
 
-/* Return how many rows are gone; -1 with nothing done if any is a matter for Python. */
+/* Set the leaves of rows to powers of priorities. Return the number of rows whose leaf is not
+   above 0, or -1, with nothing changed, if Python code must handle the call. */
 static Py_ssize_t put_given(const Table *table, const Tree *tree, const Powers *powers,
                               const Given *drawn, const Given *index, const Given *priority,
                               const int64_t *where)
