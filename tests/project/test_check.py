@@ -1,4 +1,4 @@
-"""The gate: its steps, their seconds, and how it ends; with tools that only say what they ran."""
+"""Tests of the gate: its steps, durations and exit status, with tools that only log their calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if [[ ${0##*/} == "$SLOW" ]]; then sleep 2; fi
 
 
 class Gate:
-    """check.sh in a folder of its own, where each tool is a script."""
+    """A copy of check.sh in its own folder, where each tool is a script."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -49,7 +49,7 @@ class Gate:
     def run(
         self, *words: str, breaks: str = "", slow: str = "", **more: str
     ) -> tuple[int, str, list[str]]:
-        """Its exit status, its output, and the commands of tools that it ran."""
+        """Return the exit status, the output, and the commands of the tools that ran."""
         log = self.folder / "log"
         log.write_text("")
         more = {"PYTHON": sys.executable} | more
@@ -71,11 +71,11 @@ def gate(tmp_path: Path) -> Gate:
 
 
 STEPS = ["set-up", "ruff format", "ruff check", "imports", "pytest", "types and pages"]
-"""As they end: the last one goes on beside those before it."""
+"""Steps in the order in which they end. The last one runs in parallel with the steps before it."""
 
 
 def listed(said: str) -> dict[str, int]:
-    """The seconds of each step, by the list at the end."""
+    """Return the seconds of each step, from the list at the end of the output."""
     found = re.findall(r"^ *(\d+) s  (.+)$", said.partition("== seconds\n")[2], re.MULTILINE)
     assert found.pop()[1] == "in all"
     return {name: int(count) for count, name in found}
@@ -88,12 +88,12 @@ def test_it_ends_with_the_seconds_of_each_step(gate: Gate) -> None:
     assert last == "All checks passed."
     assert list(listed(said)) == STEPS
     assert listed(said)["types and pages"] >= 2 > listed(said)["imports"]
-    # Each is said at the end of its step too.
+    # Each step also reports its seconds when it ends.
     before = said.partition("== seconds\n")[0]
     for name in STEPS:
         assert re.search(rf"== {name}\n(?:.*\n)*? +\d+ s  {name}\n", before), name
     tools = [each for each in ran if not each.startswith("python")]
-    tools.remove("mypy ")  # beside the others
+    tools.remove("mypy ")  # runs in parallel with the others
     assert tools == [
         "ruff format --check .",
         "ruff check .",
@@ -139,7 +139,7 @@ def test_a_set_up_that_fails_ends_it(gate: Gate) -> None:
 
 
 def test_the_newest_are_installed_without_constraints_into_a_fresh_environment(gate: Gate) -> None:
-    """And TorchRL's nightly in the place of its release, before the tests run."""
+    """TorchRL's nightly build replaces its release before the tests run."""
     left = gate.folder / ".venv-newest/bin/python"
     left.parent.mkdir(parents=True)
     left.write_text("#!/bin/bash\necho 'of yesterday' >>\"$LOG\"\n")
@@ -195,7 +195,7 @@ def test_what_a_look_at_the_pages_lacks_is_one_line(
 ) -> None:
     for name in files:
         (tmp_path / name).touch()
-    command = [sys.executable, "-I", "-S", str(BROWSER), "."]  # without any package
+    command = [sys.executable, "-I", "-S", str(BROWSER), "."]  # without any third-party package
     done = subprocess.run(
         command,
         cwd=tmp_path,
@@ -209,19 +209,19 @@ def test_what_a_look_at_the_pages_lacks_is_one_line(
     assert done.stderr.count("\n") == 1
 
 
-# --- what tests leave behind ----------------------------------------------------------------------
+# --- files that tests leave behind ----------------------------------------------------------------
 
 
 @pytest.fixture
 def of_all_tests(pytestconfig: pytest.Config) -> Any:
-    """The conftest.py of all tests."""
+    """Return the conftest.py of all tests."""
     plugins = pytestconfig.pluginmanager.get_plugins()
     return next(each for each in plugins if hasattr(each, "_leftover_files"))
 
 
 @pytest.fixture
 def shared_file() -> Iterator[Callable[[str], str]]:
-    """Makes files in shared memory that nobody maps; they go with the test."""
+    """Return a factory of unmapped files in shared memory, which are removed after the test."""
     made = []
 
     def make(name: str) -> str:
@@ -243,7 +243,7 @@ def test_files_of_other_programs_are_not_blamed_on_a_test(
     assert of_all_tests._leftover_files(before) == []
     left = [shared_file(f"sem.mp-{os.getpid()}-x"), shared_file(f"torch_{os.getpid()}_1_2")]
     assert of_all_tests._leftover_files(before) == left
-    segment = shared_memory.SharedMemory(create=True, size=1)  # its name says nothing
+    segment = shared_memory.SharedMemory(create=True, size=1)  # its name has no process id
     try:
         assert of_all_tests._leftover_files(before) == sorted([*left, segment.name])
     finally:

@@ -1,4 +1,4 @@
-"""The private parts of other libraries that we stand on are there, and do what we take them for."""
+"""Tests that the private parts of other libraries that we use exist and behave as we expect."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_a_network_is_called_where_nothing_else_is() -> None:
 def test_a_class_that_was_changed_before_is_known(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also by a function that looks like the one that it wraps."""
+    """A wrapper that looks like the wrapped function counts as a change, too."""
     plain = TensorDictModule(torch.nn.Identity(), in_keys=["a"], out_keys=["b"])
     original = getattr(TensorDictModule, name)
     if isinstance(original, property):
@@ -215,7 +215,7 @@ def test_the_fork_server_says_what_it_preloads() -> None:
 
 
 def test_a_process_can_be_run_from_a_pipe() -> None:
-    """Workers that our fork server forks do (test_fork_server.py)."""
+    """Our fork server starts workers this way (test_fork_server.py)."""
     assert hasattr(forkserver._forkserver, "_inherited_fds")  # type: ignore[attr-defined]
     assert hasattr(resource_tracker._resource_tracker, "_fd")
     assert [*inspect.signature(spawn._main).parameters] == ["fd", "parent_sentinel"]
@@ -223,7 +223,7 @@ def test_a_process_can_be_run_from_a_pipe() -> None:
 
 def test_the_threads_of_openblas_can_be_set() -> None:
     maps = Path("/proc/self/maps").read_text().splitlines()
-    # SciPy has a library of its own, whose functions have other names.
+    # SciPy ships its own OpenBLAS, whose functions have other names.
     (path,) = {line.split()[-1] for line in maps if "openblas" in line and "numpy.libs" in line}
     count = ctypes.CDLL(path).scipy_openblas_get_num_threads64_
     before = count()
@@ -237,7 +237,7 @@ def test_the_threads_of_openblas_can_be_set() -> None:
 def test_processes_render_on_the_gpus_that_torchrl_gives_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It does so when it is imported, which a fork server does for all of its processes."""
+    """TorchRL chooses the GPU on import, which a fork server does for all of its processes."""
     monkeypatch.setenv("EGL_DEVICE_ID", "as before")
     compat.choose_render_device()
     assert torch.cuda.device_count() > 1 or os.environ["EGL_DEVICE_ID"] == "as before"
@@ -281,7 +281,7 @@ def test_a_tensordict_is_a_dictionary_and_is_made_of_one() -> None:
 
 
 def test_torch_compares_the_looks_of_tensors() -> None:
-    """Without it small appends take the longer way."""
+    """Without the guards of torch, small appends take the slow path."""
     assert storage_compat.tensor_guards() is not None
 
 
@@ -308,7 +308,7 @@ def test_replay_buffers_have_writers_with_cursors(tmp_path: Path) -> None:
 
 
 def test_nothing_private_of_others_is_used_elsewhere() -> None:
-    """What ruff does not see: attributes that are asked for by their names."""
+    """Ruff does not see attributes that code looks up by name."""
     root = Path(tallyroll.collector.__file__).parent
     for path in [*root.rglob("*.py"), *(root.parent / "storage").rglob("*.py")]:
         if path.name != "compat.py":

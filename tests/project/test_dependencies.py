@@ -1,4 +1,4 @@
-"""What everybody has to install: nothing new comes without an extra."""
+"""Tests of the required dependencies: every other dependency belongs to an extra."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLACES = (
     ("testing", "collector/ext/testing/transports"),
     ("ray", "collector/ext/ray"),
 )
-"""Where modules may import what an extra brings."""
+"""Extras, and the modules that may import their packages."""
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -28,7 +28,7 @@ def names(requirements: list[str]) -> set[str]:
 
 
 def imported(file: Path) -> Iterator[str]:
-    """Yield packages that a module imports with itself, and not where they are used."""
+    """Yield the packages that a module imports at its top level, but not within functions."""
     for node in ast.parse(file.read_bytes()).body:
         if isinstance(node, ast.Import):
             yield from (each.name.partition(".")[0] for each in node.names)
@@ -48,12 +48,12 @@ def test_modules_import_with_themselves_only_what_everybody_has(wing: str) -> No
         found.setdefault(place, set()).update(imported(file))
     ours = {"tallyroll", *sys.stdlib_module_names}
     assert found["rest"] - ours <= NEEDED
-    assert found.get("ray", set()) - ours <= NEEDED | {"ray"}  # imported where it is used
+    assert found.get("ray", set()) - ours <= NEEDED | {"ray"}  # imported within functions
     assert found.get("testing", set()) - ours <= NEEDED | TESTING
     assert names(PROJECT["optional-dependencies"]["testing"]) == TESTING
 
 
-# Extras that `all` leaves out: users do not need the first, each of the second stays apart.
+# Extras that `all` leaves out: users do not need those in OURS, and those in APART stay separate.
 OURS = {"bench", "docs", "release", "test", "testing"}
 APART = {"mo-gymnasium", "playground", "procgen", "ray", "vmas"}
 
@@ -74,7 +74,7 @@ def test_all_are_the_extras_that_can_be_installed_together() -> None:
     found = [name for each in listed if each for name in each[1].split(",")]
     assert len(found) == len({*found})
     assert {*found} == {*extras} - OURS - APART - {"all"}
-    # What brings an old gym, pygame or other pins has an environment of its own in the tests.
+    # In the tests, extras that need an old gym, pygame or other pins have their own environments.
     environments = tomllib.loads((ROOT / "tests/systems/environments.toml").read_text())
     together = {*environments["systems"]["extras"].split(",")}
     together |= {*environments["core"]["extras"].split(",")}

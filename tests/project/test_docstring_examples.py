@@ -1,4 +1,4 @@
-"""Examples in docstrings print what they show, and leave nothing on the disk."""
+"""Tests that examples in docstrings print the output that they show, and leave no files on disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def examples() -> Iterator[doctest.DocTest]:
-    """Yield the examples of each docstring of the installed package that has some."""
+    """Yield the examples of each docstring in the installed package."""
     for wing in ("collector", "storage"):
         for file in sorted((ROOT / wing).rglob("*.py")):
             if re.search(r"^\s+>>> ", file.read_text("utf-8"), re.MULTILINE):

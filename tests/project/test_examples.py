@@ -1,4 +1,4 @@
-"""Each example runs for a few steps, as a user runs it, and prints what it promises."""
+"""Tests that run each example for a few steps, as a user does, and check its output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Run = Callable[..., str]
 
 
 def cells(label: str, table: str) -> list[str]:
-    """The cells of the table's only row that begins with ``label``."""
+    """Return the cells of the table's only row that begins with ``label``."""
     (line,) = (line for line in table.splitlines() if line.startswith(f"│ {label} "))
     return [cell.strip() for cell in line.strip("│").split("│")[1:]]
 
@@ -46,12 +46,12 @@ def counts(label: str, table: str) -> list[int]:
 
 
 def names_of(name: str) -> dict[str, Any]:
-    """What the example defines."""
+    """Return the names that the example defines."""
     return runpy.run_path(str(EXAMPLES / name))
 
 
 def run_here(name: str, capsys: pytest.CaptureFixture[str], **options: float | str) -> str:
-    """Return the output of the example, run in this process, which saves importing torch."""
+    """Run the example in this process, which saves the import of torch, and return its output."""
     names = names_of(name)
     names["main"](names["Args"](**options))
     return capsys.readouterr().out
@@ -59,7 +59,10 @@ def run_here(name: str, capsys: pytest.CaptureFixture[str], **options: float | s
 
 @pytest.fixture
 def run(server: WarmServer, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs an example in a folder, as a user does, but with torch imported. Warnings are errors."""
+    """Return a function that runs an example in a folder, as a user does, but with torch imported.
+
+    Warnings are errors.
+    """
 
     def run(name: str, directory: Path, **options: float | str) -> str:
         more = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "TMPDIR": str(directory)}
@@ -103,7 +106,7 @@ def test_collect_to_disk_leaves_exactly_the_rows_it_was_asked_for(run: Run, tmp_
     with MemmapStorage(tmp_path / "rows", mode="read") as storage:
         assert len(storage) == 1001
     assert out.startswith("1001 transitions in ")
-    # 334 steps of 3 lanes; a lane that is reset by mask spends no slot on it.
+    # 334 steps of 3 lanes; a reset by mask spends no slot.
     assert "ledger: 1002 slots = 1002 executed + 0 resets" in out
     assert "1002 executed = 1001 stored + 1 discarded" in out
     assert "rows: 1001 rows, " in out
@@ -135,7 +138,7 @@ def test_ppo_trains_on_exactly_its_budget(run: Run, tmp_path: Path) -> None:
 
 
 def swapped(name: str) -> dict[str, str]:
-    """The lines of an example that were changed, by what they were before."""
+    """Map the lines that the example replaced to the changed lines."""
     text = (EXAMPLES / name).read_text(encoding="utf-8")
     return dict(re.findall(r"^# Was: (.*)\n(.*)$", text, re.MULTILINE))
 
@@ -193,7 +196,7 @@ def test_torchrl_sac_swapped_is_torchrls_but_for_two_lines(tmp_path: Path) -> No
     assert found == [("400", "300"), ("610", "300")]
     (total,) = numbers(r"^(\d+) transitions in ", out)
     assert total == 610
-    # Its temporary ring would be here, if it were not removed when the interpreter ends.
+    # The example's temporary ring would be here if the interpreter did not remove it on exit.
     assert list(tmp_path.iterdir()) == []
 
 
@@ -275,7 +278,7 @@ def test_dqn_trains_on_exactly_its_budget_from_a_ring(run: Run, tmp_path: Path) 
     episodes, transitions = numbers(verdict, out)
     assert episodes == 3
     assert transitions >= 3 * 8
-    assert list(tmp_path.iterdir()) == []  # its temporary directory would be here
+    assert list(tmp_path.iterdir()) == []  # the temporary directory would be here
 
 
 @pytest.mark.slow
@@ -299,24 +302,24 @@ def test_async_offpolicy_trains_on_exactly_its_budget(run: Run, tmp_path: Path) 
     )
     assert executed - beyond == 1001
     assert beyond < 16
-    # 16 batches, and none of the first three begins an update; the last one is of 41.
+    # 16 batches. None of the first three begins an update, and the last one has 41 transitions.
     versions, most = numbers(
         r"^weights: (\d+) versions, one for every 64 transitions; [\d.]+ versions old on average "
         r"when a transition arrived, at most (\d+)$",
         out,
     )
     assert versions == 13
-    assert 1 <= most <= versions  # how old depends on whose turn the processor gives
+    assert 1 <= most <= versions  # the lag depends on the scheduler
     verdict = r"evaluation: mean return [\d.]+ over (\d+) episodes \((?:not )?solved; (\d+) tran"
     episodes, _ = numbers(verdict, out)
     assert episodes == 3
-    assert list(tmp_path.iterdir()) == []  # its temporary directory would be here
+    assert list(tmp_path.iterdir()) == []  # the temporary directory would be here
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_sac_learns_on_exactly_its_budget_from_a_ring(run: Run, tmp_path: Path) -> None:
-    # A pendulum, which needs no extra: it is learned in fewer transitions than running is.
+    # The pendulum needs no extra, and takes fewer transitions to learn than running does.
     out = run(
         "sac.py",
         tmp_path,
@@ -342,7 +345,7 @@ def test_sac_learns_on_exactly_its_budget_from_a_ring(run: Run, tmp_path: Path) 
     mean, episodes, transitions = numbers(verdict, out)
     assert (episodes, transitions) == (11, 11 * 200)
     assert mean > -400  # seeds 1 to 6: -243 to -137; random actions: -1340
-    assert list(tmp_path.iterdir()) == []  # its temporary directory would be here
+    assert list(tmp_path.iterdir()) == []  # the temporary directory would be here
 
 
 @pytest.mark.parametrize("name", ["dqn.py", "async_offpolicy.py"])
@@ -413,7 +416,7 @@ def test_off_policy_restart_evaluates_at_exactly_the_asked_transitions(
         capsys,
         total_frames=50,
         random_frames=20,
-        eval_every=21,  # neither divides by the lanes
+        eval_every=21,  # neither is a multiple of the number of lanes
         eval_episodes=2,
         updates=1,
         minibatch=8,
@@ -423,7 +426,7 @@ def test_off_policy_restart_evaluates_at_exactly_the_asked_transitions(
         points = list(csv.DictReader(file))
     assert [int(point["frames"]) for point in points] == [0, 21, 42, 50]
     assert list(points[0]) == ["frames", "evaluation", "lowest", "training", "seconds"]
-    for point in points:  # 200 steps of a pendulum cost so much
+    for point in points:  # possible returns of 200 pendulum steps
         assert -2000 < float(point["lowest"]) <= float(point["evaluation"]) < 0
     assert re.findall(r"^frames +(\d+)", out, re.MULTILINE) == ["0", "21", "42", "50"]
     assert out.endswith("50 transitions, exactly; 20 of them with random actions\n")
@@ -477,7 +480,7 @@ def test_an_example_that_was_ended_goes_on_from_its_checkpoint(
     options |= {"total_frames": 201, "checkpoint": str(tmp_path)}
 
     def run_until(ends: int) -> str:
-        """Go on; SIGTERM comes while ``ends`` transitions are saved."""
+        """Resume, and send SIGTERM while the checkpoint of ``ends`` transitions is saved."""
 
         def saving(*path: Path, collector: SyncCollector, **parts: Any) -> Path | None:
             if collector.ledger.stored == ends:
@@ -489,7 +492,7 @@ def test_an_example_that_was_ended_goes_on_from_its_checkpoint(
         return capsys.readouterr().out
 
     before = signal.getsignal(signal.SIGTERM)
-    # PPO ends after it saved, the others after they collected once more.
+    # PPO ends after this checkpoint; the others collect once more before they end.
     later, steps = (0, (64, 128)) if name == "ppo.py" else (10, (50, 100))
     try:
         for ends in steps:
@@ -509,14 +512,14 @@ def test_an_example_that_was_ended_goes_on_from_its_checkpoint(
 
 
 def command(folder: Path, name: str, text: str) -> None:
-    """Make a command of a shell script, in the folder that the search for commands begins with."""
+    """Create a shell script as a command in the first folder of the search path."""
     (folder / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
     (folder / name).chmod(0o755)
 
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of commands that are found before all others."""
+    """Return the folder that comes first in the search path."""
     folder = tmp_path / "commands"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
@@ -559,14 +562,14 @@ def test_array_job_gives_each_task_its_algorithm_and_seed(commands: Path) -> Non
     ("number", "status", "queued"),
     [
         (signal.SIGUSR1, 3, "requeue 77_4\n"),
-        (signal.SIGUSR1, 0, ""),  # it was at its end
-        (signal.SIGTERM, 3, ""),  # Slurm queues it itself
+        (signal.SIGUSR1, 0, ""),  # the run was about to end
+        (signal.SIGTERM, 3, ""),  # Slurm requeues the job itself
     ],
 )
 def test_array_job_tells_its_run_and_goes_back_to_the_queue(
     number: signal.Signals, status: int, queued: str, commands: Path
 ) -> None:
-    # The run needs a while to save, and is waited for.
+    # The run takes a while to save, and the job waits for it.
     told = f"sleep 0.1; echo told; exit {status}"
     command(commands, "python", f"trap '{told}' TERM; echo ready; while :; do sleep 0.05; done")
     command(commands, "scontrol", 'echo "$@"')
@@ -603,7 +606,7 @@ def test_array_job_ends_with_exact_budgets_however_often_it_is_killed(
     )
     found = re.findall(r"^(\w+)/1  1501 transitions, exactly; (\d) starts, killed by", out, re.M)
     assert [name for name, _ in found] == ["ppo", "dqn", "sac"]
-    # On a fast machine a job may be done before its kill, or when it comes.
+    # On a fast machine a job may end before its kill, or just as the kill arrives.
     assert any(starts == "2" for _, starts in found)
     assert re.search(r"^3 runs of 1501 transitions, 3 of them exact; [1-3] kills, ", out, re.M)
     page = (tmp_path / "runs" / "report.html").read_text(encoding="utf-8")
@@ -634,7 +637,7 @@ def test_recurrent_ppo_trains_on_exactly_its_budget(
         capsys,
         memory=memory,
         num_envs=3,
-        total_frames=250,  # lanes have rows of different numbers
+        total_frames=250,  # lanes have different numbers of rows
         frames_per_batch=100,
         epochs=1,
         minibatches=2,
@@ -647,7 +650,7 @@ def test_recurrent_ppo_trains_on_exactly_its_budget(
 
 
 def test_recurrent_ppo_computes_again_what_it_computed_step_by_step() -> None:
-    """Its GRU starts where a lane or a trajectory does, and padding is in no loss."""
+    """The GRU resets at the start of each lane and trajectory, and losses ignore padding."""
     names = names_of("recurrent_ppo.py")
     torch.manual_seed(0)
     core = GRUModule(2, 8, in_keys=names["SEEN"], out_keys=["_known", ("next", "state")])
@@ -677,7 +680,7 @@ def test_recurrent_ppo_computes_again_what_it_computed_step_by_step() -> None:
             with torch.no_grad():
                 names["add_targets"](batch, net)
                 loss = names["loss_of"](batch, net)
-            # The ratio is 1 where nothing was learned yet: the mean advantage is all that is left.
+            # Before any update the ratio is 1, so only the mean advantage remains.
             error = (batch["state_value"] - batch["target"])[mask].square().mean()
             assert torch.allclose(loss, error / 2, atol=1e-5)
             follows = (batch["collector", "step"][:, 1:] > 0) & mask[:, 1:]
@@ -725,14 +728,15 @@ def test_clone_dataloader_learns_the_same_from_two_workers(
 ) -> None:
     options = CLONED | {"epochs": 1}
     alone = run_here("batches/clone_dataloader.py", capsys, workers=0, **options)
-    # Workers send tensors by sockets in the temporary directory, with paths of 107 bytes at most.
+    # Workers send tensors over sockets in the temporary directory. A socket's path is limited to
+    # 107 bytes.
     with tempfile.TemporaryDirectory() as short:
         for start_method in ("fork", "spawn"):
             out = run(
                 "batches/clone_dataloader.py", Path(short), start_method=start_method, **options
             )
-            assert out.splitlines()[:-1] == alone.splitlines()[:-1]  # the last one has the seconds
-        assert list(Path(short).iterdir()) == []  # its temporary directory would be here
+            assert out.splitlines()[:-1] == alone.splitlines()[:-1]  # the last line has the seconds
+        assert list(Path(short).iterdir()) == []  # the temporary directory would be here
 
 
 def test_rows_with_images_become_datasets_of_lerobot(
@@ -758,7 +762,7 @@ def test_a_dataset_is_made_of_shards_and_learned_from(
 ) -> None:
     data = str(tmp_path / "data")
     small = {"transitions": 601, "epochs": 1, "minibatch": 100, "eval_episodes": 3}
-    out = run_here("datasets/offline_iql.py", capsys, data=data, **small)  # makes it first
+    out = run_here("datasets/offline_iql.py", capsys, data=data, **small)  # makes the dataset first
     table = re.findall(r"^(\w+) +(\d+) +(\d+) +[\d.]+ +\d+ +\d+$", out, re.MULTILINE)
     rows = {name: int(number) for name, number, _ in table}
     episodes = {name: int(number) for name, _, number in table}
@@ -773,7 +777,7 @@ def test_a_dataset_is_made_of_shards_and_learned_from(
     with open_storage(tmp_path / "data" / "good.packed") as good:
         assert good.trajectories.returns.min() >= 100
 
-    # Once more: shards that are complete are not collected again, packed rows are kept.
+    # A second run skips complete shards and keeps packed rows.
     again = run_here("datasets/make_dataset.py", capsys, out=data, transitions=601)
     assert again.splitlines()[:7] == out.splitlines()[:7]
     with pytest.raises(SystemExit, match=r"train\.packed was made with other options"):
@@ -809,7 +813,7 @@ def test_other_libraries_read_what_open_storage_reads(run: Run, tmp_path: Path) 
     assert out.count("finalized, 1001 rows verified: ") == 2
     assert out.endswith("both hold the same rows\n")
 
-    # What it says, seen without it.
+    # Read the files without the example, and compare them with its output.
     h5, group = (tmp_path / "shared" / f"cartpole.{ending}" for ending in ("h5", "zarr"))
     root = zarr.open_group(group, mode="r")
     with h5py.File(h5) as file, open_storage(h5) as storage:

@@ -1,8 +1,8 @@
-"""What a fixed run writes and yields, byte for byte, as it was when `golden/` was last written.
+"""Compare the files and batches of a fixed run, byte for byte, with those recorded in `golden/`.
 
-The environment's numbers are whole, the policy is arithmetic, the seed is fixed. A change here is
-either a fault or deliberate: then it is a commit of its own that says why, made with
-`TALLYROLL_GOLDEN=write`.
+The environment's numbers are whole, the policy is arithmetic and the seed is fixed. A change here
+is either a fault or deliberate. A deliberate change gets its own commit, which says why and is made
+with `TALLYROLL_GOLDEN=write`.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ STORAGES: dict[str, tuple[type[DiskStorage], dict[str, int]]] = {
     "zarr": (ZarrStorage, {}),
 }
 WORKERS = (0, 1, 3)
-"""0 is one process."""
+"""Numbers of workers; 0 collects in this process."""
 OTHERS = (
     *("manifest.json", "tallyroll.header", "tallyroll.lock"),
     *("tallyroll/manifest.json", "tallyroll/c.0", "tallyroll/lock"),
 )
-"""Files in which ids, times and inodes are."""
+"""Files that contain ids, times and inodes."""
 
 
 def digest(*parts: bytes) -> str:
-    """The first half of their SHA-256."""
+    """Return the first half of the SHA-256 of the parts."""
     return hashlib.sha256(b"".join(parts)).hexdigest()[:32]
 
 
 def of_batch(batch: TensorDictBase) -> str:
-    """Of its keys, shapes, dtypes and values."""
+    """Digest a batch: its keys, shapes, dtypes and values."""
     parts = [str(tuple(batch.batch_size)).encode()]
     leaves = {str(key): leaf for key, leaf in batch.items(True, True)}
     for key, leaf in sorted(leaves.items()):
@@ -67,7 +67,7 @@ def of_batch(batch: TensorDictBase) -> str:
 
 
 def of_manifest(manifest: dict[str, Any]) -> str:
-    """Without id, times, hosts, commits and versions."""
+    """Digest a manifest without its id, times, hosts, commits and versions."""
     left_out = ("versions", "made")
     runs = [{k: v for k, v in run.items() if k not in left_out} for run in manifest["runs"]]
     rest = {k: v for k, v in manifest.items() if k not in ("id", "created", "runs")}
@@ -75,7 +75,7 @@ def of_manifest(manifest: dict[str, Any]) -> str:
 
 
 def of_files(path: Path) -> dict[str, str]:
-    """Every file of columns and their descriptions, or each dataset where there is one file."""
+    """Digest each file of columns and their descriptions, or each dataset of a single file."""
     if path.is_file():
         found: dict[str, str] = {}
         with h5py.File(path, "r", locking=False) as file:
@@ -93,7 +93,7 @@ def of_files(path: Path) -> dict[str, str]:
         if file.is_dir() or name in OTHERS:
             continue
         content = file.read_bytes()
-        if name == "zarr.json":  # it says what made the rows, too
+        if name == "zarr.json":  # the group also records which library wrote the rows
             group = json.loads(content)
             del group["attributes"]["provenance"]
             content = json.dumps(group).encode()
@@ -102,7 +102,7 @@ def of_files(path: Path) -> dict[str, str]:
 
 
 def made(source: str, kind: str, workers: int, folder: Path) -> dict[str, Any]:
-    """What a run of that kind yields and leaves."""
+    """Run one configuration and return digests of its batches and files."""
     storage_class, options = STORAGES[kind]
     path = folder / {"hdf5": "data.h5", "zarr": "data.zarr"}.get(kind, "data")
     with storage_class(path, **options) as storage:
@@ -124,7 +124,7 @@ def made(source: str, kind: str, workers: int, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_run_is_what_it_was(source: str, tmp_path: Path) -> None:
-    """Every third of its runs, so that each storage has each number of workers twice."""
+    """Run every third configuration, so that each storage meets each number of workers twice."""
     found = {}
     runs = [*itertools.product(STORAGES, WORKERS)]
     if not WRITE:
@@ -139,7 +139,7 @@ def test_a_run_is_what_it_was(source: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("off", [(), ("kernel",)], ids=["kernel", "numpy"])
 def test_a_header_and_its_records_are_what_they_were(off: tuple[str, ...], tmp_path: Path) -> None:
-    """The text of the last record, and every byte of the header but for which file it is."""
+    """Compare the last record's text, and every byte of the header except the file's identity."""
     path, found = tmp_path / "rows", {}
     with fast_paths.switched_off(*off), MemmapStorage(path, max_size=48) as storage:
         env = factory(DISABLED, 0, LANES)
@@ -156,7 +156,7 @@ def test_a_header_and_its_records_are_what_they_were(off: tuple[str, ...], tmp_p
 
 
 def compare(name: str, found: dict[str, Any], *parts: str) -> None:
-    """Compare with the golden file of that name, or with these parts of it, or write it."""
+    """Compare with a golden file or with some of its parts. In write mode, write the file."""
     file = GOLDEN / f"{name}.json"
     if WRITE:
         file.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
@@ -168,8 +168,8 @@ def compare(name: str, found: dict[str, Any], *parts: str) -> None:
 
 
 def public(module: ModuleType) -> Iterator[tuple[str, str]]:
-    """Public names of a module, and of its classes, with what they take."""
-    classes = [n for n, c in vars(module).items() if inspect.isclass(c)]  # where there is no list
+    """Yield public names of a module and of its classes, with their signatures."""
+    classes = [n for n, c in vars(module).items() if inspect.isclass(c)]  # without `__all__`
     for name in sorted(getattr(module, "__all__", classes)):
         thing = getattr(module, name)
         if not isinstance(thing, type):
@@ -186,7 +186,7 @@ def public(module: ModuleType) -> Iterator[tuple[str, str]]:
 def takes(thing: Any) -> str:
     made = thing.__init__ if isinstance(thing, type) else thing
     try:
-        # A name is public, and the module that a class is in by now is not.
+        # A class's name is public, but its current module is not.
         return re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z]\w+)", "", str(inspect.signature(made)))
     except (TypeError, ValueError):
         return type(thing).__name__

@@ -1,7 +1,7 @@
-"""Plain English in prose and in names, as far as a machine can check it.
+"""Tests for plain English in prose and in names, as far as a machine can check it.
 
-Docstrings begin with a verb or a noun phrase, modules and classes are named by nouns, and headings
-have a noun or a verb.
+Docstrings begin with a verb or a noun phrase, nouns name modules and classes, and headings have a
+noun or a verb.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ ROOT = Path(__file__).parents[2]
 BEGINNINGS = re.compile(r"\s*(What|Who|Of|Those|They|As|It)\b")
 WORDS = re.compile(r"\b(nobody|whoever|somebody|told|anew)\b", re.IGNORECASE)
 CLAUSES = re.compile(r"(?:^|(?<=[.;:] )|(?<=\n\n))(What|Whatever|Whoever|Who)\b[^.?!]*[.;](?:\s|$)")
-"""Sentences that begin with such a word and are no questions."""
+"""Sentences that begin with such a word and are not questions."""
 NAMES = re.compile(r"`+[^`]*`+|^ +\w+:", re.MULTILINE)
-"""Code in backquotes, and arguments in the list of them."""
+"""Code in backquotes, and the names in a list of arguments."""
 
 
 def faults_in(file: Path) -> Iterator[str]:
-    """Yield the place of every docstring and comment of a file that is not plain."""
+    """Yield the place of every docstring and comment in a file that is not plain English."""
     for node in ast.walk(ast.parse(file.read_bytes())):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
@@ -38,7 +38,7 @@ def faults_in(file: Path) -> Iterator[str]:
 
 
 def words_in(text: str, place: str) -> Iterator[str]:
-    """Yield each unwanted word of a text, outside of code, and each clause without a head."""
+    """Yield each unwanted word of a text, outside of code, and each headless clause."""
     yield from (f"{place} says {word!r}" for word in WORDS.findall(NAMES.sub("", text)))
     code = re.compile(r"`+[^`]*`+")
     for found in CLAUSES.finditer(code.sub("x", text)):
@@ -74,7 +74,7 @@ def test_pages_are_plain_english() -> None:
 
 
 def messages_in(file: Path) -> Iterator[str]:
-    """Yield every string of more than one word, and each part of such a one, but docstrings."""
+    """Yield every string of several words, including parts of f-strings, except docstrings."""
     nodes = [*ast.walk(ast.parse(file.read_bytes()))]
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:
@@ -99,7 +99,7 @@ TERMS = {
 }
 """Nouns that look like participles, and terms of the glossary."""
 PUBLIC = {"Done", "Ended", "Given", "Gone", "Incoming", "Loaded", "Numbered", "Versioned"}
-"""Names of classes that code of other people imports."""
+"""Names of classes that other people's code imports."""
 
 
 @pytest.mark.parametrize("wing", ["collector", "storage"])

@@ -1,6 +1,7 @@
-"""Open files that an earlier commit made, compare them with its facts, and append to them.
+"""Open artifacts of an earlier commit, compare them with recorded facts, and append to them.
 
-``tests/data/made_before`` has them, with the script that made them. They are never made again.
+``tests/data/made_before`` holds the artifacts and the script that made them. They are never
+regenerated.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ MADE = Path(__file__).parents[1] / "data" / "made_before"
 FACTS: dict[str, Any] = json.loads((MADE / "facts.json").read_text())
 WRITABLE = ("memmap", "ring", "hdf5.h5", "zarr.zarr", "beside", "logged/rows", "checkpoint/rows")
 LANES = {"memmap": 4, "ring": 4, "hdf5.h5": 4, "zarr.zarr": 4}
-"""Lanes of the last run; the others have 3."""
+"""Lanes of the last run; all other artifacts have 3."""
 LIBRARIES = {
     "parquet": "pyarrow",
     "hf": "pyarrow",
@@ -61,13 +62,13 @@ LIBRARIES = {
 
 
 def archive_of(name: str) -> str:
-    """Return the name of the archive in which an artifact is."""
+    """Return the name of the archive that contains an artifact."""
     return name.partition("/")[0].partition(".")[0]
 
 
 @pytest.fixture
 def unpack(tmp_path: Path) -> Callable[[str], Path]:
-    """A function that gives a copy of an artifact."""
+    """Return a function that unpacks a copy of an artifact and returns its path."""
 
     def call(name: str) -> Path:
         with tarfile.open(MADE / f"{archive_of(name)}.tar.gz") as archive:
@@ -78,7 +79,7 @@ def unpack(tmp_path: Path) -> Callable[[str], Path]:
 
 
 def need(kind: str) -> None:
-    """Skip without the library of a format, which not every environment has."""
+    """Skip the test without the library of a format, which not every environment has."""
     if kind in LIBRARIES:
         pytest.importorskip(LIBRARIES[kind])
 
@@ -108,7 +109,7 @@ def check_corridor(rows: Any) -> None:
 
 
 def policy_of() -> Any:
-    """Return a policy of the form that `make.py` had."""
+    """Return a policy with the architecture that `make.py` used."""
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -176,7 +177,7 @@ def test_a_run_goes_on_in_a_storage(name: str, unpack: Callable[[str], Path]) ->
             assert digests(storage, range(*facts["span"])) == facts["columns"]
         rows = storage.get(slice(None))
         check_corridor(rows)
-        # A lane that begins again has episodes of the same numbers, and ids that are new.
+        # A lane that restarts repeats its episode numbers but gets new ids.
         ids, steps = (rows["collector", key].tolist() for key in ("traj_ids", "step"))
         runs = np.searchsorted(
             facts["first_rows"], np.arange(storage.reader.span.start, head + 37), "right"

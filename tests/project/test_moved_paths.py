@@ -1,4 +1,4 @@
-"""Import paths that users may have: they work, and warn once where they are used."""
+"""Tests of former import paths: they still work, and warn once at each place of use."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ NAMES = {
 def test_a_moved_module_is_found_and_says_where_it_is(
     old: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for each, module in [*sys.modules.items()]:  # packages of former paths warn once, too
+    for each, module in [*sys.modules.items()]:  # packages at former paths warn once, too
         if type(getattr(module, "__loader__", None)).__name__ == "_Finder":
             monkeypatch.delitem(sys.modules, each)
     with warnings.catch_warnings(record=True) as told:
@@ -80,7 +80,7 @@ def test_a_moved_name_is_found_and_says_where_it_is(path: str) -> None:
 
 def test_moved_modules_are_attributes_of_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "tallyroll.storage.schema", raising=False)
-    monkeypatch.delitem(vars(storage_package), "schema", raising=False)  # delattr would ask for it
+    monkeypatch.delitem(vars(storage_package), "schema", raising=False)  # delattr would look it up
     with pytest.warns(DeprecationWarning, match=r"^tallyroll\.storage\.schema is tallyroll\."):
         assert storage_package.schema.Schema is storage_package.Schema
     assert storage_package.errors.StorageError is storage_package.StorageError
@@ -103,7 +103,7 @@ def test_the_warning_points_at_who_imports() -> None:
     assert "<string>:1: DeprecationWarning: tallyroll.storage.hdf5 is tallyroll" in run.stderr
 
 
-# --- what only collectors call of a storage -------------------------------------------------------
+# --- storage names that only collectors use -------------------------------------------------------
 
 MOVED = {
     "claim": "claim.take",
@@ -149,7 +149,7 @@ def test_moved_methods_of_a_storage_work(tmp_path: Path) -> None:
 
 
 class Run:
-    """In the place of a collector's run."""
+    """A stand-in for a collector's run."""
 
 
 def test_a_storage_that_is_only_read_refuses_moved_names_too(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The wheel and the sdist: what is in them, and that they live beside a user's own modules."""
+"""Tests of the wheel and the sdist: their contents, and their coexistence with a user's modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("collector", "storage")
 
-# The public names, pinned: changing them is a decision, not an accident. Errors come on top.
+# The public names are pinned, so that changing them is a decision, not an accident. Errors are
+# public in addition.
 PUBLIC: dict[str, set[str]] = {
     "tallyroll.collector": {
         "Actors",
@@ -112,7 +113,7 @@ PUBLIC: dict[str, set[str]] = {
 
 
 def run(*command: object, cwd: Path, **env: str) -> str:
-    """Stdout of a command that must succeed."""
+    """Return the stdout of a command that must succeed."""
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
@@ -127,18 +128,18 @@ def run(*command: object, cwd: Path, **env: str) -> str:
 
 
 COMPILED = {f"tallyroll/{each}/_kernel.abi3.so" for each in ("storage/engine", "collector/native")}
-"""The extensions, where there is a compiler."""
+"""The extensions, which the build includes where a compiler exists."""
 
 
 def copy_to(tree: Path) -> None:
-    """A copy of the project, without what was built."""
+    """Copy the project without build products."""
     skip = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "*.so")
     shutil.copytree(ROOT, tree, ignore=skip, symlinks=True, dirs_exist_ok=True)
 
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel built from it, of a copy of the tree."""
+    """Build the sdist, and the wheel from it, of a copy of the tree. Return their folder."""
     tree = tmp_path_factory.mktemp("tree")
     copy_to(tree)
     out = tmp_path_factory.mktemp("dist")
@@ -153,12 +154,12 @@ def wheel(dist: Path) -> Path:
 
 
 def is_of_reports(path: Path) -> bool:
-    """Return whether a file is a part of the page of reports, or the licence of one."""
+    """Return whether a file belongs to the report page, or is the licence of such a file."""
     return path.suffix in (".css", ".html", ".js") or path.name == "LICENSE"
 
 
 def source_files() -> set[str]:
-    """Every file that the wheel must hold, by its path there."""
+    """Return the path in the wheel of every file that it must hold."""
     files = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))
     own = {f"tallyroll/{name}" for name in ("__init__.py", "__main__.py", "py.typed")}
     return own | {
@@ -207,7 +208,7 @@ def test_an_editable_installation_has_the_extension_the_links_and_the_entry_poin
     copy_to(tree)
     run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=tmp_path)
     (site,) = (venv / "lib").glob("python3*/site-packages")
-    # It has the packages that we have, but not this one's metadata.
+    # The environment links to our installed packages, except this one's metadata.
     here = Path(pytest.__file__).parents[1]
     for each in here.iterdir():
         if not each.name.startswith(("tallyroll", "__editable__")):
@@ -313,7 +314,7 @@ OPTIONS = [
 def test_type_checkers_see_the_public_names(tmp_path: Path) -> None:
     names = [(package, name) for package in PUBLIC for name in import_module(package).__all__]
     lines = [f"from {package} import {name}\nreveal_type({name})" for package, name in names]
-    lines += OPTIONS  # strict: an ignore of what is no error is one
+    lines += OPTIONS  # in strict mode an unneeded ignore is an error
     (tmp_path / "use.py").write_text("\n".join(lines))
     options = ["--strict", "--follow-imports=silent", f"--cache-dir={os.devnull}"]
     found, errors, status = mypy.api.run([*options, str(tmp_path / "use.py")])

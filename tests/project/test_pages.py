@@ -1,4 +1,4 @@
-"""The site's pages: their code runs and prints what they show, and their links lead somewhere."""
+"""Tests of the site's pages: their code prints the output shown, and their links resolve."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = "=== the next block ==="
 LANGUAGES = {"python", "console", "text", "bash", "{toctree}", "{eval-rst}"}
 INSTALLING = re.compile(r"python3? -m |\.venv/bin/pip |pip |\./check\.sh|python benchmarks/")
-"""Commands of bash blocks, which are not run: they install, build, test and measure."""
+"""Commands in bash blocks that install, build, test or measure. The tests do not run them."""
 
 
 class Block(NamedTuple):
-    """Code of a page, and the output that it shows below."""
+    """A code block of a page, and the output that the page shows below it."""
 
     language: str
     code: str
@@ -39,7 +39,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(page: str) -> list[Block]:
-    """Return the blocks of a page that are run."""
+    """Return the blocks of a page that the tests run."""
     found = FENCE.findall(PAGES[page])
     assert {language for language, _ in found} <= LANGUAGES, "a language that nothing tests"
     following = [*found, ("", "")][1:]
@@ -62,14 +62,14 @@ def environment(server: WarmServer, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def same(shown: str, printed: str) -> bool:
-    """Compare outputs; `...` in what a page shows stands for anything."""
+    """Compare outputs; `...` in the page's output matches anything."""
     return doctest.OutputChecker().check_output(
         shown, printed, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     )
 
 
 def run_python(blocks: list[Block], server: WarmServer, folder: Path) -> None:
-    """Run all in one process, as one script."""
+    """Run all blocks in one process, as one script."""
     script = f'if __name__ == "__main__":\n    print("{MARK}", flush=True)\n'.join(
         block.code for block in blocks
     )
@@ -82,7 +82,7 @@ def run_python(blocks: list[Block], server: WarmServer, folder: Path) -> None:
 
 
 def run_console(blocks: list[Block], server: WarmServer, folder: Path) -> None:
-    """Run each line that begins with a dollar, and compare the lines that follow it."""
+    """Run each line that begins with a dollar sign, and compare the lines that follow it."""
     for block in blocks:
         assert block.code.startswith("$ ")
         for part in block.code.removeprefix("$ ").split("\n$ "):
@@ -122,7 +122,7 @@ def test_the_drawings_are_those_that_their_script_makes() -> None:
 
 
 def anchors_of(page: str) -> set[str]:
-    """Return the names of a page's headings, where GitHub and Sphinx agree."""
+    """Return the anchors of a page's headings for which GitHub and Sphinx agree."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", PAGES[page]), re.MULTILINE)
     github = [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings]
     sphinx = [re.sub(r"[^a-z0-9]+", "-", each.lower()).strip("-") for each in headings]
@@ -180,7 +180,7 @@ def test_every_page_is_in_the_table_of_contents_and_in_the_readme() -> None:
 
 @pytest.mark.parametrize("package", ["tallyroll.collector", "tallyroll.storage"])
 def test_every_public_name_has_its_place(package: str) -> None:
-    """In the API, and every error in what to do about it."""
+    """The API page lists every public name, and the troubleshooting page lists every error."""
     errors = import_module(f"{package}.errors").__all__
     api = {*re.findall(r"^\.\. auto\w+:: (\w+)$", PAGES["api.md"], re.MULTILINE)}
     assert {*import_module(package).__all__} - api == set()

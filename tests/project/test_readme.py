@@ -1,4 +1,4 @@
-"""The README and the map name files that are there, and the benchmarks run."""
+"""Tests that the README and the map name existing files, and that the benchmarks run."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ MADE_BY_ANOTHER = {"offline_iql.py": {"data/policies"}}
 
 
 def test_what_is_made_by_examples_and_pages_does_not_collide() -> None:
-    """A path that holds a storage already is refused: each command has its own."""
+    """Each command has its own path, because a storage refuses a path that already holds one."""
     by_command = re.findall(r"tallyroll collect (?!.*--(?:resume|append)).*--out (\S+)", ALL)
     by_code = re.findall(r"Storage\(\"([^\"]+)\", (?:max_size|capacity)", ALL)
-    for page in PAGES:  # where it is named once more, to resume
+    for page in PAGES:  # resuming names the path a second time
         by_code += set(re.findall(r"storage=\"(data/[^\"]+)\"", page))
     made = by_command + by_code
     assert len(made) >= 10
@@ -67,7 +67,7 @@ def test_the_files_that_it_names_are_there() -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[WarmServer]:
-    # Some make and delete hundreds of storages, which takes minutes on a slow disk.
+    # Some benchmarks create and delete hundreds of storages, which takes minutes on a slow disk.
     with (
         tempfile.TemporaryDirectory(dir=SHM if SHM.is_dir() else None) as scratch,
         WarmServer(TMPDIR=scratch, PYTHONWARNINGS="ignore") as server,

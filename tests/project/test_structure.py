@@ -1,4 +1,4 @@
-"""Sizes of modules, depth of folders, and which modules an import loads."""
+"""Tests of module sizes, folder depth, and the modules that an import loads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGER = {
     "storage/replay/disk_storage.py",  # the storage of users, with every method's docstring
     "storage/ext/testing/storage_contract.py",  # the contract of storages
     "storage/ext/testing/storage_contract.py:StorageContract",
-    "storage/ext/sampling/prioritized.py:PrioritizedSampler",  # TorchRL's interface of samplers
+    "storage/ext/sampling/prioritized.py:PrioritizedSampler",  # TorchRL's sampler interface
     "storage/trajectories/blocks/lane_blocks.py:LaneBlocks",  # one structure with its reasoning
 }
 """Public faces, contracts and hard cases that may be larger."""
@@ -39,7 +39,7 @@ def _sizes() -> Iterator[tuple[str, str, int]]:
 
 
 def _code_lines_of(node: ast.stmt) -> int:
-    """Return the lines of a class or a function without docstrings and texts below attributes."""
+    """Return the lines of a class or function without docstrings and texts below attributes."""
     texts = (each for each in ast.walk(node) if isinstance(each, ast.Expr))
     texts = (each for each in texts if isinstance(each.value, ast.Constant))
     return _lines_of(node) - sum(map(_lines_of, texts))
@@ -75,7 +75,7 @@ def test_the_core_loads_no_extension_and_no_optional_library() -> None:
 
 
 def test_tools_see_one_tree_of_imports() -> None:
-    """The links below src/ must not hide the imports of one package by the other."""
+    """The links below src/ must not hide imports from one package into the other."""
     graph = grimp.build_graph("tallyroll", cache_dir=None)
     across = Counter(
         (wing, *found.split(".")[1:2])
@@ -88,7 +88,7 @@ def test_tools_see_one_tree_of_imports() -> None:
 
 
 def test_no_two_files_of_tests_have_one_name() -> None:
-    """Test modules have no packages, so pytest would confuse two of the same name."""
+    """Test modules have no packages, so pytest would confuse two files with the same name."""
     files = {*(ROOT / "tests").rglob("*.py")} - {*(ROOT / "tests/systems").rglob("*.py")}
     names = Counter(each.name for each in files if each.name not in ("__init__.py", "conftest.py"))
     assert [name for name, count in names.items() if count > 1] == []

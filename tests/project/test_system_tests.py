@@ -1,4 +1,4 @@
-"""The tests of environment systems run somewhere: in an environment of environments.toml."""
+"""Tests that environments.toml provides an environment for every test of an environment system."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_environment_is_run() -> None:
 
 
 def test_every_extra_is_installed_somewhere() -> None:
-    """But those of the benchmarks, and of tests of others, of which ours need more."""
+    """The exceptions are `all`, the extras of benchmarks and releases, and a subset of `test`."""
     installed = {extra for each in ENVIRONMENTS.values() for extra in each["extras"].split(",")}
     assert installed ^ {*EXTRAS} == {
         "all",

@@ -1,7 +1,7 @@
-"""Packages of users, as the recipes of ARCHITECTURE.md and the docs had them once, still work.
+"""Tests that users' packages, written by old recipes of ARCHITECTURE.md and the docs, still work.
 
-The files in ``tests/data/third_party`` are never brought up to date: where a module has moved
-since, its former path has to lead to it.
+The files in ``tests/data/third_party`` are never updated. If a module has moved since, its former
+path must still work.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RUN: dict[str, Any] = {"frames_per_batch": 50, "total_frames": 170, "seed": 3}
 
 
 def theirs(name: str) -> Any:
-    """Import one of them, whose imports may warn of former paths."""
+    """Import a user's module, whose imports may warn about former paths."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"tallyroll.* is tallyroll.* now", DeprecationWarning)
         return import_module(f"my_{name}")
@@ -55,7 +55,7 @@ my_system = theirs("system")
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install a package with their entry points, for other processes too."""
+    """Install a package with the entry points of these modules, for other processes too."""
     monkeypatch.syspath_prepend(str(INSTALLED))
     paths = [str(INSTALLED), str(INSTALLED.parent), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
@@ -149,7 +149,7 @@ def test_a_sink_gets_a_run_and_goes_on_with_it() -> None:
 
 @pytest.fixture
 def transport() -> Iterator[Any]:
-    """A transport whose workers start in a fork server that imported its modules."""
+    """Return a transport whose workers start from a fork server that has imported its modules."""
     warm_fork_server("my_transport", "my_system")
     before = threading.active_count()
     yield partial(theirs("transport").PipeTransport, start_method="forkserver")
@@ -192,7 +192,7 @@ def test_a_worker_of_a_transport_is_replaced(transport: Any, tmp_path: Path) -> 
     assert verify(tmp_path / "rows").sound
 
 
-# --- a format of other libraries ------------------------------------------------------------------
+# --- a third-party format -------------------------------------------------------------------------
 
 
 class TestMine(ExchangeContract):
@@ -212,7 +212,7 @@ def test_the_command_exports_and_imports_it(tmp_path: Path) -> None:
     assert (report.rows, report.lost) == (170, {})
 
 
-# --- a target of logs -----------------------------------------------------------------------------
+# --- a log target ---------------------------------------------------------------------------------
 
 
 def test_a_target_of_logs_gets_rows(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The runner of TorchRL's own tests: it fails wherever a test does other than is listed."""
+"""Tests of the runner of TorchRL's own tests: it fails if an outcome differs from the list."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Batches = list[TensorDictBase]
 
 
 def collect(env: Any, policy: Any = None, **kwargs: Any) -> tuple[Batches, SyncCollector]:
-    """All batches of a run, and its collector, shut down. The ledger is checked at every yield."""
+    """Return all batches of a run and its closed collector. Check the ledger at every yield."""
     batches = []
     with SyncCollector(env, policy, **kwargs) as collector:
         for batch in collector:
@@ -32,14 +32,14 @@ def collect(env: Any, policy: Any = None, **kwargs: Any) -> tuple[Batches, SyncC
 
 
 def joined(batches: Batches) -> TensorDict:
-    """Rows of all batches in the order in which they came, the environment's own done."""
+    """Return the rows of all batches in order of arrival, with the environment's own done flags."""
     rows = torch.cat([without_cut(batch) for batch in batches])
     assert isinstance(rows, TensorDict)
     return rows
 
 
 def without_cut(batch: TensorDictBase) -> TensorDictBase:
-    """Return the part of a batch of rows that is stored."""
+    """Return the stored part of a batch: no `cut`, and the environment's own done flags."""
     cut = batch["collector", "cut"].unsqueeze(-1)
     rows = batch.clone().exclude(("collector", "cut"))
     rows["next", "done"] = rows["next", "done"] & ~cut
@@ -47,17 +47,17 @@ def without_cut(batch: TensorDictBase) -> TensorDictBase:
 
 
 def stream(rows: TensorDictBase, lane: int, count: int) -> TensorDictBase:
-    """The first `count` rows of one lane."""
+    """Return the first `count` rows of one lane."""
     return rows[rows["collector", "lane"] == lane][:count]
 
 
 def columns(td: TensorDictBase, *without: Any) -> dict[Any, torch.Tensor]:
-    """Leaves by key."""
+    """Map keys to leaves."""
     return {key: leaf for key, leaf in td.items(True, True) if key not in without}
 
 
 def assert_same(one: TensorDictBase, other: TensorDictBase, *without: Any) -> None:
-    """Keys, dtypes, shapes and every bit are the same."""
+    """Check that keys, dtypes, shapes and every bit are the same."""
     left, right = columns(one, *without), columns(other, *without)
     assert left.keys() == right.keys(), set(left) ^ set(right)
     for key, leaf in left.items():
@@ -67,7 +67,7 @@ def assert_same(one: TensorDictBase, other: TensorDictBase, *without: Any) -> No
 
 
 def act(leaves: Sequence[torch.Tensor], action: Actions, batch: torch.Size) -> torch.Tensor:
-    """An action of the oracles, a function of the observation alone."""
+    """Return an action of the oracles, a function of the observation alone."""
     total = sum(leaf.reshape(*batch, -1).to(torch.int64).sum(-1) for leaf in leaves)
     assert isinstance(total, torch.Tensor)
     if action == "discrete":
@@ -80,7 +80,7 @@ def act(leaves: Sequence[torch.Tensor], action: Actions, batch: torch.Size) -> t
 
 
 class ByObservation(TensorDictModuleBase):
-    """A deterministic policy; `called` counts its calls."""
+    """A deterministic policy. `called` counts its calls."""
 
     def __init__(self, kind: Kind = "float", action: Actions = "discrete") -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class ByObservation(TensorDictModuleBase):
 
 
 class OwnTicks(OracleEnv):
-    """`info["tick"]` counts from the episode's reset on, as ALE's episode_frame_number does."""
+    """An oracle whose `info["tick"]` restarts at each reset, like ALE's episode_frame_number."""
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Begin the next episode."""
@@ -106,7 +106,7 @@ class OwnTicks(OracleEnv):
 
 
 def balanced(ledger: Ledger) -> bool:
-    """Both equations."""
+    """Return whether both equations of the ledger hold."""
     accounted = ledger.stored + ledger.discarded + ledger.carried + ledger.lost
     return ledger.slots == ledger.executed + ledger.reset_slots and ledger.executed == accounted
 
@@ -120,7 +120,7 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat(state: Any, name: str = "") -> dict[str, Any]:
-    """A nested state as plain values by dotted name."""
+    """Flatten a nested state into plain values by dotted name."""
     if hasattr(state, "items"):
         parts = [flat(value, f"{name}.{key}") for key, value in state.items()]
         return {key: value for part in parts for key, value in part.items()}
@@ -128,7 +128,7 @@ def flat(state: Any, name: str = "") -> dict[str, Any]:
 
 
 def check_numbers(ids: np.ndarray, step: np.ndarray) -> None:
-    """(id, step) is unique, and each trajectory's steps are 0, 1, 2 ... in the order of rows."""
+    """Check that (id, step) is unique, and that each trajectory has steps 0, 1, 2 ... in order."""
     order = np.argsort(ids, kind="stable")
     ids, step = ids[order], step[order]
     starts = np.concatenate([[True], ids[1:] != ids[:-1]])

@@ -1,4 +1,4 @@
-"""Examples as a user runs them."""
+"""Run examples as a user does."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import sys
 from pathlib import Path
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-# As in pyproject.toml: warnings are errors, but for the one that importing torchrl gives.
+# As in pyproject.toml, warnings are errors, except the one that the import of torchrl emits.
 WARNINGS = ("-W", "error", "-W", "ignore:Creating:DeprecationWarning")
 
 
 def options_of(values: dict[str, float | str]) -> list[str]:
-    """Words of a command line."""
+    """Convert options to words of a command line."""
     return [f"--{key.replace('_', '-')}={value}" for key, value in values.items()]
 
 
 def run(name: str, directory: Path, **options: float | str) -> str:
-    """Return the output of the example, run in ``directory``."""
+    """Run an example in ``directory`` and return its output."""
     done = subprocess.run(
         [sys.executable, *WARNINGS, str(EXAMPLES / name), *options_of(options)],
         cwd=directory,
@@ -35,6 +35,6 @@ def run(name: str, directory: Path, **options: float | str) -> str:
 
 
 def numbers(pattern: str, text: str) -> list[int]:
-    """The groups of the only match of ``pattern`` in ``text``."""
+    """Return the groups of the only match of ``pattern`` in ``text``."""
     (match,) = re.finditer(pattern, text, re.MULTILINE)
     return [int(group) for group in match.groups()]

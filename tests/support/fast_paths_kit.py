@@ -1,4 +1,4 @@
-"""Ways that are switched off, drawn by a number; and the extensions, where they are built."""
+"""Random choice of the fast paths to switch off, and access to the built extensions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Functions = TypeVar("Functions")
 
 
 def drawn_off(number: int) -> list[str]:
-    """Draw the ways that a run of this number goes without: none of every third."""
+    """Draw the fast paths to switch off in the run `number`. Every third run has all of them."""
     if number % 3 == 0:
         return []
     rng = np.random.default_rng([number, 71])
@@ -23,7 +23,7 @@ def drawn_off(number: int) -> list[str]:
 
 
 def built(found: Functions | None) -> Functions:
-    """Return the functions of an extension, which are there wherever a compiler was."""
+    """Return the functions of an extension, which must exist wherever a compiler does."""
     if found is None:
         assert "kernel" in fast_paths.off() or shutil.which("cc") is None, (
             "there is a compiler, and no kernel was built"

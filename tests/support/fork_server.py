@@ -1,7 +1,7 @@
-"""Multiprocessing's fork server, started with what takes long to import, and shared by all tests.
+"""Multiprocessing's fork server with slow imports preloaded, shared by all tests.
 
-Each worker imports again whatever the server lacks: that took most of the time of tests that start
-workers.
+Each worker imports all modules that the server lacks. These imports took most of the time of tests
+that start workers.
 """
 
 from __future__ import annotations
@@ -17,27 +17,30 @@ from tallyroll.collector.workers.local.process_main import main
 
 SERVER: Any = forkserver._forkserver
 IN_SERVER = "TALLYROLL_TEST_FORK_SERVER"
-# tensordict imports pandas, where there is one, when it first makes zeros of a spec.
+# tensordict imports pandas, if it is installed, when it first makes zeros of a spec.
 KITS = ("worker_kit", "worker_faults_kit", "killed_storages_kit", "ledger_legs")
 PRELOADED = (__name__, "pandas", main.__module__, *KITS)
 
 
 def warm_fork_server(*modules: str) -> None:
-    """Start a server that has imported the kits and `modules`, in the place of another one."""
+    """Replace the server, if needed, by one that has imported the kits and `modules`."""
     loaded = SERVER._preload_modules
     wanted = dict.fromkeys([*loaded, *PRELOADED, *modules])
     if len(wanted) == len(loaded) and SERVER._forkserver_pid is not None:
         return
     SERVER._stop()
     SERVER.set_forkserver_preload([*wanted])
-    # The server takes no path of ours while it imports these.
+    # While the server imports these modules, it does not use our `sys.path`.
     paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), IN_SERVER: "1"}
     with patch.dict(os.environ, paths):
         SERVER.ensure_running()
 
 
 def outlive_clients() -> None:
-    """Python's fork server ends when who asks it is killed half-way; this one serves many."""
+    """Keep the fork server alive when a client is killed during its request.
+
+    Python's fork server would end, but this one serves many clients.
+    """
     receive = reduction.recvfds
 
     def recvfds(*args: Any) -> Any:

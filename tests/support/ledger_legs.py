@@ -1,4 +1,4 @@
-"""Legs of a run, each a process of its own; small enough for it to import."""
+"""Legs of a run, each in its own process. The module is small, so that it imports fast."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ RUN: dict[str, Any] = {"frames_per_batch": 7, "total_frames": 90}
 
 @dataclass(frozen=True)
 class Leg:
-    """So many batches, from the `start` to the `end`.
+    """A part of a run: `batches` batches, from the `start` to the `end`.
 
-    `start`: "new", "append" (another run, in the same storage), "resume", "load" (append, and load
-    the state that was saved last), "elsewhere" (load it in a new storage); `older`: the one that
-    was saved before. `end`: "kill" or "close"; with None batches the run goes on to its end.
+    `start` is "new", "append" (another run in the same storage), "resume", "load" (append, and load
+    the last saved state) or "elsewhere" (load it in a new storage). `older` loads the state saved
+    before the last one. `end` is "kill" or "close". With None batches the run continues to its end.
     """
 
     start: str
@@ -36,7 +36,7 @@ class Leg:
 
 
 def lead(leg: Leg, source: str, path: Path, state: Any, connection: Connection) -> None:
-    """In a process of its own: tell the ledger once it stands, and at every batch."""
+    """Run a leg in its own process. Send the ledger at the start and at every batch."""
     torch.set_num_threads(1)
     resumes = leg.start == "resume"
     storage: Any = path if resumes else MemmapStorage(

@@ -1,12 +1,12 @@
-"""Environments whose every row can be checked alone, and the plain models that check them.
+"""Environments whose every row can be checked on its own, and the plain models that check them.
 
-An observation says which lane, episode and step it belongs to; the reward says which step was
-left and which action was taken. So whatever reaches a batch or a storage is judged row by row:
-was this transition really made, is its next observation the one that followed, did it end the way
-its episode ends. Episodes are numbered 0, 1, 2 ... within a lane, by resets; episode lengths are
-known beforehand (`Lengths`).
+An observation encodes its lane, episode and step. The reward encodes the step that was left and the
+action. So every row that reaches a batch or a storage can be checked on its own: whether the lane
+made this transition, whether the next observation followed it, and whether the episode ended as it
+should. Resets number the episodes of a lane 0, 1, 2 ... Episode lengths are known in advance
+(`Lengths`).
 
-Kinds of observation (`KINDS`, and `LARGE_KINDS`), and the columns that they become:
+Kinds of observation (`KINDS` and `LARGE_KINDS`), and the columns that they become:
 
 =============== =============================================================================
 ``float``       Box float32 [3]: lane, episode, step
@@ -18,7 +18,7 @@ Kinds of observation (`KINDS`, and `LARGE_KINDS`), and the columns that they bec
 ``multidiscrete`` MultiDiscrete [64, 512, 513]: lane, episode, step
 ``multibinary`` MultiBinary(48): 16 bits each
 ``seeded``      Box float32 [4]: as float, and noise drawn from the environment's generator
-``image``       Box uint8 [40, 40, 3], rows of 4,800 bytes: every pixel tells the three numbers
+``image``       Box uint8 [40, 40, 3], rows of 4,800 bytes: every pixel encodes the three numbers
 ``images``      Dict: ``"pos"`` as float, ``"img"`` as image
 =============== =============================================================================
 """
@@ -68,7 +68,7 @@ ACTIONS: tuple[Actions, ...] = get_args(Actions)
 IMAGE_SHAPE = (4, 4, 3)
 LARGE_SHAPE = (40, 40, 3)
 PATTERN = np.random.default_rng(0).integers(0, 256, LARGE_SHAPE, dtype=np.uint8)
-"""The number that each pixel adds, modulo 256."""
+"""The number that each pixel adds to its value, modulo 256."""
 MULTIDISCRETE = [64, 512, 513]
 ONE_CODE = (8, 32, 32)
 
@@ -77,9 +77,9 @@ ONE_CODE = (8, 32, 32)
 
 
 def length_of(lengths: Lengths, lane: int, episode: int) -> int:
-    """How many transitions episode `episode` of lane `lane` lasts, at least 1.
+    """Return the number of transitions of episode `episode` in lane `lane`, at least 1.
 
-    `lengths` is a list used by every lane in turn, a list of such lists (one a lane), or a
+    `lengths` is a list that every lane cycles through, a list of such lists (one per lane), or a
     function of lane and episode.
     """
     if callable(lengths):
@@ -95,14 +95,14 @@ def length_of(lengths: Lengths, lane: int, episode: int) -> int:
 
 
 def how_it_ends(ends: Ends, lane: int, episode: int) -> tuple[bool, bool]:
-    """(terminated, truncated) of an episode's last transition; "mixed" takes turns."""
+    """Return (terminated, truncated) of an episode's last transition; "mixed" alternates."""
     if ends == "mixed":
         return ((lane + episode) % 2 == 0, (lane + episode) % 2 == 1)
     return (ends in ("terminated", "both"), ends in ("truncated", "both"))
 
 
 def reward_base(lane: npt.ArrayLike, episode: npt.ArrayLike, step: npt.ArrayLike) -> Array:
-    """The reward for leaving `step`, without the action's part: 1 to 97, exact in float32."""
+    """Return the reward for leaving `step`, without the action: 1 to 97, exact in float32."""
     return np.asarray(
         1 + (31 * np.asarray(lane) + 7 * np.asarray(episode) + np.asarray(step)) % 97,
         dtype=np.float64,
@@ -110,12 +110,12 @@ def reward_base(lane: npt.ArrayLike, episode: npt.ArrayLike, step: npt.ArrayLike
 
 
 def reward_of(lane: int, episode: int, step: int, action: Any) -> float:
-    """The reward for leaving `step` by `action`: half the sum of the action is added."""
+    """Return the reward for leaving `step` with `action`, which adds half its sum."""
     return float(reward_base(lane, episode, step)) + 0.5 * float(np.sum(action, dtype=np.float64))
 
 
 def _image(numbers: Ints) -> Array:
-    """uint8 [..., 4, 4, 3] from int64 [..., 3]."""
+    """Encode int64 [..., 3] as uint8 [..., 4, 4, 3]."""
     checksum = (numbers @ np.array([7, 13, 31])) % 256
     image = np.broadcast_to(checksum[..., None], (*checksum.shape, 48)).copy()
     image[..., 0:6:2] = numbers >> 8
@@ -129,16 +129,16 @@ def _numbers_in_image(image: Array) -> Ints:
 
 
 def _large_image(numbers: Ints) -> Array:
-    """uint8 [..., 40, 40, 3] from int64 [..., 3]."""
+    """Encode int64 [..., 3] as uint8 [..., 40, 40, 3]."""
     return np.asarray(numbers.astype(np.uint8)[..., None, None, :] + PATTERN)
 
 
 def encode(
     kind: Kind, lane: npt.ArrayLike, episode: npt.ArrayLike, step: npt.ArrayLike
 ) -> dict[Key, Array]:
-    """The observation columns of these numbers, each [..., *its shape], by column key.
+    """Return the observation columns of these numbers, each [..., *its shape], by column key.
 
-    The noise of "seeded" is left out: its column is [..., 3] here.
+    The result leaves out the noise of "seeded", so its column is [..., 3] here.
     """
     numbers = np.stack(
         np.broadcast_arrays(*(np.asarray(x, dtype=np.int64) for x in (lane, episode, step))), -1
@@ -170,7 +170,7 @@ def encode(
 
 
 def decode(kind: Kind, columns: dict[Key, Array]) -> tuple[Ints, Ints, Ints]:
-    """(lane, episode, step), each [...], out of one column; `encode` gives all columns back."""
+    """Return (lane, episode, step), each [...], from one column. `encode` restores all columns."""
     key: Key = "observation"
     if kind in ("dict", "tuple", "images"):
         key = ("observation", "0") if kind == "tuple" else "pos"
@@ -201,7 +201,7 @@ def _image_box(shape: tuple[int, ...] = IMAGE_SHAPE) -> spaces.Box:
 
 
 def observation_space(kind: Kind) -> spaces.Space[Any]:
-    """The Gymnasium space of a kind."""
+    """Return the Gymnasium space of a kind of observation."""
     if kind == "float":
         return _box()
     if kind == "uint8":
@@ -225,7 +225,7 @@ def observation_space(kind: Kind) -> spaces.Space[Any]:
 
 
 def action_space(action: Actions) -> spaces.Space[Any]:
-    """The Gymnasium space of a kind of action."""
+    """Return the Gymnasium space of a kind of action."""
     if action == "discrete":
         return spaces.Discrete(2)
     if action == "box":
@@ -236,16 +236,17 @@ def action_space(action: Actions) -> spaces.Space[Any]:
 
 
 class OracleEnv(gym.Env[Any, Any]):
-    """One lane.
+    """One lane as a Gymnasium environment.
 
-    Stepping before a reset, past the end, or by an action outside the space is an AssertionError.
-    A reset always begins the next episode, in mid-episode too. `info["tick"]` counts simulator
-    ticks (`frame_skip` a step, `noops` a reset), `info["lives"]` goes 3, 2, 1, 3, ...
+    Calling step() before a reset, after the end, or with an action outside the space raises
+    AssertionError. A reset always begins the next episode, even in mid-episode. `info["tick"]`
+    counts simulator ticks (`frame_skip` a step, `noops` a reset), and `info["lives"]` cycles
+    through 3, 2, 1.
 
-    Plain attributes for `envs.get_attr`: `steps_taken` (actions executed), `resets_done`,
-    `seeds` and `options_seen` (one entry a reset), `ticks`.
+    Plain attributes for `envs.get_attr`: `steps_taken` (actions executed), `resets_done`, `seeds`
+    and `options_seen` (one entry per reset), `ticks`.
 
-    With `reuse_buffer` every observation is the same arrays, written again.
+    With `reuse_buffer` all observations share the same arrays, which each step overwrites.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012  gymnasium declares it so
@@ -347,23 +348,23 @@ def make_oracle_vec(
     vec_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> SyncVectorEnv[Any, Any] | AsyncVectorEnv[Any, Any]:
-    """Lanes `first_lane`, `first_lane + 1`, ... in a Gymnasium vector; kwargs go to `OracleEnv`."""
+    """Make a Gymnasium vector of lanes from `first_lane` on; kwargs go to `OracleEnv`."""
     env_fns = [
         partial(OracleEnv, lane, lengths, **kwargs)
         for lane in range(first_lane, first_lane + num_envs)
     ]
     if cls == "async":
-        # torchrl makes spawn the default, which takes seconds.
+        # The default of torchrl is spawn, which takes seconds.
         options = {"context": "fork"} | (vec_kwargs or {})
         return AsyncVectorEnv(env_fns, autoreset_mode=mode, **options)
     return SyncVectorEnv(env_fns, autoreset_mode=mode, **(vec_kwargs or {}))
 
 
 class OracleVectorEnv(VectorEnv[Any, Any, Any]):
-    """The same lanes as a native vector, with the habits of Gymnasium's CartPoleVectorEnv.
+    """The same lanes as a native vector that behaves like Gymnasium's CartPoleVectorEnv.
 
-    NEXT_STEP autoreset said in `metadata` alone, reset masks ignored (all lanes are reset), an
-    integer seed only, float32 rewards; and every array it returns is reused in place.
+    Only `metadata` declares the NEXT_STEP autoreset. A reset ignores masks and resets all lanes,
+    seeds must be integers, and rewards are float32. Every returned array is reused in place.
     """
 
     metadata: dict[str, Any] = {  # noqa: RUF012  gymnasium declares it so
@@ -387,18 +388,18 @@ class OracleVectorEnv(VectorEnv[Any, Any, Any]):
 
     @property
     def steps_taken(self) -> list[int]:
-        """Actions executed, by lane."""
+        """Number of executed actions, by lane."""
         return [env.steps_taken for env in self.lanes]
 
     @property
     def resets_done(self) -> list[int]:
-        """Resets, by lane."""
+        """Number of resets, by lane."""
         return [env.resets_done for env in self.lanes]
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Reset every lane, whatever a mask in `options` says."""
+        """Reset every lane, and ignore any mask in `options`."""
         assert seed is None or isinstance(seed, int), f"seed must be an int, got {seed!r}"
         seeds = [None if seed is None else seed + lane for lane in range(self.num_envs)]
         observations = [env.reset(seed=s)[0] for env, s in zip(self.lanes, seeds, strict=True)]
@@ -406,7 +407,7 @@ class OracleVectorEnv(VectorEnv[Any, Any, Any]):
         return self._gather(observations), {"tick": self._tick}
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
-        """Step the lanes that go on, reset the others (reward 0, action ignored)."""
+        """Step the running lanes and reset the others (reward 0, action ignored)."""
         observations = []
         for lane, action in enumerate(iterate(self.action_space, actions)):
             if self._to_reset[lane]:
@@ -468,12 +469,12 @@ def _action_spec(action: Actions, shape: tuple[int, ...]) -> Any:
 
 
 class OracleTorchEnv(EnvBase):
-    """The same lanes as a TorchRL environment; resets by mask, never resets itself.
+    """The same lanes as a TorchRL environment that resets by mask and never by itself.
 
-    `num_envs=None` is one lane with batch size [], a number N is lanes 0 to N-1 with batch size
+    `num_envs=None` is one lane with batch size []. A number N makes lanes 0 to N-1 with batch size
     [N]. Discrete actions and observations are Categorical. `steps_taken` and `resets_done` are
-    lists, one entry a lane. The noise of "seeded" comes from a NumPy generator made by
-    `set_seed`.
+    lists with one entry per lane. The noise of "seeded" comes from a NumPy generator that
+    `set_seed` makes.
     """
 
     def __init__(
@@ -558,7 +559,7 @@ class OracleTorchEnv(EnvBase):
 
 @dataclass(frozen=True)
 class Row:
-    """One transition as the plain model has it; observations by column key."""
+    """One transition in the plain model; observations by column key."""
 
     lane: int
     episode: int
@@ -573,7 +574,7 @@ class Row:
 def transitions(
     lane: int, lengths: Lengths, *, first_episode: int = 0
 ) -> Iterator[tuple[int, int, bool]]:
-    """(episode, step, last of its episode) of one lane, without end."""
+    """Yield (episode, step, whether it is the last of its episode) of one lane, endlessly."""
     episode = first_episode
     while True:
         length = length_of(lengths, lane, episode)
@@ -585,7 +586,7 @@ def transitions(
 def expected_stream(
     lane: int, lengths: Lengths, n: int, *, kind: Kind = "float", ends: Ends = "terminated"
 ) -> list[Row]:
-    """The first n transitions of a lane."""
+    """Return the first n transitions of a lane."""
     rows: list[Row] = []
     for episode, step, last in transitions(lane, lengths):
         if len(rows) == n:
@@ -608,7 +609,7 @@ def expected_stream(
 
 @dataclass(frozen=True)
 class ExpectedLedger:
-    """Counts that a run for N transitions must have, and the rows that each lane gives."""
+    """Expected counts of a run for N transitions, and of the stored rows of each lane."""
 
     slots: int
     executed: int
@@ -620,10 +621,10 @@ class ExpectedLedger:
 def expected_ledger(
     num_envs: int, lengths: Lengths, n: int, *, reset_slots: bool
 ) -> ExpectedLedger:
-    """Step all lanes until n transitions are there, taken in slot order.
+    """Step all lanes until n transitions exist, counted in slot order.
 
-    `reset_slots` says whether a lane spends a slot on the reset after each end (NEXT_STEP,
-    masked) or not. Transitions executed beyond n belong to the last batched step.
+    `reset_slots` says whether a lane spends a slot on the reset after each end (NEXT_STEP, masked)
+    or not. Transitions executed beyond n belong to the last batched step.
     """
     streams = [transitions(lane, lengths) for lane in range(num_envs)]
     stored = [0] * num_envs
@@ -650,7 +651,7 @@ def expected_ledger(
 
 @dataclass(frozen=True)
 class Rows:
-    """Lanes, episodes and steps of checked rows, in their order: int64 and bool arrays [rows]."""
+    """Lanes, episodes and steps of checked rows, in row order: int64 and bool arrays [rows]."""
 
     lane: Ints
     episode: Ints
@@ -658,17 +659,17 @@ class Rows:
     ended: npt.NDArray[np.bool_]
 
     def of_lane(self, lane: int) -> list[tuple[int, int]]:
-        """(episode, step) of one lane's rows."""
+        """Return (episode, step) of one lane's rows."""
         at = self.lane == lane
         return list(zip(self.episode[at].tolist(), self.step[at].tolist(), strict=True))
 
     def counts(self, num_envs: int) -> list[int]:
-        """Rows by lane."""
+        """Return the number of rows by lane."""
         return [int(n) for n in np.bincount(self.lane, minlength=num_envs)]
 
 
 def flat_rows(batch: Any) -> Any:
-    """The rows [n] of a batch of any layout: the padding goes, lanes and trajectories follow."""
+    """Return the rows [n] of a batch of any layout, without padding."""
     if ("collector", "mask") in batch.keys(True, True):
         return batch[batch["collector", "mask"].reshape(batch.batch_size)]
     return batch.reshape(-1)
@@ -685,7 +686,7 @@ def _flags(batch: Any, *key: str) -> npt.NDArray[np.bool_]:
 
 
 def _columns(batch: Any, kind: Kind, *prefix: str) -> dict[Key, Array]:
-    """The observation columns, one-hot ones turned into numbers."""
+    """Return the observation columns, with one-hot columns converted to numbers."""
     columns: dict[Key, Array] = {}
     for key, wanted in encode(kind, 0, 0, 0).items():
         column = _column(batch, (*prefix, *([key] if isinstance(key, str) else key)))
@@ -698,7 +699,7 @@ def _columns(batch: Any, kind: Kind, *prefix: str) -> dict[Key, Array]:
 
 
 def _from_one_hot(column: Array, nvec: Sequence[int]) -> Array:
-    """[..., len(nvec)] from that, or from one-hot [..., sum(nvec)]."""
+    """Return [..., len(nvec)], from itself or from one-hot [..., sum(nvec)]."""
     if column.shape[-1] == len(nvec):
         return column
     assert column.shape[-1] == sum(nvec), f"shape {column.shape} is no encoding of {nvec}"
@@ -707,7 +708,7 @@ def _from_one_hot(column: Array, nvec: Sequence[int]) -> Array:
 
 
 def action_values(batch: Any, action: Actions = "discrete") -> Array:
-    """The sum of each row's action, float64 [rows]; one-hot or categorical."""
+    """Return the sum of each row's action, one-hot or categorical, as float64 [rows]."""
     column = _column(batch, "action")
     column = column.reshape(len(column), -1)
     if action == "discrete" and column.shape[-1] == 2:
@@ -719,7 +720,7 @@ def action_values(batch: Any, action: Actions = "discrete") -> Array:
 
 
 def _assert_all(ok: Array, rows: tuple[Ints, Ints, Ints], message: str) -> None:
-    """Every entry of ok [rows] or [rows, ...], or say which row failed."""
+    """Raise an error that names the first failing row, unless ok [rows, ...] is True throughout."""
     wrong = np.flatnonzero(~ok.reshape(len(ok), -1).all(-1))
     if len(wrong):
         lane, episode, step = (int(x[wrong[0]]) for x in rows)
@@ -744,20 +745,20 @@ def check_rows(
 
     Args:
         batch: rows in TorchRL's episode format, of any layout (`("collector", "mask")` is
-            obeyed). Columns under "collector" that are absent are not checked.
-        lengths: as the environments were given them.
+            respected). Columns under "collector" that are absent are not checked.
+        lengths: the argument that the environments received.
         kind: the kind of observation.
         ends: how episodes end.
         action: the kind of action.
         time_limit: truncate episodes there as well (`max_frames_per_traj`).
-        contiguous: a lane's rows, in the order given, follow one another without a gap; if
-            False they need only go forward.
+        contiguous: if True, a lane's rows must follow one another without a gap, in the given
+            order. If False, they only need to go forward.
         from_start: each lane's first row is step 0 of episode 0.
 
-    Checked: both observations, the reward with the action, terminated, truncated, done (True on
-    cut rows too), and lane, step and trajectory ids (one id a trajectory, growing in a lane).
-    Rows with `("collector", "next_valid")` False may have any next observation, if they end
-    their episode.
+    Checked: both observations, the reward with the action, terminated, truncated, done (True on cut
+    rows too), and lane, step and trajectory ids (one id per trajectory, growing within a lane).
+    Rows with `("collector", "next_valid")` False may have any next observation, if they end their
+    episode.
     """
     batch = flat_rows(batch)
     rows = decode(kind, _columns(batch, kind))
@@ -773,7 +774,7 @@ def check_rows(
 
 
 def check_row(row: Any, lengths: Lengths, **kwargs: Any) -> Rows:
-    """`check_rows` on one row, batch size []."""
+    """Call `check_rows` on one row with batch size []."""
     return check_rows(row.unsqueeze(0), lengths, **kwargs)
 
 
@@ -796,7 +797,7 @@ def _check_observations(batch: Any, kind: Kind, rows: tuple[Ints, Ints, Ints]) -
                 "dict",
                 "seeded",
                 *LARGE_KINDS,
-            ):  # the others may be re-encoded
+            ):  # the other kinds may be re-encoded
                 assert column.dtype == wanted.dtype, f"{key} is {column.dtype}"
             same = (column == wanted).reshape(len(lane), -1).all(-1)
             where = "next observation" if plus else "observation"
@@ -810,7 +811,7 @@ def _check_ends(
     time_limit: int | None,
     rows: tuple[Ints, Ints, Ints],
 ) -> npt.NDArray[np.bool_]:
-    """Check the three flags; returns which rows end their episode, bool [rows]."""
+    """Check the three flags. Return which rows end their episode, bool [rows]."""
     wanted = np.zeros((len(rows[0]), 2), np.bool_)
     for i, (lane, episode, step) in enumerate(zip(*(x.tolist() for x in rows), strict=True)):
         length = length_of(lengths, lane, episode)
@@ -846,7 +847,7 @@ def _check_bookkeeping(batch: Any, rows: tuple[Ints, Ints, Ints]) -> None:
 
 
 def _check_ids(ids: Ints, lane: Ints, episode: Ints) -> None:
-    """One id for each (lane, episode) and back, growing within a lane."""
+    """Check that ids and (lane, episode) pairs match one to one, and ids grow within a lane."""
     triples = np.unique(np.stack([lane, episode, ids], -1), axis=0)
     assert len(np.unique(triples[:, :2], axis=0)) == len(triples), "a trajectory has two ids"
     assert len(np.unique(triples[:, 2])) == len(triples), "two trajectories share one id"

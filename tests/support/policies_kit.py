@@ -1,4 +1,4 @@
-"""Policies with weights, and recurrent ones beside a plain model of their states."""
+"""Policies with weights, and recurrent ones with a plain model of their states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchrl.modules import LSTMModule
 
 
 def linear(seed: int = 0) -> Sequential:
-    """A greedy linear policy with weights of its own."""
+    """Return a greedy linear policy whose weights depend on `seed`."""
     net = torch.nn.Linear(3, 2)
     with torch.no_grad():
         net.weight.copy_(torch.randn(2, 3, generator=torch.Generator().manual_seed(seed)))
@@ -38,7 +38,7 @@ def recurrent(cls: Any) -> tuple[Any, Sequential]:
 
 
 def plain_states(memory: Any, rows: TensorDictBase) -> torch.Tensor:
-    """Outputs of a cell stepped by hand through the rows of one trajectory [time]."""
+    """Step a cell by hand through the rows [time] of one trajectory, and return its outputs."""
     is_lstm = isinstance(memory, LSTMModule)
     net = memory.lstm if is_lstm else memory.gru
     zeros = torch.zeros(1, 1, 4)

@@ -1,4 +1,4 @@
-"""Look at each instruction of a package's code as it runs, and interrupt it there."""
+"""Call a function at each instruction of a package's code, for example to interrupt it there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Look = Callable[[Any], object]
 
 
 class Interruption(Exception):
-    """Exception that a handler raises."""
+    """Exception that a signal handler raises."""
 
 
 @contextmanager
@@ -23,16 +23,17 @@ def traced(
     begin: Look | None = None,
     only: Collection[CodeType] | None = None,
 ) -> Iterator[None]:
-    """Call ``instruction`` with the frame before each one of code in files of ``folder``.
+    """Call ``instruction`` with the frame before each instruction of code in files of ``folder``.
 
-    ``begin`` is called where a function of it begins. ``only`` are functions' codes; None: all.
+    ``begin`` is called at the start of each function. ``only`` restricts the functions by their
+    code objects; None traces all.
     """
 
     def local(frame: Any, event: str, _: Any) -> Any:
         if event == "opcode":
             instruction(frame)
         else:
-            frame.f_trace_opcodes = True  # Python 3.14 heeds it once there was such an event
+            frame.f_trace_opcodes = True  # Python 3.14 respects it only after such an event
         return local
 
     def trace(frame: Any, event: str, _: Any) -> Any:
@@ -46,7 +47,7 @@ def traced(
         return local
 
     before = sys.gettrace()
-    # Python 3.12 gives these events only where a frame asked for them before the call.
+    # Python 3.12 emits these events only if a frame requested them before the call.
     sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
@@ -64,14 +65,14 @@ _CHECKED = {
 
 @contextmanager
 def at_checks(folder: str, look: Look) -> Iterator[None]:
-    """Call ``look`` with the frame where Python looks for signals, in code of ``folder``.
+    """Call ``look`` with the frame wherever Python checks for signals in code of ``folder``.
 
-    That is where a function begins, and behind each call.
+    These points are the start of a function and the end of each call.
     """
 
     def look_behind_calls(frame: Any) -> None:
         code, last = frame.f_code.co_code, frame.f_lasti - 2
-        while last > 0 and code[last] == 0:  # caches of the instruction before
+        while last > 0 and code[last] == 0:  # cache entries of the previous instruction
             last -= 2
         if last >= 0 and code[last] in _CHECKED:
             look(frame)

@@ -1,11 +1,11 @@
-"""The command line in real processes that start in milliseconds, and an oracle by its id.
+"""The command line in real processes that start in milliseconds, and a registered oracle.
 
-Importing torch and torchrl takes seconds. So a server process does it once, and forks a child for
-each command: a process of its own, with its own id, signals and standard streams. Scripts run so
-too, which do not care how their interpreter began and ends.
+Importing torch and torchrl takes seconds. A server process imports them once and forks a child for
+each command. The child is a real process with its own id, signals and standard streams. Scripts can
+run in this way too, if they do not depend on how their interpreter started and ends.
 
-As a module, it registers ``warm_cli:Oracle-v0``: an `OracleEnv` whose lane numbers count up by
-the order in which a process makes them, modulo ``lanes``.
+As a module, it registers ``warm_cli:Oracle-v0``: an `OracleEnv` whose lane numbers count up in the
+order in which a process makes them, modulo ``lanes``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _made = itertools.count()
 
 
 def make_oracle(lanes: int = 1, slow: float = 0.0, **kwargs: Any) -> oracles.OracleEnv:
-    """The next lane; with `slow`, each step takes that many seconds."""
+    """Make the next lane. With `slow`, each step takes that many seconds."""
     env = oracles.OracleEnv(next(_made) % lanes, LENGTHS, ends="mixed", **kwargs)
     if slow:
         step = env.step
@@ -49,30 +49,30 @@ def make_oracle(lanes: int = 1, slow: float = 0.0, **kwargs: Any) -> oracles.Ora
     return env
 
 
-if __name__ == "warm_cli":  # the server's children import it by its name
+if __name__ == "warm_cli":  # the server's children import it by this name
     gymnasium.register("Oracle-v0", entry_point="warm_cli:make_oracle", disable_env_checker=True)
 
 
 @dataclass
 class Command:
-    """A command that runs, or ran, in a process of its own."""
+    """A command in its own process, running or finished."""
 
     server: WarmServer
     pid: int
     folder: Path
 
     def kill(self, number: int = signal.SIGKILL, group: bool = False) -> None:
-        """Send a signal to it, or, as a terminal does, to its process group."""
+        """Send a signal to the process, or to its process group, as a terminal does."""
         (os.killpg if group else os.kill)(self.pid, number)
 
     def wait(self, seconds: float = 60.0) -> int:
-        """Its exit status: negative, a signal's number, if that ended it."""
+        """Return the exit status, which is negative for the number of a fatal signal."""
         status = self.server.ask({"wait": self.pid, "seconds": seconds})["status"]
         assert status is not None, f"still running after {seconds} s\n{self.out}\n{self.err}"
         return int(status)
 
     def wait_for(self, text: str, seconds: float = 60.0) -> None:
-        """Return when it has written `text` to stderr."""
+        """Wait until the command has written `text` to stderr."""
         deadline = time.monotonic() + seconds
         while text not in self.err:
             assert time.monotonic() < deadline, f"no {text!r} in {self.err!r}"
@@ -80,27 +80,27 @@ class Command:
 
     @property
     def out(self) -> str:
-        """Its output on stdout."""
+        """Output on stdout."""
         return (self.folder / "stdout").read_text()
 
     @property
     def err(self) -> str:
-        """Its output on stderr."""
+        """Output on stderr."""
         return (self.folder / "stderr").read_text()
 
 
 class WarmServer:
-    """Starts commands; a context manager.
+    """A server that starts commands. It is a context manager.
 
     Args:
-        paths: where else modules are looked for.
+        paths: additional folders to search for modules.
         environment: variables that differ from ours.
     """
 
     def __init__(self, *paths: Path, **environment: str) -> None:
         ours = (TESTS, TESTS / "environments")
         self.environment: dict[str, str] = {}
-        """Variables that differ in the processes that are started from now on."""
+        """Variables that differ in the processes started from now on."""
         found = map(str, (*ours, *paths, *filter(None, [os.environ.get("PYTHONPATH")])))
         self._process = subprocess.Popen(
             [sys.executable, str(TESTS / "warm_cli.py")],
@@ -120,10 +120,10 @@ class WarmServer:
     ) -> Command:
         """Start ``tallyroll ARGV`` in `folder`, which becomes its current directory.
 
-        Or, if the first word is that, ``python SCRIPT …`` or ``python -m MODULE …``.
+        If the first word is ``python``, run ``python SCRIPT …`` or ``python -m MODULE …`` instead.
 
-        Its standard streams are files there, or the terminal at `tty`; None closes stdout. It
-        leads a process group.
+        Standard streams are files in `folder`, or the terminal at `tty`; None closes stdout. The
+        process leads a process group.
         """
         folder.mkdir(exist_ok=True)
         for name in ("stdout", "stderr"):
@@ -141,7 +141,7 @@ class WarmServer:
         return command
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One question, one answer."""
+        """Send one request and return its answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -157,11 +157,11 @@ class WarmServer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(60)  # on a busy machine it may still import what it was started for
+        self._process.wait(60)  # on a busy machine it may still be importing
         self._process.stdout.close()
 
 
-# --- the server ---------------------------------------------------------------------------------
+# --- the server -----------------------------------------------------------------------------------
 
 
 def serve() -> None:
@@ -196,7 +196,7 @@ def _fork(argv: list[str], cwd: str, more: dict[str, str], **streams: Any) -> in
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         os.chdir(cwd)
         os.environ.update(more)
-        tempfile.tempdir = None  # it may have been asked for already
+        tempfile.tempdir = None  # the server may already have set it
         if "PYTHONWARNINGS" in more:
             warnings.simplefilter(more["PYTHONWARNINGS"])  # type: ignore[arg-type]
         _redirect(**streams)
@@ -208,7 +208,7 @@ def _fork(argv: list[str], cwd: str, more: dict[str, str], **streams: Any) -> in
         sys.excepthook(*sys.exc_info())
     finally:
         try:
-            util._exit_function()  # as the interpreter does: the names of semaphores go
+            util._exit_function()  # as the interpreter does, to remove the names of semaphores
             sys.stderr.flush()
         finally:
             os._exit(status)
@@ -230,7 +230,7 @@ def _redirect(tty: str | None, stdout: str | None, stderr: str) -> None:
         file = os.open(name, os.O_RDWR if tty else os.O_WRONLY if number else os.O_RDONLY)
         os.dup2(file, number)
         os.close(file)
-    if stdout is None:  # as the interpreter finds it at its start
+    if stdout is None:  # the state that a closed stdout has at startup
         os.close(1)
         sys.stdout = None  # type: ignore[assignment]
 
@@ -238,15 +238,15 @@ def _redirect(tty: str | None, stdout: str | None, stderr: str) -> None:
 if __name__ == "__main__":
     import torch
 
-    # The commands import these where they collect: a sixth of a second of each.
+    # Commands import these to collect, which would take a sixth of a second each.
     from tallyroll.collector import MultiprocessCollector, SyncCollector, cli  # noqa: F401
     from tallyroll.collector.cli import progress
     from tallyroll.collector.torchrl import Collector  # noqa: F401  TorchRL's own import warns
 
-    progress.LINE_SECONDS = math.inf  # a command prints a line after some seconds
-    # Names of semaphores say which process of pytest they are of.
+    progress.LINE_SECONDS = math.inf  # otherwise a command prints a line after some seconds
+    # Names of semaphores contain the process id of pytest.
     process.current_process()._config["semprefix"] = f"/mp-{os.getppid()}"  # type: ignore[attr-defined]
 
     torch.set_num_threads(1)
     serve()
-    os._exit(0)  # taking the interpreter down takes long
+    os._exit(0)  # shutting the interpreter down takes long

@@ -1,9 +1,9 @@
-"""Workers that fail as a test plans it, in real processes, and what must hold afterwards.
+"""Workers that fail according to a plan, in real processes, and the checks for afterwards.
 
-`Faults` counts in files, so that counts go on where a process was killed: a fault that is planned
-for a lane's tenth step happens once, in whichever process makes that step. Environments are those
-of `oracles`: each row says which lane, episode and step it belongs to. A new process begins with
-episode 0 again; `check_lives` takes the rows of each such life apart.
+`Faults` counts in files, so that counts continue after a process is killed. A fault that is planned
+for a lane's tenth step happens once, in the process that makes that step. Environments are those of
+`oracles`, so each row encodes its lane, episode and step. A new process begins with episode 0
+again, and `check_lives` separates the rows of each such life.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from oracles import OracleEnv, OracleTorchEnv, check_rows, decode, flat_rows
 TESTS = Path(__file__).resolve().parent
 LENGTHS = (5, 1, 9, 2, 30)
 SECONDS = 5.0
-"""Within which nothing may be left of a run that ended, whatever ended it."""
+"""Time within which all processes of an ended run must be gone, however it ended."""
 
 How = Literal["raise", "exit", "sys.exit", "kill", "segfault", "sleep", "stop", "regex", "gil"]
 Where = Literal["import", "factory", "reset", "step", "policy", "close"]
@@ -59,7 +59,7 @@ class Sabotage(Exception):
 
 
 def fall(how: How) -> None:
-    """Fail in that way."""
+    """Fail in the given way."""
     if how == "raise":
         raise Sabotage("as planned")
     if how == "exit":
@@ -75,16 +75,16 @@ def fall(how: How) -> None:
         time.sleep(3600)
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    if how == "regex":  # tries 2**64 ways, and lets no other thread run meanwhile
+    if how == "regex":  # tries 2**64 matches without releasing the GIL
         re.match("(a+)+$", 64 * "a" + "b")
-    if how == "gil":  # nor does this, and it lies still
+    if how == "gil":  # this keeps the GIL too, and sleeps
         ctypes.PyDLL(None).sleep(3600)
     raise AssertionError(f"survived {how}")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """At the `count`-th time that lane `lane` (of a worker: its first) comes to `where`."""
+    """A fault at the `count`-th time that lane `lane` (a worker's first lane) reaches `where`."""
 
     where: Where
     how: How
@@ -94,14 +94,14 @@ class Fault:
 
 @dataclass
 class Faults:
-    """Faults to come, and what is known of those that came, in `folder`."""
+    """Planned faults, and the records of those that happened, in `folder`."""
 
     folder: Path
     planned: Sequence[Fault] = ()
     _files: dict[str, int] = field(default_factory=dict, repr=False)
 
     def at(self, where: Where, lane: int, action: Any = None) -> None:
-        """Count that `lane` came here, about to execute `action`; fail if that is planned."""
+        """Count that `lane` reached `where`, about to execute `action`. Fail if that is planned."""
         count = self.count(where, lane)
         for fault in self.planned:
             if (fault.where, fault.lane, fault.count) == (where, lane, count):
@@ -110,29 +110,29 @@ class Faults:
                 fall(fault.how)
 
     def count(self, what: str, lane: int) -> int:
-        """Count up."""
+        """Increment a count and return it."""
         file = self._file(f"{what}-{lane}")
         number = int.from_bytes(os.pread(file, 8, 0), "little") + 1
         os.pwrite(file, number.to_bytes(8, "little"), 0)
         return number
 
     def counted(self, what: str, lane: int) -> int:
-        """Return the count, of all processes."""
+        """Return a count over all processes."""
         path = self.folder / f"{what}-{lane}"
         return int.from_bytes(path.read_bytes(), "little") if path.exists() else 0
 
     def executed(self, lanes: int) -> int:
-        """Transitions that the environments made, in all processes together."""
+        """Return the number of transitions that the environments made, over all processes."""
         return sum(self.counted("executed", lane) for lane in range(lanes))
 
     def note(self, what: str, number: int | None) -> None:
-        """Add a number to a list."""
+        """Append a number to a list."""
         if number is not None:
             with (self.folder / what).open("a") as file:
                 file.write(f"{number}\n")
 
     def noted(self, what: str) -> list[int]:
-        """The list."""
+        """Return a list of numbers."""
         path = self.folder / what
         return [int(line) for line in path.read_text().split()] if path.exists() else []
 
@@ -143,7 +143,7 @@ class Faults:
 
     @property
     def fell(self) -> float:
-        """When the last fault happened, by `time.monotonic`, which all processes share."""
+        """Time of the last fault by `time.monotonic`, which all processes share."""
         return float((self.folder / "fell").read_text())
 
     def _file(self, name: str) -> int:
@@ -159,10 +159,10 @@ class Faults:
 
 
 class FaultyLane(OracleEnv):
-    """One lane; `slow` is in seconds a step.
+    """One lane, whose steps take `slow` seconds.
 
-    Reset with the seed 0, it is a child that is made to be looked at: it makes no experience, and
-    nothing is noted or fails. Lanes' seeds are words of 31 random bits.
+    A lane that is reset with the seed 0 serves only for inspection. Its calls are not recorded and
+    do not fail. Seeds of other lanes have 31 random bits.
     """
 
     def __init__(
@@ -195,14 +195,14 @@ class FaultyLane(OracleEnv):
         return result
 
     def close(self) -> None:
-        """Fail here, too."""
+        """Close the lane, which may fail, too."""
         if self.looked_at:
             return
         self.faults.at("close", self.lane)
 
 
 class FaultyTorchEnv(OracleTorchEnv):
-    """The same as a TorchRL environment."""
+    """The faulty lanes as a TorchRL environment."""
 
     def __init__(self, lanes: range, faults: Faults, *, slow: float = 0.0) -> None:
         super().__init__(len(lanes), LENGTHS, first_lane=lanes[0], ends="mixed", kind="seeded")
@@ -234,18 +234,18 @@ def make(
     lengths: Sequence[int] = LENGTHS,
     slow: float = 0.0,
 ) -> VectorEnv[Any, Any, Any] | FaultyTorchEnv:
-    """The environment of a worker."""
+    """Make the environment of a worker."""
     faults.at("factory", lanes[0])
     if kind == "torchrl":
         return FaultyTorchEnv(lanes, faults, slow=slow)
     each = [partial(FaultyLane, lane, faults, lengths=lengths, slow=slow) for lane in lanes]
-    if kind == "async":  # torchrl makes spawn the default, which takes seconds
+    if kind == "async":  # the default of torchrl is spawn, which takes seconds
         return AsyncVectorEnv(each, autoreset_mode=autoreset, context="fork")
     return SyncVectorEnv(each, autoreset_mode=autoreset)
 
 
 class FaultyPolicy(TensorDictModuleBase):
-    """Acts by the observation alone; a worker's first lane counts its calls."""
+    """A policy of the observation alone. Calls are counted for a worker's first lane."""
 
     def __init__(self, faults: Faults) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class FaultyPolicy(TensorDictModuleBase):
 
 
 class Versioned(TensorDictModuleBase):
-    """Acts by the observation and the weights, all of which are the version's number."""
+    """A policy of the observation and of the weights, which all equal the version's number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,12 +274,12 @@ class Versioned(TensorDictModuleBase):
 
 
 def by_version(observation: torch.Tensor, version: int | torch.Tensor) -> torch.Tensor:
-    """The action of `Versioned` ``[row]``."""
+    """Return the actions of `Versioned` ``[row]``."""
     return (observation[..., :3].long().sum(-1) + version) % 2
 
 
 def split(lanes: int, workers: int) -> list[range]:
-    """The lanes of each worker."""
+    """Return the lanes of each worker."""
     sizes = [lanes // workers + (worker < lanes % workers) for worker in range(workers)]
     return [range(sum(sizes[:at]), sum(sizes[: at + 1])) for at in range(workers)]
 
@@ -289,19 +289,19 @@ def factories(faults: Faults, lanes: int, workers: int, **kwargs: Any) -> list[C
     return [partial(make, own, faults, **kwargs) for own in split(lanes, workers)]
 
 
-# --- what must hold -------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def check_lives(rows: TensorDictBase, lanes: int, *, gaps: bool = False) -> list[int]:
-    """Every row was really made; within each life of a lane none is missing, none there twice.
+    """Check that every row was made, and that no life of a lane has gaps or repeats.
 
     Args:
-        rows: as a storage has them, in order.
-        lanes: of the run.
-        gaps: whole episodes may be missing, for which there was no budget.
+        rows: rows of a storage, in order.
+        lanes: number of lanes of the run.
+        gaps: whether whole episodes may be missing because they exceeded the budget.
 
     Returns:
-        How many lives each lane has rows of.
+        The number of lives with rows, for each lane.
     """
     lane, episode, step = decode("seeded", {"observation": rows["observation"].numpy()})
     assert set(lane.tolist()) <= set(range(lanes))
@@ -328,7 +328,7 @@ def check_lives(rows: TensorDictBase, lanes: int, *, gaps: bool = False) -> list
 
 
 def check_batch(batch: TensorDictBase) -> int:
-    """Done where a trajectory ends in the batch, by itself or by a cut; returns its rows."""
+    """Check that done marks each trajectory's last row in a batch. Return the number of rows."""
     rows = flat_rows(batch)
     ids = rows["collector", "traj_ids"]
     last = torch.ones(len(rows), dtype=torch.bool)
@@ -343,7 +343,7 @@ def check_batch(batch: TensorDictBase) -> int:
 
 
 def ends_of(rows: TensorDictBase) -> tuple[int, int]:
-    """Trajectories in the rows that are whole, and those that were cut."""
+    """Return the numbers of whole and of cut trajectories in the rows."""
     ids = rows["collector", "traj_ids"].numpy()
     ended = rows["next", "terminated"] | rows["next", "truncated"]
     whole = np.unique(ids[ended.reshape(-1).numpy()])
@@ -351,21 +351,21 @@ def ends_of(rows: TensorDictBase) -> tuple[int, int]:
 
 
 def check_ledger(ledger: Ledger, rows: TensorDictBase, faults: Faults, lanes: int) -> None:
-    """The counts of a run that is over, held against what the environments made."""
+    """Compare the counts of an ended run with the transitions that the environments made."""
     ledger.check()
     assert balanced(ledger)
     assert ledger.carried == 0
     assert ledger.stored == len(rows)
     assert (ledger.episodes_complete, ledger.episodes_cut) == ends_of(rows)
     unknown = faults.executed(lanes) - ledger.executed
-    # How many lanes of a worker had stepped in the slot in which it died is not known.
+    # It is unknown how many of a worker's lanes had stepped in the slot in which it died.
     assert 0 <= unknown <= (1 + ledger.respawned) * lanes, f"{unknown} executed, not counted"
     seeds = faults.noted("seeds")
     assert len(set(seeds)) == len(seeds), "a seed was used twice"
 
 
 def check_episodes(episodes: Sequence[Episode], rows: TensorDictBase) -> None:
-    """The table of whole episodes says what the rows say."""
+    """Compare the table of whole episodes with the rows."""
     ids = rows["collector", "traj_ids"].numpy()
     reward = rows["next", "reward"].reshape(-1).double().numpy()
     assert len({episode.traj_id for episode in episodes}) == len(episodes) == ends_of(rows)[0]
@@ -376,17 +376,17 @@ def check_episodes(episodes: Sequence[Episode], rows: TensorDictBase) -> None:
 
 
 def error_of(how: How) -> type[WorkerError]:
-    """The class that a fault is reported by."""
+    """Return the class of error that reports a fault."""
     if how == "raise":
         return WorkerRaised
     return WorkerHung if how in HANGS else WorkerDied
 
 
-# --- what is left ---------------------------------------------------------------------------------
+# --- remaining processes --------------------------------------------------------------------------
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of the children of a child that died."""
+    """Make this process the parent of orphaned descendants."""
     set_child_subreaper = 36
     assert ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0) == 0
 
@@ -404,7 +404,7 @@ def descendants(pid: int | None = None) -> dict[int, str]:
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 60.0, what: str = "") -> float:
-    """Wait for it; the seconds that it took."""
+    """Wait for a condition. Return the seconds that it took."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() < began + seconds, f"waited {seconds} s for {what or condition}"
@@ -413,7 +413,7 @@ def wait_until(condition: Callable[[], Any], seconds: float = 60.0, what: str = 
 
 
 def measured(what: str, seconds: float) -> float:
-    """`seconds`, written to the file that TALLYROLL_MEASURED names."""
+    """Write `seconds` to the file that TALLYROLL_MEASURED names, and return them."""
     if path := os.environ.get("TALLYROLL_MEASURED"):
         test = os.environ.get("PYTEST_CURRENT_TEST", "").split("::")[-1]
         with open(path, "a") as file:
@@ -422,7 +422,7 @@ def measured(what: str, seconds: float) -> float:
 
 
 def gone(before: Sequence[int], seconds: float = SECONDS) -> float:
-    """Wait until there are no more descendants than `before`; the seconds that it took."""
+    """Wait until the only descendants are those in `before`. Return the seconds that it took."""
     began = time.monotonic()
     while left := {pid: line for pid, line in descendants().items() if pid not in before}:
         assert time.monotonic() < began + seconds, f"left after {seconds} s: {left}"
@@ -432,7 +432,10 @@ def gone(before: Sequence[int], seconds: float = SECONDS) -> float:
 
 @pytest.fixture(autouse=True)
 def no_process_left() -> Iterator[None]:
-    """Not even one that a fork server started: conftest.py cannot tell these from the server."""
+    """Check that no process is left, even one that a fork server started.
+
+    conftest.py cannot distinguish these from the server.
+    """
     adopt_orphans()
     before = descendants()
     yield
@@ -445,29 +448,29 @@ def no_process_left() -> Iterator[None]:
 
 
 def helpers() -> list[int]:
-    """The fork server of this process, and the tracker of its semaphores."""
+    """Return the fork server of this process, and the tracker of its semaphores."""
     pids = [SERVER._forkserver_pid, resource_tracker._resource_tracker._pid]
     return [pid for pid in pids if pid is not None]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def warm_server() -> None:
-    """For a whole module: workers start at once."""
+    """Warm the fork server once per module, so that workers start immediately."""
     warm_fork_server()
 
 
 @dataclass
 class Ended:
-    """How a run ended."""
+    """The end of a run."""
 
     collector: MultiprocessCollector | None
     error: Exception | None
     at: float
-    """When, by `time.monotonic`."""
+    """Time of the end, by `time.monotonic`."""
 
 
 def run(create: Any, policy: Any = None, **kwargs: Any) -> Ended:
-    """Collect to the end, or to the error."""
+    """Collect to the end or to an error."""
     collector = None
     kwargs.setdefault("mp_start_method", "forkserver")
     try:
@@ -476,7 +479,7 @@ def run(create: Any, policy: Any = None, **kwargs: Any) -> Ended:
             collector.ledger.check()
             check_batch(batch)
         return Ended(collector, None, time.monotonic())
-    except Exception as error:  # noqa: BLE001  it is looked at
+    except Exception as error:  # noqa: BLE001  the test inspects it
         return Ended(collector, error, time.monotonic())
     finally:
         if collector is not None:
@@ -487,10 +490,10 @@ def run(create: Any, policy: Any = None, **kwargs: Any) -> Ended:
 
 
 class Parent:
-    """A process that collects with workers, and that may be killed; a session of its own.
+    """A process that collects with workers and that a test may kill. It has its own session.
 
-    It starts in milliseconds, for the fork server has imported all, and its workers come from the
-    same server. Its standard streams are files in `folder`, or the terminal at `tty`; temporary
+    It starts in milliseconds, because the fork server has done all imports. Its workers come from
+    the same server. Its standard streams are files in `folder`, or the terminal at `tty`. Temporary
     files go to `folder`/tmp.
     """
 
@@ -506,32 +509,32 @@ class Parent:
         self.process.start()
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send the process a signal, unless it has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, number)
 
     def wait(self, seconds: float = 60.0) -> int:
-        """Its exit status: negative, a signal's number, if that ended it."""
+        """Return the exit status, which is negative for the number of a fatal signal."""
         self.process.join(seconds)
         assert self.process.exitcode is not None, f"runs after {seconds} s\n{self.err}"
         return int(self.process.exitcode)
 
     def wait_for(self, name: str, seconds: float = 60.0) -> None:
-        """Return when it has made that file."""
+        """Wait until the process has made a file."""
         path = self.folder / name
         wait_until(lambda: path.exists() or not self.process.is_alive(), seconds, name)
         assert path.exists(), f"it ended without {name}\n{self.err}"
 
     @property
     def err(self) -> str:
-        """Output of it and its workers on stderr."""
+        """Output of the process and its workers on stderr."""
         return (self.folder / "stderr").read_text()
 
 
 def server_of_tests() -> dict[str, Any]:
-    """Where a process finds the fork server of the tests; Python 3.14 asks for its key, too.
+    """Return the address of the tests' fork server, and its key for Python 3.14.
 
-    With the modules that it preloads: without any, workers would come from another server.
+    The result includes the preloaded modules. Without them, workers would come from another server.
     """
     names = ("_forkserver_address", "_forkserver_authkey", "_preload_modules")
     return {name: getattr(SERVER, name) for name in names if hasattr(SERVER, name)}
@@ -548,7 +551,7 @@ def _parent(server: dict[str, Any], folder: Path, tty: str | None, target: Any, 
     tempfile.tempdir = None
     multiprocessing.current_process()._config.pop("tempdir", None)
     vars(SERVER).update(server)
-    SERVER.ensure_running = lambda: None  # it is another process's child
+    SERVER.ensure_running = lambda: None  # the server is another process's child
     try:
         target(folder, *args)
     finally:

@@ -1,7 +1,7 @@
-"""Environments and policies that travel to workers, and runs through any number of them.
+"""Environments and policies that travel to workers, and runs with any number of workers.
 
-Small enough for a worker to import. Most tests start real processes; where hundreds of runs are
-wanted (`in_threads`), the workers are threads of this process.
+The module is small, so that a worker imports it fast. Most tests start real processes. For hundreds
+of runs (`in_threads`), the workers are threads of this process.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Counts = dict[str, int]
 
 
 class FurtherVectorEnv(OracleVectorEnv):
-    """A native vector whose first lane is another than 0."""
+    """A native vector whose lanes are numbered from `first_lane` on."""
 
     def __init__(self, first_lane: int, num_envs: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(num_envs, *args, **kwargs)
@@ -106,14 +106,14 @@ RESET_SLOTS = (NEXT, "native")
 
 
 def make(source: str, first: int, lanes: int, **kwargs: Any) -> Env:
-    """An environment of that source; kwargs go to the oracle, whose ends are mixed."""
+    """Make an environment of a source. kwargs go to the oracle, whose ends are mixed."""
     env = SOURCES[source](first, lanes, **{"ends": "mixed", **kwargs})
     MADE.append(env)
     return env
 
 
 MADE: list[Env] = []
-"""All that :func:`make` made in this process since workers are threads."""
+"""Environments that :func:`make` made in this process since :func:`in_threads` began."""
 
 
 def steps_and_resets() -> tuple[int, int]:
@@ -131,18 +131,18 @@ def _lanes_of(env: Any) -> Iterator[tuple[int, int]]:
 
 
 def factory(source: str, first: int, lanes: int, **kwargs: Any) -> Callable[[], Env]:
-    """Makes it where it is called."""
+    """Return a function that makes the environment."""
     return partial(make, source, first, lanes, **kwargs)
 
 
 def lanes_of_workers(lanes: int, workers: int) -> list[tuple[int, int]]:
-    """First lane and number of lanes of each worker, the first ones having one more."""
+    """Return each worker's first lane and number of lanes. The first workers get surplus lanes."""
     sizes = [lanes // workers + (worker < lanes % workers) for worker in range(workers)]
     return [(sum(sizes[:worker]), size) for worker, size in enumerate(sizes)]
 
 
 def factories(source: str, workers: int, lanes: int = LANES, **kwargs: Any) -> list[Any]:
-    """One a worker."""
+    """Return the environment factory of each worker."""
     return [
         factory(source, first, own, **kwargs) for first, own in lanes_of_workers(lanes, workers)
     ]
@@ -152,7 +152,7 @@ def factories(source: str, workers: int, lanes: int = LANES, **kwargs: Any) -> l
 
 
 class RecordingPolicy(ByObservation):
-    """Writes a column of its own, made of what it sees."""
+    """A policy that writes columns computed from the observation."""
 
     def __init__(self, kind: Any = "float") -> None:
         super().__init__(kind)
@@ -166,7 +166,7 @@ class RecordingPolicy(ByObservation):
 
 
 class SlowPolicy(ByObservation):
-    """Takes now no time and now some, so that workers overtake each other."""
+    """A policy with random delays, so that workers overtake each other."""
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
         """Wait, and write the action."""
@@ -175,9 +175,9 @@ class SlowPolicy(ByObservation):
 
 
 class Versioned(TensorDictModuleBase):
-    """Its weights are all one number, which its action encodes and its columns show.
+    """A policy whose weights all equal one number, which its action and its columns encode.
 
-    `weight` is large, so that half of it may be new and half old; `mark` is a buffer.
+    `weight` is large, so that a torn update can leave half of it old. `mark` is a buffer.
     """
 
     def __init__(self, entries: int = 7) -> None:
@@ -188,14 +188,14 @@ class Versioned(TensorDictModuleBase):
         self.register_buffer("fleeting", torch.zeros(3), persistent=False)
 
     def set_to(self, number: int) -> Versioned:
-        """Every weight and buffer becomes `number`."""
+        """Set every weight and buffer to `number`."""
         with torch.no_grad():
             for tensor in (*self.parameters(), *self.buffers()):
                 tensor.fill_(number)
         return self
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
-        """Write the action and what the weights are."""
+        """Write the action and the values of the weights."""
         low, high = self.weight.min().item(), self.weight.max().item()
         total = td["observation"].long().sum(-1) + int(low)
         each = torch.ones(td.batch_size)
@@ -205,17 +205,17 @@ class Versioned(TensorDictModuleBase):
 
 
 def chosen_by(rows: TensorDictBase, number: torch.Tensor) -> torch.Tensor:
-    """The actions of `Versioned` with these weights, a number a row."""
+    """Return the actions of `Versioned` with these weights, one number per row."""
     return (rows["observation"].long().sum(-1) + number) % 2
 
 
 def drawing(td: TensorDictBase) -> TensorDictBase:
-    """A stochastic policy: torch's generator."""
+    """Draw actions from torch's generator, as a stochastic policy."""
     return td.set("action", torch.randint(0, 2, td.batch_size))
 
 
 def linear() -> Sequential:
-    """A greedy linear policy."""
+    """Return a greedy linear policy."""
     logits = TensorDictModule(torch.nn.Linear(3, 2), in_keys=["observation"], out_keys=["logits"])
     return Sequential(logits, TensorDictModule(_argmax, in_keys=["logits"], out_keys=["action"]))
 
@@ -224,11 +224,14 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(-1)
 
 
-# --- environments that take their time ----------------------------------------------------------
+# --- slow environments ----------------------------------------------------------------------------
 
 
 class Slow(OracleEnv):
-    """Each step of the lanes `slow` (by default all) takes `seconds`; tells when it was made."""
+    """An oracle whose step in the lanes `slow` (by default all) takes `seconds`.
+
+    Infos have the time of each observation.
+    """
 
     def __init__(
         self, lane: int, *args: Any, seconds: float = 0.0, slow: Any = None, **kwargs: Any
@@ -250,14 +253,14 @@ class Slow(OracleEnv):
 
 
 class FaultyEnv(OracleEnv):
-    """The transition `at` of lane `bad` is wrong: `what` says how."""
+    """An oracle whose transition `at` in lane `bad` is wrong in the way that `what` names."""
 
     def __init__(self, *args: Any, bad: int, at: int, what: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.bad, self.at, self.what = bad, at, what
 
     def step(self, action: Any) -> Any:
-        """Step, and spoil it."""
+        """Step, and spoil the planned transition."""
         observation, reward, *rest = super().step(action)
         if self.lane == self.bad and self.steps_taken == self.at + 1:
             if self.what == "nan":
@@ -276,12 +279,12 @@ def _faulty_vec(first: int, lanes: int, **kwargs: Any) -> Env:
 
 
 def faulty_vec(first: int, lanes: int, *, what: str, lane: int, at: int) -> Callable[[], Env]:
-    """A factory of lanes of which one is `FaultyEnv`."""
+    """Return a factory of lanes, of which one is a `FaultyEnv`."""
     return partial(_faulty_vec, first, lanes, bad=lane, at=at, what=what)
 
 
 def slow_vec(first: int, lanes: int, lengths: Any = LENGTHS, **kwargs: Any) -> Env:
-    """Lanes that are `Slow`, autoreset disabled."""
+    """Make `Slow` lanes with autoreset disabled."""
     makes = [
         partial(Slow, lane, lengths, **{"ends": "mixed", **kwargs})
         for lane in range(first, first + lanes)
@@ -290,14 +293,14 @@ def slow_vec(first: int, lanes: int, lengths: Any = LENGTHS, **kwargs: Any) -> E
 
 
 def slow_factories(workers: int, lanes: int = LANES, **kwargs: Any) -> list[Any]:
-    """One a worker."""
+    """Return the factory of slow lanes for each worker."""
     return [
         partial(slow_vec, first, own, **kwargs) for first, own in lanes_of_workers(lanes, workers)
     ]
 
 
 def ticking(first: int, lanes: int, mode: AutoresetMode) -> Env:
-    """Lanes whose infos count ticks from each reset on."""
+    """Make lanes whose infos count ticks from each reset on."""
     makes = [
         partial(OwnTicks, lane, LENGTHS, ends="mixed", frame_skip=4, noops=3)
         for lane in range(first, first + lanes)
@@ -310,7 +313,7 @@ def ticking(first: int, lanes: int, mode: AutoresetMode) -> Env:
 
 @dataclass
 class Run:
-    """Result of a run, and its ledger at every yield and at the end."""
+    """Result of a run, with its ledger at every yield and at the end."""
 
     batches: Batches
     counts: list[Counts]
@@ -319,7 +322,7 @@ class Run:
 
 
 def collect_all(collector: Collector, batches: int | None = None) -> Run:
-    """Iterate to the end, or for so many batches, and shut down."""
+    """Iterate to the end, or for a number of batches, and shut down."""
     run = Run([], [], collector)
     with collector:
         for batch in collector:
@@ -337,7 +340,7 @@ def collect_all(collector: Collector, batches: int | None = None) -> Run:
 
 
 def assert_gone(pids: Sequence[int]) -> None:
-    """Within five seconds none of these processes is there."""
+    """Assert that none of these processes exists after at most five seconds."""
     until = time.monotonic() + 5
     while any(map(_alive, pids)):
         assert time.monotonic() < until, f"processes {pids} are left"
@@ -354,13 +357,13 @@ def _alive(pid: int) -> bool:
 def sync_collector(
     source: str, policy: Any = None, lanes: int = LANES, **kwargs: Any
 ) -> SyncCollector:
-    """The collector of one process."""
+    """Return a single-process collector."""
     own = kwargs.pop("oracle", {})
     return SyncCollector(factory(source, 0, lanes, **own), policy, **kwargs)
 
 
 def start(create: Any, policy: Any = None, **kwargs: Any) -> MultiprocessCollector:
-    """A collector whose workers start quickly."""
+    """Return a collector whose workers start quickly."""
     warm_fork_server()
     return MultiprocessCollector(create, policy, **{**QUICK, **kwargs})
 
@@ -368,7 +371,7 @@ def start(create: Any, policy: Any = None, **kwargs: Any) -> MultiprocessCollect
 def worker_collector(
     source: str, workers: int, policy: Any = None, lanes: int = LANES, **kwargs: Any
 ) -> MultiprocessCollector:
-    """The collector of so many processes; the same lanes as :func:`sync_collector`."""
+    """Return a collector with this many workers and the same lanes as :func:`sync_collector`."""
     own = kwargs.pop("oracle", {})
     return start(factories(source, workers, lanes, **own), policy, **kwargs)
 
@@ -376,7 +379,10 @@ def worker_collector(
 def rows_until(
     collector: MultiprocessCollector, reached: Callable[[TensorDictBase], bool]
 ) -> TensorDict:
-    """Rows of an endless run, five batches longer than that: however late a worker is."""
+    """Return rows of an endless run, until more than five batches have `reached` the condition.
+
+    A worker may be late by any time.
+    """
     batches: list[TensorDictBase] = []
     after = 0
     for batch in collector:
@@ -388,7 +394,7 @@ def rows_until(
 
 
 def assert_alike(one: Run, other: Run) -> None:
-    """Batches, bit by bit, the ledger at every yield, and the log of episodes."""
+    """Assert that batches (bit by bit), ledgers at every yield, and episode logs are equal."""
     assert [len(batch) for batch in other.batches] == [len(batch) for batch in one.batches]
     for mine, theirs in zip(one.batches, other.batches, strict=True):
         assert mine.batch_size == theirs.batch_size
@@ -398,7 +404,7 @@ def assert_alike(one: Run, other: Run) -> None:
 
 
 def as_stored(batches: Batches) -> TensorDict:
-    """Rows of batches of any layout but "rows", lane by lane within each batch."""
+    """Return the rows of batches of any layout except "rows", lane by lane within each batch."""
     parts = []
     for batch in batches:
         rows = batch
@@ -413,9 +419,9 @@ def as_stored(batches: Batches) -> TensorDict:
 def assert_first_started(
     checked: Rows, lanes: range, lengths: Any, *, resets: bool = False
 ) -> None:
-    """The episodes of the lanes of one worker are whole, and the first that it started.
+    """Assert that the episodes of one worker's lanes are whole, and that they started first.
 
-    `resets`: each reset takes a slot. `checked` is of all rows, in the order of each lane.
+    `resets`: whether each reset takes a slot. `checked` has all rows, in the order of each lane.
     """
     whole: dict[int, int] = {}
     for lane in lanes:
@@ -439,7 +445,7 @@ def assert_first_started(
 
 @pytest.fixture(autouse=True)
 def kept_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare the sums that `Leases` keeps with those over all workers, before each block."""
+    """Compare the sums that `Leases` keeps with sums over all workers, before each block."""
     plain = Leases.block
 
     def block(leases: Leases, want: int) -> Any:
@@ -457,14 +463,14 @@ def kept_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _as_threads(jobs: Sequence[bytes], **_: Any) -> ThreadTransport:
-    """Threads, whatever was asked for."""
+    """Return threads, regardless of the requested transport."""
     plain = [replace(cloudpickle.loads(job), threads=None) for job in jobs]
     return ThreadTransport([cloudpickle.dumps(job) for job in plain])
 
 
 @contextmanager
 def in_threads() -> Iterator[None]:
-    """Collectors that are made inside have threads for workers."""
+    """Give collectors made within the context threads as workers."""
     MADE.clear()
     with patch.object(multiprocess, "ProcessTransport", _as_threads):
         yield

@@ -1,4 +1,4 @@
-"""A release: the changelog folds into the section of a version, or the release is refused."""
+"""Tests of the release script: it folds the changelog into a version's section, or refuses."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_version_has_one_place() -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A clean one, whose changelog and version could be released."""
+    """Return a clean repository whose changelog and version can be released."""
     (tmp_path / "src/tallyroll").mkdir(parents=True)
     (tmp_path / ".gitignore").write_text("/dist/\n")
     (tmp_path / "pyproject.toml").write_text("[project.optional-dependencies]\nrelease = []\n")

@@ -1,4 +1,4 @@
-"""Versions are found without an import, and are those that the packages give themselves."""
+"""Tests that versions are found without an import, and equal those that packages report."""
 
 from __future__ import annotations
 

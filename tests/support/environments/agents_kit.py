@@ -1,4 +1,4 @@
-"""Lanes with several agents each, whose every row can be checked, and a plain model of them."""
+"""Lanes with several agents, of which every row can be checked, and a plain model of them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ DEEP = ("team", "red")
 class AgentsEnv(EnvBase):
     """`lanes` lanes (None: batch size []) with a group of two agents and a nested group of three.
 
-    Observations tell lane, episode, step and agent. Agent `a` gets the reward
-    `1 + step + 10 * a + 100 * lane`. A lane ends as `oracles.how_it_ends` says for `"mixed"`:
-    where it terminates, all agents of `agents` are done and terminated from step
-    `length - 1 - a` on; where it is truncated, the root alone says so. Agents of `("team", "red")`
-    are never done by themselves.
+    Observations encode lane, episode, step and agent. Agent `a` gets the reward
+    `1 + step + 10 * a + 100 * lane`. A lane ends as `oracles.how_it_ends` defines for `"mixed"`.
+    If it terminates, all agents of `agents` are done and terminated from step `length - 1 - a` on.
+    If it is truncated, only the root's flag is set. Agents of `("team", "red")` never set their own
+    done flag.
     """
 
     def __init__(self, lanes: int | None, lengths: Lengths, *, first_lane: int = 0) -> None:
@@ -115,7 +115,7 @@ class AgentsEnv(EnvBase):
 
 
 def reward_of(lane: np.ndarray, step: np.ndarray, agents: int) -> np.ndarray:
-    """[rows, agents, 1], of the transition that leaves `step`."""
+    """Return the rewards [rows, agents, 1] of the transitions that leave `step`."""
     reward = 1 + step[:, None] + 10 * np.arange(agents) + 100 * lane[:, None]
     return reward[..., None].astype(np.float32)
 
@@ -128,7 +128,7 @@ def model(
     *,
     started: bool = False,
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Flags of the transitions that leave `step`: root [rows, 1] and agents [rows, agents, 1]."""
+    """Return flags of transitions that leave `step`: root [rows, 1], agents [rows, agents, 1]."""
     pairs = list(zip(lane.tolist(), episode.tolist(), strict=True))
     length = np.array([length_of(lengths, *pair) for pair in pairs])
     ends = np.array([how_it_ends("mixed", *pair) for pair in pairs]).reshape(-1, 2)
@@ -141,9 +141,10 @@ def model(
 
 
 def check_agents(rows: TensorDictBase, lengths: Lengths, *, stored: bool) -> None:
-    """Every row [n] is a transition that its lane made; `stored`: with the environment's flags.
+    """Check that every row [n] is a transition of its lane.
 
-    Of what is yielded every done is True at the last row of each trajectory.
+    If `stored` is True, the rows have the environment's flags. In yielded rows, every done flag is
+    True at the last row of each trajectory.
     """
     told = rows[GROUP, "observation"].numpy()
     lane, episode, step = (told[:, 0, i].astype(np.int64) for i in range(3))

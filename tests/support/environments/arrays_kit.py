@@ -1,4 +1,4 @@
-"""Rows of a collector against an environment that is stepped by hand with its own interface."""
+"""Compare a collector's rows with manual steps through an environment's own interface."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Arrays = Mapping[Any, NDArray[Any]]
 
 
 class Stepped(NamedTuple):
-    """The results of a step by hand."""
+    """The results of a manual step."""
 
     after: Arrays
-    """The observations after it: final ones where episodes ended."""
+    """Observations after the step: final ones where episodes ended."""
     seen: Arrays
-    """The observations by which the next action is chosen."""
+    """Observations that the next action depends on."""
     reward: NDArray[Any]
     terminated: NDArray[Any]
     truncated: NDArray[Any]
     skipped: NDArray[Any] | None = None
-    """Lanes whose action was ignored."""
+    """Lanes that ignored their action."""
 
 
 def rows_of(env: Any, policy: Any = None, **arguments: Any) -> TensorDictBase:
-    """All rows of a run."""
+    """Return all rows of a run."""
     with SyncCollector(env, policy, **arguments) as collector:
         rows = torch.cat([batch.clone() for batch in collector])
     collector.ledger.check()
@@ -42,10 +42,10 @@ def rows_of(env: Any, policy: Any = None, **arguments: Any) -> TensorDictBase:
 def by_workers_and_resumed(
     name: str, path: Path, frames: int, more: int, *, as_one: bool = True, **arguments: Any
 ) -> tuple[TensorDictBase, TensorDictBase, dict[str, Any]]:
-    """Collect with two workers from the seed 2, and go on with ``more`` rows in one process.
+    """Collect with two workers and seed 2, and resume for ``more`` rows in one process.
 
-    Return the rows of both, and the environment in the manifest. ``as_one``: rows of workers are
-    those of one process.
+    Return the rows of both, and the environment's entry in the manifest. If ``as_one`` is True,
+    check that the rows of workers equal those of one process.
     """
     with MultiprocessCollector(
         name, num_workers=2, total_frames=frames, storage=path, seed=2, **arguments
@@ -71,9 +71,9 @@ def compare(
     *,
     lost: bool = False,
 ) -> int:
-    """Every row of ``rows`` is what a step by hand does; returns how many episodes ended.
+    """Check every row of ``rows`` against a manual step, and return the number of ended episodes.
 
-    ``seen`` are first observations, ``lost`` says that final ones are.
+    ``seen`` are the first observations. ``lost`` states that final observations are lost.
     """
     order = np.lexsort((rows["collector", "step"].numpy(), rows["collector", "traj_ids"].numpy()))
     lane_of = rows["collector", "lane"].numpy()[order]

@@ -12,7 +12,7 @@ LANES, SLOTS, WIDE = 4, 128, 600
 
 
 class Counting(System):
-    """Lanes observe how many steps there were; the last lane observes `bad` in step `at`."""
+    """Lanes that observe the number of steps. The last lane observes `bad` in step `at`."""
 
     def __init__(self, at: int = -1, bad: float = 0.0, high: float = 1e6) -> None:
         self.declares = Declares(

@@ -1,4 +1,4 @@
-"""Functional environments in tests: a toy with Brax's interface, replays by hand, compilations."""
+"""Functional environments for tests: a toy with Brax's interface, manual replays, compilations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.testing import SystemContract
 
-# Half the time of compilations; for this process, and for workers.
+# These settings halve the compile time, in this process and in workers.
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
@@ -28,7 +28,7 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ToyState:
-    """A state of its own kind, with the fields that Brax's and Playground's have."""
+    """A state class of its own, with the fields of Brax's and Playground's states."""
 
     position: Any
     obs: Any
@@ -41,7 +41,7 @@ class ToyState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ToySys:
-    """Parameters, replaced by dotted names as Brax's are."""
+    """Parameters that are replaced by dotted names, as in Brax."""
 
     gravity: Any
 
@@ -50,7 +50,7 @@ class ToySys:
 
 
 class ToyEnv:
-    """A ball that is pushed, and falls from its table where that ends."""
+    """A ball that actions push, until it falls from its table."""
 
     action_size = 2
 
@@ -77,14 +77,14 @@ class ToyEnv:
 
 
 class Forgetful(ToyEnv):
-    """Its state has another dtype after a step."""
+    """A toy whose state has another dtype after a step."""
 
     def step(self, state: ToyState, action: Any) -> ToyState:
         return replace(super().step(state, action), done=jnp.zeros((), bool))
 
 
 class Wrapped:
-    """A wrapper as Brax's are."""
+    """A wrapper like Brax's."""
 
     def __init__(self, env: Any) -> None:
         self.env = env
@@ -105,7 +105,7 @@ _shared: dict[Any, Any] = {}
 
 
 def shared(make: Callable[[int], System], lanes: int) -> Any:
-    """A system that shares with others of its kind what is compiled, and nothing else."""
+    """Return a system that shares compiled functions with others of its kind, and nothing else."""
     key = (make, lanes)
     if key not in _shared:
         _shared[key] = make(lanes)
@@ -113,19 +113,19 @@ def shared(make: Callable[[int], System], lanes: int) -> Any:
 
 
 class SharedContract(SystemContract):
-    """The contract of a system that is compiled once."""
+    """The contract for a system that is compiled only once."""
 
     system: ClassVar[Callable[[int], System]]
-    """Makes it, for so many lanes."""
+    """Factory of the system, which takes the number of lanes."""
 
     def make(self, lanes: int, seeds: Sequence[int] | None) -> System:
-        """Make an instance; it is seeded by resets."""
+        """Make an instance. Resets seed it."""
         return shared(type(self).system, lanes)
 
 
 @contextmanager
 def compilations() -> Iterator[list[str]]:
-    """The events of compilations while it is open."""
+    """Collect the events of compilations within the context."""
     found: list[str] = []
     listening = True
 
@@ -140,7 +140,7 @@ def compilations() -> Iterator[list[str]]:
         listening = False
 
 
-# --- by hand --------------------------------------------------------------------------------------
+# --- manual replay --------------------------------------------------------------------------------
 
 Reset = Callable[[Any, int], tuple[Any, Mapping[Any, Any]]]
 """``(key, lane) -> (state, columns)``."""
@@ -151,10 +151,10 @@ Advance = Callable[..., tuple[Any, Mapping[Any, Any], Mapping[Any, Any]]]
 def replay(
     rows: TensorDictBase, seed: int, lanes: int, actions: Sequence[Any], reset: Reset, step: Advance
 ) -> tuple[int, int]:
-    """Compare every row with episodes by an environment's own functions, lane by lane.
+    """Compare every row, lane by lane, with episodes made by the environment's own functions.
 
     Returns:
-        How many episodes were terminated, and truncated.
+        The numbers of terminated and of truncated episodes.
     """
     arrays = {key: rows[key].numpy() for key in rows.keys(True, True)}
     lane_of, ids, steps = (arrays["collector", name] for name in ("lane", "traj_ids", "step"))
@@ -186,7 +186,7 @@ def _require(
         wanted = np.asarray(value).reshape(got.shape)
         message = f"row {row}: {names}"
         if got.dtype.kind == "f":
-            # A batch of lanes is compiled to other sums than a single lane.
+            # Code compiled for a batch of lanes sums in another order than code for a single lane.
             np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=2e-5, err_msg=message)
         else:
             np.testing.assert_array_equal(got, wanted, err_msg=message)

@@ -1,4 +1,4 @@
-"""Lanes with two groups of agents that act, and masks that say which agents live."""
+"""Lanes with two groups of acting agents, and masks that mark the living agents."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ GROUPS = {"red": 3, "blue": 1}
 
 
 def alive(lane: int, episode: int, step: int) -> list[bool]:
-    """Agents of ``red`` that live: one at least."""
+    """Return which agents of ``red`` are alive. At least one is."""
     return [agent == 0 or (lane + episode * 2 + step + agent) % 3 > 0 for agent in range(3)]
 
 
 class GroupsEnv(EnvBase):
-    """`red` has three agents with indices as actions, and a mask; `blue` has one, in a box.
+    """Lanes with two groups of agents, `red` and `blue`.
 
-    Observations tell lane, episode, step and agent. The reward of an agent is its action's sum.
+    `red` has three agents with indices as actions, and a mask. `blue` has one agent, whose actions
+    are in a box. Observations encode lane, episode, step and agent. The reward of an agent is the
+    sum of its action.
     """
 
     def __init__(self, lanes: int, lengths: Any, *, first_lane: int = 0) -> None:
@@ -108,14 +110,14 @@ class GroupsEnv(EnvBase):
 
 
 class Told(nn.Module):
-    """An action that tells a step of its observation, so that rows need no sums to be checked."""
+    """A policy whose action encodes the step of its observation, so that rows can be checked."""
 
     def __init__(self, group: str) -> None:
         super().__init__()
         self.group, self.weight = group, nn.Parameter(torch.zeros(()))
 
     def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return an action of each agent, and a column beside it."""
+        """Return an action of each agent, and an extra column."""
         step = observation[..., 2]
         action = (
             (step % 3).long() if self.group == "red" else (step[..., None] / 9).expand(-1, 1, 2)
@@ -136,13 +138,13 @@ def drawn_of(rows: TensorDictBase) -> dict[str, int]:
 
 
 def check_groups(rows: TensorDictBase) -> None:
-    """Each action, and what is beside it, is that of its policy where no action was random."""
+    """Check that each non-random action, and its extra column, is that of its policy."""
     lanes = rows["collector", "lane"]
     for group in GROUPS:
         acted, agents = version(rows, group) >= 0, rows[group]
         action, beside = Told(group)(agents["observation"])
         assert torch.equal(agents["action"][acted], action[acted]), group
-        if "told" in agents.keys():  # else all actions are random
+        if "told" in agents.keys():  # otherwise all actions are random
             assert torch.equal(agents["told"], torch.where(acted[:, None], beside, 0)), group
         for lane in lanes.unique().tolist():
             own = acted[lanes == lane].int()
@@ -152,7 +154,7 @@ def check_groups(rows: TensorDictBase) -> None:
 
 
 def in_slot_order(rows: TensorDictBase) -> list[int]:
-    """Rows of lanes that advance together, in the order of slots and lanes."""
+    """Return row indices in the order of slots and lanes, for lanes that advance together."""
     lane = rows["collector", "lane"].numpy()
     slot = np.zeros(len(lane), np.int64)
     for each in np.unique(lane):

@@ -1,7 +1,7 @@
-"""A stand-in for Isaac Lab's environments, with the interface that its documentation gives.
+"""A stand-in for Isaac Lab's environments, with the interface of its documentation.
 
-Batched tensors on a device, a reset within the step that ends an episode, buffers that are written
-to in place, observations in groups. Observations encode lane, episode and step.
+Tensors are batched and on a device. The step that ends an episode also resets the lane. Buffers are
+written in place, and observations come in groups. Observations encode lane, episode and step.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ PACKAGE = "isaaclab.envs.manager_based_rl_env"
 
 
 class ManagerBasedRLEnv(gymnasium.Env):
-    """Lanes end after 3 to 6 steps: of even episodes by a time limit, of others by themselves.
+    """Lanes that end after 3 to 6 steps: even episodes by a time limit, odd ones by termination.
 
-    ``policy`` is ``[lane, episode, step, sum of actions, draw]``, ``critic`` has ``[step, draw]``
-    under "state". With ``cfg.compute_final_obs`` the observations before resets are in
-    ``extras["final_obs"]``, as Isaac Lab has it from 2.4 on; a ``cfg`` without it is older.
+    ``policy`` is ``[lane, episode, step, sum of actions, draw]``, and ``critic`` has
+    ``[step, draw]`` under "state". With ``cfg.compute_final_obs``, ``extras["final_obs"]`` has the
+    observations before resets, as in Isaac Lab 2.4 and later. A ``cfg`` without this field stands
+    for an older version.
     """
 
     metadata = {"render_modes": []}  # noqa: RUF012  as Gymnasium has it
@@ -87,12 +88,12 @@ def config(lanes: int, **entries: Any) -> SimpleNamespace:
 
 
 def make(lanes: int, **entries: Any) -> gymnasium.Env:
-    """The environment in a wrapper, as ``gymnasium.make`` returns it."""
+    """Return the environment in a wrapper, as ``gymnasium.make`` does."""
     return gymnasium.wrappers.OrderEnforcing(ManagerBasedRLEnv(config(lanes, **entries)))
 
 
 def tasks() -> dict[str, ModuleType]:
-    """The modules of a package that registers one task, as they are in ``sys.modules``."""
+    """Return the modules of a package that registers one task, by name in ``sys.modules``."""
 
     def parse_env_cfg(task: str, device: str = "cuda:0", num_envs: int | None = None) -> Any:
         gymnasium.spec(task)

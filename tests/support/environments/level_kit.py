@@ -1,4 +1,4 @@
-"""An environment that shows its level in each observation, and what that says of recorded calls."""
+"""An environment that shows its level in each observation, and a check of recorded calls by it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FORM = spaces.Box(-1e6, 1e6, (3,), np.float32)
 
 
 fuse = [0]
-"""Steps of all environments of this process until one raises; 0: none does."""
+"""Steps of all environments in this process until one raises; 0 disables it."""
 
 
 class Levels(gymnasium.Env[Any, Any]):
-    """Observations are level, step and number of the episode, which lasts 2 to 5 steps."""
+    """An environment that observes its level, step and episode. Episodes last 2 to 5 steps."""
 
     observation_space, action_space = FORM, spaces.Discrete(2)
 
@@ -48,24 +48,24 @@ class Levels(gymnasium.Env[Any, Any]):
         return self.level
 
     def refuse(self, above: float) -> float:
-        """Raise an error in lanes above a level."""
+        """Raise an error in lanes whose level is higher than `above`."""
         if self.level > above:
             raise ValueError(f"{self.level} is above {above}")
         return self.level
 
     def take(self, *args: Any, **kwargs: Any) -> None:
-        """Take any arguments, and change nothing."""
+        """Accept any arguments, and change nothing."""
 
     def nap(self, seconds: float) -> None:
         """Sleep."""
         time.sleep(seconds)
 
     def odd(self) -> Any:
-        """Return what no pickle has."""
+        """Return a value that cannot be pickled."""
         return (each for each in ())
 
     def end(self, how: str, above: float = -1.0) -> None:
-        """End the process, or hang, in lanes above a level."""
+        """Kill the process, or hang, in lanes whose level is higher than `above`."""
         if self.level > above:
             if how == "hang":
                 time.sleep(60)
@@ -81,14 +81,15 @@ class Inner(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def wrapped() -> Any:
-    """Return one within wrappers."""
+    """Return an environment in wrappers."""
     return Inner(gymnasium.wrappers.TimeLimit(Levels(), 3))
 
 
 def require_recorded(rows: Any, events: Sequence[Mapping[str, Any]]) -> int:
-    """Compare the level of every row with that by the events; return how many rows had changed.
+    """Compare each row's level with the recorded events. Return how many levels were not 0.
 
-    A plain model: each lane's rows in their order, and the calls that came before each of them.
+    The plain model replays each lane's rows in order, and applies the calls that came before each
+    row.
     """
     lane, ids, steps = (rows["collector", name].tolist() for name in ("lane", "traj_ids", "step"))
     shown = rows["next", "observation"][:, 0].tolist()

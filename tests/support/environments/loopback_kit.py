@@ -1,9 +1,9 @@
-"""A Ray of a test module's own, in a network namespace with a loopback alone.
+"""A Ray cluster for one test module, in a network namespace that has only a loopback.
 
-``TALLYROLL_RAY_KILLS`` says how many actors are killed at random, 3 by default, and
-``TALLYROLL_RAY_SEED`` which: limits of time grow with them. With ``TALLYROLL_RAY_WARM=1`` actors
-are forks of one process (`warm_actors`): one starts in 0.2 seconds of CPU time instead of 4. Where
-that takes more than ten minutes, give pytest ``-o faulthandler_timeout=0``.
+``TALLYROLL_RAY_KILLS`` is the number of actors to kill at random, 3 by default. Timeouts grow with
+it. ``TALLYROLL_RAY_SEED`` seeds the choice. With ``TALLYROLL_RAY_WARM=1`` actors are forks of one
+process (`warm_actors`), and each starts in 0.2 seconds of CPU time instead of 4. If the run takes
+more than ten minutes, pass ``-o faulthandler_timeout=0`` to pytest.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from worker_faults_kit import Fault, Faults, check_lives, factories, wait_until
 
 INSIDE = "TALLYROLL_LOOPBACK"
 SHORT = os.environ.get("TALLYROLL_RAY") == "short"
-"""Only a few tests of these are run, as `check.sh --all` does it."""
+"""Only a few of these tests run, as in `check.sh --all`."""
 KILLS = int(os.environ.get("TALLYROLL_RAY_KILLS", "3"))
 SEED = int(os.environ.get("TALLYROLL_RAY_SEED", KILLS))
 WARM = "TALLYROLL_RAY_WARM" in os.environ
 SECONDS_OF_KILLS = 120 + 60 * KILLS
-"""For a test with all of them: an actor may take most of a minute to start beside other work."""
+"""Timeout of a test with all kills: under load an actor may take most of a minute to start."""
 SECONDS_OF_ALL = 1500 + 3 * 60 * max(0, KILLS - 3)
-"""For all tests of a file."""
+"""Timeout for all tests of a file."""
 LANES = 6
 _ENTER = ("unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else Ray warns that this is going to be so
-    "RAY_worker_niceness": "0",  # actors would wait for all else on the machine
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # otherwise Ray warns of this future default
+    "RAY_worker_niceness": "0",  # otherwise actors yield to all other processes
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "1000",
@@ -60,13 +60,14 @@ _SETTINGS = {
 
 _OUTSIDE = "runs in a network namespace"
 inside = pytest.mark.skipif(INSIDE not in os.environ, reason=_OUTSIDE)
-"""Marks tests that :func:`run_inside` runs."""
+"""Mark for the tests that :func:`run_inside` runs."""
 
 
 def run_inside(file: str, short: str = "") -> None:
-    """Run the tests of a file that are marked `inside`, in a namespace of their own.
+    """Run the tests of a file that are marked `inside`, in their own namespace.
 
-    ``short``: names those of the short form, as pytest's ``-k`` has it; "": it has none.
+    ``short`` selects the tests of the short form, like pytest's ``-k``. "" means that there is
+    none.
     """
     if INSIDE in os.environ:
         pytest.skip("this is the namespace")
@@ -75,7 +76,7 @@ def run_inside(file: str, short: str = "") -> None:
     if subprocess.run([*_ENTER, "true"], capture_output=True, check=False).returncode:
         pytest.skip("network namespaces are not allowed here")
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
-    words += ["-o", "faulthandler_timeout=0"]  # each test has a limit of its own
+    words += ["-o", "faulthandler_timeout=0"]  # each test has its own timeout
     words += ["-k", short] if SHORT else []
     ours = {**os.environ, **_SETTINGS, INSIDE: "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     ours.pop("PYTEST_XDIST_WORKER", None)
@@ -94,10 +95,13 @@ def run_inside(file: str, short: str = "") -> None:
 
 @contextmanager
 def folder_of_ray() -> Iterator[Path]:
-    """A folder whose name is short: names of sockets are limited. No process is left after it."""
+    """Make a temporary folder with a short name, because socket paths are limited.
+
+    No process outlives the folder.
+    """
     assert [name for _, name in socket.if_nameindex()] == ["lo"]
     folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
-    (folder / "ray").mkdir()  # where Ray keeps an address, and else another Ray's
+    (folder / "ray").mkdir()  # Ray keeps an address here, instead of in the folder of another Ray
     os.environ["RAY_TMPDIR"] = str(folder)
     try:
         yield folder
@@ -108,7 +112,7 @@ def folder_of_ray() -> Iterator[Path]:
 
 @contextmanager
 def own_ray(**options: Any) -> Iterator[None]:
-    """A cluster of one node, that this process is connected to; none outside the namespace."""
+    """Start a cluster of one node and connect to it. Outside the namespace, do nothing."""
     if INSIDE not in os.environ:
         yield
         return
@@ -133,21 +137,21 @@ def own_ray(**options: Any) -> Iterator[None]:
 
 @contextmanager
 def _python_of_actors(folder: Path) -> Iterator[str]:
-    """The program that Ray starts actors with: Python, or what asks for forks."""
+    """Yield the program that starts Ray's actors: Python, or a script that requests a fork."""
     if not WARM:
         yield sys.executable
         return
     kit, asking, at = warm_actors.__file__, folder / "python", folder / "forks"
     asking.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {kit} ask {at} "$@"\n')
     asking.chmod(0o700)
-    # Its end of standard input ends it.
+    # The server ends when its standard input closes.
     with subprocess.Popen([sys.executable, kit, "serve", at], stdin=subprocess.PIPE):
         wait_until(at.exists, 60, "a process that forks")
         yield str(asking)
 
 
 class Nodes:
-    """A head without workers, and nodes that have them."""
+    """A head node without workers, and nodes that have workers."""
 
     def __init__(self, folder: Path) -> None:
         self._more = {"include_dashboard": False, "object_store_memory": 100 * 2**20}
@@ -155,14 +159,14 @@ class Nodes:
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
 
     def add(self, **options: Any) -> Any:
-        """Let another node join."""
+        """Add a node."""
         given = {"num_cpus": 6, "object_store_memory": 100 * 2**20, **options}
         return self.cluster.add_node(**given)
 
 
 @contextmanager
 def own_nodes(*, connected: bool = True) -> Iterator[Nodes]:
-    """A cluster of several nodes, that this process is connected to."""
+    """Start a cluster of several nodes and connect to it."""
     with folder_of_ray() as folder:
         made = Nodes(folder)
         try:
@@ -175,23 +179,23 @@ def own_nodes(*, connected: bool = True) -> Iterator[Nodes]:
 
 
 def raylet_of(node: Any) -> psutil.Process:
-    """The process that has the actors of a node for children."""
+    """Return the raylet of a node, which is the parent process of its actors."""
     return psutil.Process(node.all_processes["raylet"][0].process.pid)
 
 
 def children_of(node: Any) -> list[psutil.Process]:
-    """Its actors, and others."""
+    """Return the child processes of a node: its actors and others."""
     found: list[psutil.Process] = raylet_of(node).children(recursive=True)
     return found
 
 
 def collecting(folder: Path, mode: Any, *planned: Fault, **options: Any) -> RayCollector:
-    """A run of three workers that goes on for ever, whose lanes fail as planned."""
+    """Return an endless run of three workers, whose lanes fail as planned."""
     given: dict[str, Any] = {
         "storage": folder / "rows",
         "on_worker_death": "respawn",
         "max_respawns": 1000,
-        "start_timeout": 600,  # machines that do much else import for minutes
+        "start_timeout": 600,  # on a busy machine imports take minutes
         "frames_per_batch": 50,
         "total_frames": -1,
         "seed": 1,
@@ -203,7 +207,7 @@ def collecting(folder: Path, mode: Any, *planned: Fault, **options: Any) -> RayC
 
 
 def assert_whole(folder: Path, stored: int, mode: str) -> list[int]:
-    """The storage has so many rows, each really made; returns how many lives each lane had."""
+    """Check that the storage has `stored` real rows. Return the number of lives of each lane."""
     with open_storage(folder / "rows") as storage:
         assert len(storage) == stored
         lives = check_lives(storage[:], LANES, gaps=mode == "async")
@@ -212,12 +216,14 @@ def assert_whole(folder: Path, stored: int, mode: str) -> list[int]:
 
 
 class Killer(threading.Thread):
-    """Kills actors at random moments: one, several in the same moment, those that wait or start.
+    """A thread that kills actors at random moments.
+
+    It kills one actor, several at the same moment, or those that wait or start.
 
     Args:
-        collector: the run whose actors they are.
-        draws: decides which, and when.
-        deaths: after so many it ends.
+        collector: the run that the actors belong to.
+        draws: generator that chooses victims and moments.
+        deaths: number of kills after which the thread ends.
     """
 
     def __init__(self, collector: RayCollector, draws: random.Random, deaths: int) -> None:
@@ -227,22 +233,22 @@ class Killer(threading.Thread):
         self._over = threading.Event()
         self._killed: set[int] = set()
         self.deaths: Counter[str] = Counter()
-        """How many were workers, waited or started, had just been seen, died with others."""
+        """Kills by case: of workers, of waiting actors, of newly seen actors, and of several."""
 
     def run(self) -> None:
-        """Kill until enough are dead, or until :meth:`stop`."""
+        """Kill until enough actors are dead, or until :meth:`stop`."""
         stored = -1
         while self._left and not self._over.wait(self._draws.expovariate(1 / 0.2)):
             alive = [pid for pid in actors() if pid not in self._killed]
             self._ages.update(alive)
             now, full = self._collector.ledger.stored, len(self._collector.worker_pids)
-            # Mostly after rows came, and where there are enough; but not always.
+            # Mostly kill when new rows have arrived and all workers run, but not always.
             if alive and ((len(alive) >= full and now > stored) or self._draws.random() < 0.1):
                 stored = now
                 self._strike(alive)
 
     def stop(self) -> None:
-        """End it, if it goes on, and wait until it has ended."""
+        """Stop the thread and wait until it has ended."""
         self._over.set()
         self.join(60)
         assert not self.is_alive()
@@ -270,7 +276,7 @@ class Killer(threading.Thread):
 
 
 def _called(*beginnings: str) -> list[int]:
-    """Return our processes, of any node of ours, whose names begin so."""
+    """Return the ids of our processes, on any of our nodes, whose names begin with one of these."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -281,13 +287,13 @@ def _called(*beginnings: str) -> list[int]:
 
 
 def actors() -> list[int]:
-    """Return processes of our actors."""
+    """Return the process ids of our actors."""
     return _called("ray::Lanes")
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Check after each test that no actor is left; Ray keeps processes of its own meanwhile."""
+    """Check after each test that no actor is left. Ray keeps its own processes until later."""
     yield
     if INSIDE in os.environ:
         wait_until(lambda: not actors(), 10, "actors end")

@@ -1,7 +1,7 @@
-"""Tasks in plain Python, played lane by lane: honest ones, and those that reset themselves.
+"""Tasks in plain Python, played lane by lane: correct ones, and ones that reset themselves.
 
-Each is drawn by a generator, so that no two are alike. At ends, at starts and between they
-show the same as honest environments: goals at the origin, contexts of zeros, docks, clocks.
+A generator draws each task, so that no two are alike. At ends, at starts and in between they show
+the same things as real environments: goals at the origin, contexts of zeros, docks, clocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Task = Callable[[np.random.Generator], "Play"]
 
 
 class Play:
-    """One lane of a task: `begin`, then `move` until it says that an episode is over."""
+    """One lane of a task: call `begin`, then `move` until it returns that the episode has ended."""
 
     limit = 30
     """Steps after which an episode is truncated."""
@@ -28,11 +28,11 @@ class Play:
         """Begin an episode."""
 
     def move(self) -> bool:
-        """Do a step; whether the episode terminated."""
+        """Take a step. Return whether the episode terminated."""
         return False
 
     def show(self) -> Shown:
-        """Return the present observation."""
+        """Return the current observation."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -40,7 +40,7 @@ class Play:
         self.begin()
 
     def step(self) -> tuple[bool, bool]:
-        """Terminated and truncated."""
+        """Take a step. Return terminated and truncated."""
         self.at += 1
         over = self.move()
         return over, not over and self.at >= self.limit
@@ -51,7 +51,7 @@ def seen(*values: float, dtype: Any = np.float32) -> Shown:
 
 
 class Grid(Play):
-    """Moves on a grid until it is at the goal, which is the origin."""
+    """A player that moves on a grid until it reaches the goal, the origin."""
 
     size, goal, starts = 5, (0, 0), 25
 
@@ -68,14 +68,14 @@ class Grid(Play):
 
 
 class GridFromOneStart(Grid):
-    """From the middle always."""
+    """A grid whose episodes always start in the middle."""
 
     def begin(self) -> None:
         self.x, self.y = 2, 2
 
 
 class Home(Grid):
-    """Ends where it began."""
+    """A grid whose episodes end where they started."""
 
     goal = (2, 2)
 
@@ -84,21 +84,21 @@ class Home(Grid):
 
 
 class HomeFromElsewhere(Home):
-    """The first episode begins elsewhere."""
+    """A grid whose first episode starts elsewhere."""
 
     def begin(self) -> None:
         self.x, self.y = (4, 4) if self.episode == 0 else self.goal
 
 
 class HomeOrAway(Home):
-    """Some episodes begin elsewhere."""
+    """A grid on which some episodes start elsewhere."""
 
     def begin(self) -> None:
         self.x, self.y = (4, 4) if self.rng.random() < 0.1 else self.goal
 
 
 class Docks(Grid):
-    """Goes from one dock to the next, and begins there; two to six in turn."""
+    """A grid with two to six docks. Each episode starts at one dock and ends at the next."""
 
     limit = 10**6
 
@@ -113,7 +113,7 @@ class Docks(Grid):
 
 
 class TwoDocks(Docks):
-    """The first reset alone begins elsewhere."""
+    """Two docks, with a first episode that starts elsewhere."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         super().__init__(rng, 2)
@@ -125,7 +125,7 @@ class TwoDocks(Docks):
 
 
 class RandomDocks(Grid):
-    """Ends at a dock, begins at any of two."""
+    """A grid whose episodes start at either of two docks, and end at a dock."""
 
     def begin(self) -> None:
         self.x, self.y = (0, 0) if self.rng.random() < 0.5 else (4, 4)
@@ -137,7 +137,7 @@ class RandomDocks(Grid):
 
 
 class Bandit(Play):
-    """One step; the context is one of a few, or drawn again, and may be zeros."""
+    """A bandit with episodes of one step. Contexts are few or constant, and may be zeros."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         super().__init__(rng)
@@ -161,7 +161,7 @@ class Bandit(Play):
 
 
 class Blind(Play):
-    """The observation never changes, and may be zeros."""
+    """A task whose observation never changes, and may be zeros."""
 
     def begin(self) -> None:
         self.length = int(self.rng.integers(1, 9))
@@ -175,7 +175,7 @@ class Blind(Play):
 
 
 class ZeroAtBothEnds(Play):
-    """Zeros at the start and at the end, else noise."""
+    """A task that shows zeros at the start or at the end of episodes, and noise otherwise."""
 
     def begin(self) -> None:
         self.length = int(self.rng.integers(3, 9))
@@ -189,7 +189,7 @@ class ZeroAtBothEnds(Play):
 
 
 class Hands(Play):
-    """Begins with one of two hands; ends with an empty table, which one of them shows too."""
+    """A card game that starts with one of two hands. One hand looks like the final empty table."""
 
     def begin(self) -> None:
         self.hand, self.length = int(self.rng.integers(2)), int(self.rng.integers(3, 7))
@@ -204,7 +204,7 @@ class Hands(Play):
 
 
 class Lap(Play):
-    """Comes round to where it began, with less in the tank."""
+    """A lap that returns to its start with less fuel."""
 
     def begin(self) -> None:
         self.tank = int(self.rng.integers(40, 60))
@@ -218,7 +218,7 @@ class Lap(Play):
 
 
 class Walk(Play):
-    """A random walk from anywhere, of which some steps stand still, or the first ones."""
+    """A random walk from a random place. It stands still in some steps, or in the first steps."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         super().__init__(rng)
@@ -244,7 +244,7 @@ class Walk(Play):
 
 
 class Blank(Walk):
-    """Shows nothing at its goal; a time limit ends some episodes, too."""
+    """A walk that shows zeros at its goal. A time limit ends some episodes, too."""
 
     def show(self) -> Shown:
         over = self.at >= self.length and self.length % 2 == 0
@@ -252,7 +252,7 @@ class Blank(Walk):
 
 
 class Dive(Play):
-    """One-hot rows of a diver, who is not to be seen below."""
+    """One-hot rows of a diver, who is invisible at the end."""
 
     def begin(self) -> None:
         self.column = 0
@@ -269,7 +269,7 @@ class Dive(Play):
 
 
 class Countdown(Play):
-    """Shows how much time is left, beside something that seldom is not zero."""
+    """A countdown of the remaining time, next to a constant zero."""
 
     limit = 12
 
@@ -281,7 +281,7 @@ class Countdown(Play):
 
 
 class Dot(Play):
-    """A picture of a dot, that leaves it in the end."""
+    """An image of a dot, which leaves the image at the end."""
 
     def begin(self) -> None:
         self.x, self.y = self.rng.integers(6, size=2).tolist()
@@ -299,7 +299,7 @@ class Dot(Play):
 
 
 class Board(Play):
-    """A game with a board and a mask of moves, of which none is left in the end."""
+    """A game with a board and a mask of legal moves. No move is left at the end."""
 
     def begin(self) -> None:
         self.board = np.zeros(4, np.int8)
@@ -320,7 +320,7 @@ HONEST: list[Any] = [
 
 
 class GridOfStarts(Grid):
-    """Begins at any of a few places."""
+    """A grid whose episodes start at one of a few places."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         super().__init__(rng)
@@ -328,25 +328,25 @@ class GridOfStarts(Grid):
 
 
 TOLD: list[Any] = [Grid, GridOfStarts, RandomDocks, Walk, Dot, Lap]
-"""Tasks that begin in places that are not known beforehand: one that resets itself is found."""
+"""Tasks that start in unpredictable places, so that the check must detect a self-reset."""
 
 
 def played(
     kind: Any, seed: int, lanes: int, slots: int, *, resets_itself: str = ""
 ) -> dict[tuple[str, ...], np.ndarray]:
-    """Rows [lanes * slots], one slot after the other.
+    """Play a task, and return rows [lanes * slots], slot by slot.
 
     Args:
-        kind: the task.
-        seed: it is drawn by.
-        lanes: so many.
-        slots: so many.
-        resets_itself: ``""``: it does not; at ends that are ``"all"``, ``"terminated"`` or
-            ``"truncated"`` the final observation is the next episode's first one.
+        kind: class of the task.
+        seed: seed that draws the task.
+        lanes: number of lanes.
+        slots: number of slots.
+        resets_itself: ``""``: never. ``"all"``, ``"terminated"`` or ``"truncated"``: at these
+            ends the final observation is the next episode's first one.
     """
     columns: dict[tuple[str, ...], list[Any]] = {}
     for lane in range(lanes):
-        # Lanes are of one task: they draw its parameters alike, and then go their own ways.
+        # All lanes play one task: they draw the same parameters, and then diverge.
         play = kind(np.random.default_rng(seed))
         play.rng = np.random.default_rng([seed, lane])
         play.reset()

@@ -1,4 +1,4 @@
-"""A distribution whose entry points name systems, as pip would install it."""
+"""A distribution whose entry points name systems, laid out as pip would install it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SUPPORT = Path(__file__).parent
 
 
 def distribution(site: Path, project: str, **systems: str) -> None:
-    """Put one into the folder `site`: systems by their names, each ``module:Class``."""
+    """Write a distribution into the folder `site`. `systems` maps names to ``module:Class``."""
     info = site / f"{project}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project}\nVersion: 1.0\n")
@@ -20,9 +20,9 @@ def distribution(site: Path, project: str, **systems: str) -> None:
 
 
 def install(site: Path, monkeypatch: pytest.MonkeyPatch, **systems: str) -> None:
-    """The same, where this process and those that it starts look for it."""
+    """Write a distribution, and add it to the path of this process and of its children."""
     distribution(site, "toys", **systems)
     monkeypatch.syspath_prepend(str(site))
-    # Workers and commands are processes of their own.
+    # Workers and commands run in their own processes.
     paths = [str(site), str(SUPPORT), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))

@@ -1,4 +1,4 @@
-"""An environment that tells what its resets were given, and the hand loop that repeats its rows."""
+"""An environment that observes the arguments of its resets, and a loop that replays its rows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ NOTHING = -1.0
 
 
 class Weather(gymnasium.Env[NDArray[np.float64], np.int64]):
-    """Observes gravity, level, a number drawn at the reset, a sum of actions, and the step.
+    """An environment that observes gravity, level, a draw, a sum of actions, and the step.
 
-    Without options it observes `NOTHING` as gravity and level. Episodes last for 1 to 6 steps.
+    Each reset draws a number. Without options it observes `NOTHING` as gravity and level.
+    Episodes last for 1 to 6 steps.
     """
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (5,), np.float64)
@@ -27,7 +28,7 @@ class Weather(gymnasium.Env[NDArray[np.float64], np.int64]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[NDArray[np.float64], dict[str, Any]]:
-        """Begin an episode with gravity and level of ``options``."""
+        """Begin an episode with the gravity and the level in ``options``."""
         super().reset(seed=seed)
         given = options or {}
         level = LEVELS.index(given["level"]) if "level" in given else NOTHING
@@ -35,13 +36,13 @@ class Weather(gymnasium.Env[NDArray[np.float64], np.int64]):
         start = self.np_random.random()
         self.seen = np.array([given.get("gravity", NOTHING), level, start, 0.0, 0.0])
         if options is not None:
-            options.clear()  # it is the environment's own
+            options.clear()  # the environment owns its options
         return self.seen.copy(), {"air": start}
 
     def step(
         self, action: np.int64
     ) -> tuple[NDArray[np.float64], float, bool, bool, dict[str, Any]]:
-        """Add the action, and noise of the environment's own generator."""
+        """Add the action, and noise from the environment's own generator."""
         self.seen[3] += int(action) + self.np_random.random()
         self.seen[4] += 1
         over = self.seen[4] == self.last
@@ -49,7 +50,7 @@ class Weather(gymnasium.Env[NDArray[np.float64], np.int64]):
 
 
 class Careless(Weather):
-    """Kills its process in the step after as many, once: where there is no such file yet."""
+    """An environment that kills its process once, in step `after`, if there is no file `mark`."""
 
     def __init__(self, mark: str, after: int) -> None:
         self.mark, self.after = mark, after
@@ -81,9 +82,9 @@ def replay(
     options_of: Callable[[int], Mapping[str, Any]],
     names: tuple[str, ...] = (),
 ) -> int:
-    """Repeat each trajectory in a single environment, from the recorded seed and context.
+    """Replay each trajectory in a single environment, from the recorded seed and context.
 
-    ``names`` of context are taken from the rows, and must be what ``options_of`` draws again.
+    ``names`` of the context come from the rows, and must equal the draws of ``options_of``.
     Returns the number of trajectories.
     """
     found = trajectories(rows)
@@ -111,6 +112,6 @@ def replay(
 
 
 def joined(batches: Any) -> TensorDictBase:
-    """All rows of batches."""
+    """Return all rows of the batches."""
     rows: TensorDictBase = torch.cat([batch.clone() for batch in batches])
     return rows

@@ -22,11 +22,11 @@ HABITS = {
     "flags": lambda key: key in FLAGS,
     "reward": lambda key: key == "reward",
 }
-"""Which values lie in the same memory each time."""
+"""Habits, and the keys whose values are in the same memory at each call."""
 
 
 class Reusing(OracleTorchEnv):
-    """The oracle, whose values lie where they lay before, according to `habit` (None: copies)."""
+    """An oracle that reuses memory for its values according to `habit` (None: copies)."""
 
     def __init__(self, *args: Any, habit: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, ends="mixed", **kwargs)
@@ -79,8 +79,8 @@ def parallel(habit: str | None, kind: Kind = "float") -> EnvBase:
 
 
 class OneCall(Reusing):
-    """Steps and resets in a call of its own making."""
+    """A reusing environment that defines its own step_and_maybe_reset."""
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> Any:
-        """Step, and reset what is done."""
+        """Step, and reset the lanes that are done."""
         return super().step_and_maybe_reset(tensordict)

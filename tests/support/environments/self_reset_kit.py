@@ -1,4 +1,4 @@
-"""Environments that reset themselves within step, and right ones that look as if they did."""
+"""Environments that reset themselves within step, and correct ones that look similar."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from oracles import OracleEnv
 
 
 class SelfResetting(gym.Env[Any, Any]):
-    """Observes lane, episode and step; its step resets at an end, and reset() then does nothing.
+    """An environment whose step resets it at an end. The following reset() does nothing.
 
-    `same_start`: episodes are not observed. `rightly`: it does not reset itself. `still`: so many
-    steps go by before it moves.
+    Observes lane, episode and step. `same_start`: the observation leaves out the episode.
+    `rightly`: it does not reset itself. `still`: number of steps before it moves.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012  gymnasium declares it so
@@ -43,7 +43,7 @@ class SelfResetting(gym.Env[Any, Any]):
         self.length, self.still = length, still
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode, where step has not done so already."""
+        """Begin an episode, unless step has already begun it."""
         super().reset(**kwargs)
         if not self.fresh:
             self._begin()
@@ -51,7 +51,7 @@ class SelfResetting(gym.Env[Any, Any]):
         return self._observed(), {"tick": 0}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Go on; at an end, begin the next episode."""
+        """Take a step. At an end, begin the next episode."""
         self.at += 1
         tick = self.at
         ended = self.at >= self.length + (self.lane + self.episode) % 3
@@ -74,7 +74,7 @@ class SelfResetting(gym.Env[Any, Any]):
 
 
 class SelfResettingTorch(EnvBase):
-    """A batched simulator that resets itself, as a user wraps it: a reset by mask observes it."""
+    """A batched simulator that resets itself, as a user wraps it: masked resets only observe it."""
 
     def __init__(self, lanes: int = 4, wrong: int | None = None) -> None:
         super().__init__(batch_size=torch.Size([lanes]))
@@ -125,7 +125,7 @@ class SelfResettingTorch(EnvBase):
 
 
 class Scripted(gym.Env[Any, Any]):
-    """Right data: observes what `observe(episode, step)` gives, for `length` steps an episode."""
+    """A correct environment: observes `observe(episode, step)`, for `length` steps an episode."""
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012  gymnasium declares it so
 
@@ -141,7 +141,7 @@ class Scripted(gym.Env[Any, Any]):
         return self._observed(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Go on."""
+        """Take a step."""
         self.at += 1
         return self._observed(), 1.0, self.at == self.length, False, {}
 
@@ -150,7 +150,7 @@ class Scripted(gym.Env[Any, Any]):
 
 
 def vector(lanes: int = 4, first: int = 0, **kwargs: Any) -> SyncVectorEnv:
-    """Under a vector whose autoreset is disabled; lanes are observed from ``first`` on."""
+    """Make a vector of self-resetting lanes, numbered from ``first``, with autoreset disabled."""
     return SyncVectorEnv(
         [lambda lane=lane: SelfResetting(first + lane, **kwargs) for lane in range(lanes)],
         autoreset_mode=AutoresetMode.DISABLED,
@@ -158,7 +158,7 @@ def vector(lanes: int = 4, first: int = 0, **kwargs: Any) -> SyncVectorEnv:
 
 
 def scripted(observe: Any, length: int, lanes: int = 3) -> SyncVectorEnv:
-    """Lanes that are right; `observe` takes the lane first."""
+    """Make a vector of correct lanes. `observe` takes the lane as its first argument."""
 
     def make(lane: int) -> Any:
         return lambda: Scripted(lambda episode, at: observe(lane, episode, at), length)
@@ -169,7 +169,7 @@ def scripted(observe: Any, length: int, lanes: int = 3) -> SyncVectorEnv:
 
 
 def serial(lanes: int = 3) -> SerialEnv:
-    """Under TorchRL's wrapper, counted, several of them."""
+    """Make a SerialEnv of self-resetting lanes, with TorchRL's wrapper and a step counter."""
     makes = [
         lambda lane=lane: TransformedEnv(GymWrapper(SelfResetting(lane)), StepCounter(100))
         for lane in range(lanes)
@@ -178,16 +178,16 @@ def serial(lanes: int = 3) -> SerialEnv:
 
 
 def stacked() -> TransformedEnv:
-    """With frames stacked beside the observation."""
+    """Make a self-resetting environment with a column of stacked frames."""
     stack = CatFrames(N=3, dim=-1, in_keys=["observation"], out_keys=["stack"])
     return TransformedEnv(GymWrapper(SelfResetting()), stack)
 
 
 class AutoResetGym(OracleEnv):
-    """Resets itself in the step that ends an episode; the final observation is lost."""
+    """An oracle that resets itself in an episode's last step and loses the final observation."""
 
     def step(self, action: Any) -> Any:
-        """The first observation of the next episode comes with the end of this one."""
+        """Take a step. At an end, return the first observation of the next episode."""
         observation, reward, terminated, truncated, info = super().step(action)
         if terminated or truncated:
             observation, _ = self.reset()

@@ -1,4 +1,4 @@
-"""Toy systems: observations that say lane, episode and step, with every kind of end and reset."""
+"""Toy systems with every kind of end and reset. Observations encode lane, episode and step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LONGEST = 6
 
 
 class Toy(System):
-    """Each lane counts its steps; episodes last 1 to 6, as its generator says.
+    """A system whose lanes count their steps. Their generators draw episode lengths of 1 to 6.
 
     The observation is ``[lane, episode, step, sum of actions, draw]``. An episode of the full
-    length is truncated, a shorter one terminated. ``rest`` are other fields of `Declares`.
+    length is truncated, a shorter one is terminated. ``rest`` has the other fields of `Declares`.
     """
 
     rest: ClassVar[dict[str, Any]] = {"at_end": "final"}
@@ -85,7 +85,7 @@ class WithResetSlots(Toy):
 
 
 class First(Toy):
-    """Resets itself within its step, and hands out final observations apart."""
+    """A toy that resets itself within its step, and returns final observations separately."""
 
     rest: ClassVar[dict[str, Any]] = {"at_end": "first", "finals": "extra", "resets": "none"}
 
@@ -135,7 +135,7 @@ class InParts(Toy):
 
 
 class Arrivals(Toy):
-    """Lanes come back two a call, in an order of their own."""
+    """A toy whose lanes arrive two per call, in random order."""
 
     rest: ClassVar[dict[str, Any]] = {"at_end": "final", "arrivals": 2}
 
@@ -181,7 +181,7 @@ class ArrivalsWithResetSlots(Arrivals):
 
 
 class ReadOnly:
-    """An array of a device: it exports DLPack and nothing else, and none may write to it."""
+    """A device array: it exports read-only memory by DLPack, and nothing else."""
 
     def __init__(self, array: Any) -> None:
         self._array = np.array(array)
@@ -199,7 +199,7 @@ class ReadOnly:
 
 
 class OfADevice(Toy):
-    """Returns read-only arrays."""
+    """A toy that returns read-only arrays."""
 
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
         return [ReadOnly(each) for each in super().reset(lanes, seeds)]
@@ -210,7 +210,7 @@ class OfADevice(Toy):
 
 
 class Contexts(First):
-    """Episodes last as long as their context says."""
+    """A toy whose context gives the length of an episode."""
 
     rest: ClassVar[dict[str, Any]] = {
         "at_end": "first",
@@ -224,7 +224,7 @@ class Contexts(First):
 
 
 class Groups(System):
-    """Three walkers and two flyers a lane; an agent dies in the step of its own number."""
+    """A system with three walkers and two flyers in each lane. Agent i dies in step i."""
 
     sizes: ClassVar[dict[str, int]] = {"walkers": 3, "flyers": 2}
 

@@ -1,10 +1,10 @@
-"""Ray's workers as forks of one process that has imported everything: none imports torch again.
+"""Ray workers as forks of one process with all imports done, so that none imports torch again.
 
-Each is a process of its own, registered with Ray, as one that Ray starts; what it has imported is
-there already. Ray starts workers with `sys.executable`, so that a script in its place asks here:
+Each worker is a process that registers with Ray, like one that Ray starts. Ray starts workers with
+`sys.executable`, so a script in its place sends the request here:
 
     python warm_actors.py serve SOCKET    imports, and forks until its standard input ends
-    python warm_actors.py ask SOCKET ...  has a worker forked; other programs of Ray start as ever
+    python warm_actors.py ask SOCKET ...  requests a worker; runs Ray's other programs normally
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MODULES = ("tallyroll.collector.ext.ray.actor", "pandas", "worker_faults_kit")
 
 
 def ask(path: str, words: list[str]) -> None:
-    """Have a worker forked that Ray wants to start with these words."""
+    """Request a fork for the worker that Ray wants to start with these words."""
     if not words[0].endswith("default_worker.py"):
         os.execv(sys.executable, [sys.executable, *words])
     with socket.socket(socket.AF_UNIX) as server:
@@ -27,7 +27,7 @@ def ask(path: str, words: list[str]) -> None:
 
 
 def serve(path: str) -> None:
-    """Fork a worker for each that asks, until standard input ends."""
+    """Fork a worker for each request, until standard input ends."""
     import select
     import signal
 
@@ -48,20 +48,20 @@ def serve(path: str) -> None:
 
 
 def _warm(environment: dict[str, str]) -> None:
-    """Import everything, in the environment of the first worker: Ray reads it as it is imported."""
+    """Import all modules in the first worker's environment, which Ray reads during its import."""
     import gc
     from importlib import import_module
     from importlib.util import find_spec
 
     os.environ.update(environment)
     for module in MODULES:
-        if module != "pandas" or find_spec(module):  # tensordict imports it where it is installed
+        if module != "pandas" or find_spec(module):  # tensordict imports pandas if it is installed
             import_module(module)
     gc.freeze()
 
 
 def _work(words: list[str], environment: dict[str, str]) -> None:
-    """Be a worker of Ray; does not return."""
+    """Run a worker of Ray. This function does not return."""
     import runpy
     import traceback
 

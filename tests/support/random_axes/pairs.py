@@ -1,6 +1,6 @@
-"""Parameters of which each pair is tried, where trying each combination says little more.
+"""Pairwise combinations of test parameters, where all combinations would reveal little more.
 
-``TALLYROLL_COMBINATIONS=all`` tries each one.
+``TALLYROLL_COMBINATIONS=all`` tries all combinations.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ ALL = os.environ.get("TALLYROLL_COMBINATIONS") == "all"
 
 
 def pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Return combinations that have each pair of values of two axes at least once.
+    """Return combinations that contain each pair of values of two axes at least once.
 
-    The one that has most of the missing pairs is taken again and again, the first one of several.
+    The greedy search repeatedly takes the combination with the most missing pairs. The first one
+    wins a tie.
     """
     values = [list(axis) for axis in axes]
     places = list(product(*(range(len(each)) for each in values)))
@@ -32,16 +33,16 @@ def pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def each_pair(**axes: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrise a test by the names of these axes, with :func:`pairs` of their values."""
+    """Parametrize a test over the named axes, with the :func:`pairs` of their values."""
     chosen = product(*axes.values()) if ALL else pairs(*axes.values())
     return pytest.mark.parametrize(tuple(axes), [*chosen])
 
 
 def in_gate(*axes: Iterable[Any], every: int = 2) -> list[Any]:
-    """Return the combinations of these axes, of which all but each so many-th are slow.
+    """Return the combinations of these axes, and mark all but every `every`-th of them as slow.
 
-    Along the diagonal: of two axes each value is among those that the gate tries, of three each
-    pair.
+    The choice follows diagonals: the gate tries each value of two axes, and each pair of values of
+    three.
     """
     found = []
     for each in product(*map(enumerate, axes)):

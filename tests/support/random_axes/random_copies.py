@@ -1,4 +1,4 @@
-"""The rows of a storage are appended to another one, of another format or size."""
+"""Append the rows of a storage to another one of a different format or size."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _append(other: Any, storage: Any, by: str) -> None:
 def wrong_in_copy(
     source: Path, stored: TensorDictBase, kind: str, by: str, path: Path
 ) -> list[str]:
-    """Return the faults of a copy of ``stored``, the rows of ``source`` in their order."""
+    """Return the faults of a copy of ``source``, whose rows in their order are ``stored``."""
     what, found = f"copy to {kind} by {by}", []
     times = 2 if by == "twice" else 1
     with open_storage(source) as storage, _new(kind, times * len(storage), path) as other:

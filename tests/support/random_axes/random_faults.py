@@ -1,6 +1,6 @@
-"""Exceptions of user code in random runs, at a drawn call of it.
+"""Exceptions in user code during random runs, at a random call.
 
-`StopIteration` has to become an error of ours, and leave the rows that any other exception leaves.
+`StopIteration` must become one of our errors, and leave the same rows as any other exception.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ Where = Literal["step", "reset", "policy", "postproc", "sampler"]
 
 @dataclass(frozen=True)
 class FaultKind:
-    """An exception of user code."""
+    """An exception in user code."""
 
     where: Where
     at: int
-    """The number of the call that raises; of steps and resets those of one lane."""
+    """The number of the call that raises. For steps and resets it counts the calls of one lane."""
     lane: int = 0
     stops: bool = True
     """True if the exception is `StopIteration`."""
 
 
 class Counted:
-    """Raises at the call of that number, from 1 on, and at all later ones."""
+    """A call counter that raises at the given call, from 1 on, and at all later ones."""
 
     def __init__(self, kind: FaultKind) -> None:
         self.kind, self.calls = kind, 0
@@ -44,7 +44,7 @@ class Counted:
 
 
 class FaultyPostproc(Counted):
-    """Returns batches as they are."""
+    """A postprocessing callback that returns batches unchanged."""
 
     def __call__(self, batch: Any) -> Any:
         """Return ``batch``."""
@@ -53,7 +53,7 @@ class FaultyPostproc(Counted):
 
 
 class FaultySampler(Counted):
-    """Draws an option of a reset."""
+    """A sampler that draws an option for each reset."""
 
     def __call__(self, rng: np.random.Generator) -> Mapping[str, Any]:
         """Return the options."""
@@ -62,7 +62,7 @@ class FaultySampler(Counted):
 
 
 def faults_of_error(kind: FaultKind, error: BaseException) -> list[str]:
-    """Return what is wrong with the error that ended a run in which ``kind`` was raised."""
+    """Return the faults of the error that ended a run in which ``kind`` was raised."""
     if not kind.stops or not isinstance(error, (UserStopIteration, WorkerRaised, StopIteration)):
         return []
     what = f"{type(error).__name__}: {error}"

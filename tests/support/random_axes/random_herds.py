@@ -12,7 +12,7 @@ from random_spaces import Array
 
 
 def living(agents: int, lane: int, episode: int, at: int) -> Array:
-    """Which agents live in that state of an episode that goes on; bool ``[agent]``."""
+    """Return which agents live in this state of a running episode, bool ``[agent]``."""
     draws = [
         np.random.default_rng([lane, episode, agent, (at + agent) // 3]).integers(3)
         for agent in range(agents)
@@ -23,12 +23,12 @@ def living(agents: int, lane: int, episode: int, at: int) -> Array:
 
 
 def leaves_by_end(lane: int, at: int) -> bool:
-    """An agent that leaves then is terminated; else truncated."""
+    """Return whether an agent that leaves at this step is terminated instead of truncated."""
     return (lane + at) % 2 == 0
 
 
 class Herd:
-    """A lane, whose agents are rows of its observation, as a parallel environment."""
+    """A lane as a parallel environment. Each agent is a row of the lane's observation."""
 
     metadata: dict[str, Any] = {"name": "herd"}  # noqa: RUF012  PettingZoo declares it so
     render_mode = None
@@ -61,7 +61,7 @@ class Herd:
         return self._by_agent(observation, alive), self._by_agent([{}] * self.count, alive)
 
     def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-        """Step the agents that live."""
+        """Step the living agents."""
         assert set(actions) == set(self.agents), f"{set(actions)} acted, {self.agents} live"
         before = self._living()
         action = [int(actions.get(name, 0)) for name in self.possible_agents]
@@ -97,13 +97,13 @@ class Herd:
         return {name: value for name, value, one in pairs if one}
 
 
-# --- what rows must hold --------------------------------------------------------------------------
+# --- expected rows --------------------------------------------------------------------------------
 
 
 class HerdRows:
-    """Values of agents in the transitions of a lane: all ``[row, agent]``.
+    """Expected values of agents in the transitions of a lane, all ``[row, agent]``.
 
-    ``steps`` are ``(episode, step, over)`` of each row.
+    ``steps`` has ``(episode, step, over)`` of each row.
     """
 
     def __init__(self, agents: int, lane: int, steps: list[tuple[int, int, bool]]) -> None:
@@ -124,7 +124,7 @@ class HerdRows:
         self.ended = np.array([leaves_by_end(lane, step + 1) for _, step, _ in steps])
 
     def flags(self, terminated: Array, truncated: Array) -> dict[str, Array]:
-        """Flags of the agents, by those of the root ``[row]``."""
+        """Return the flags of the agents, from the root's flags ``[row]``."""
         ended = np.where(self.over, terminated, self.ended)
         cut = np.where(self.over, truncated, ~self.ended)
         own = {

@@ -1,4 +1,4 @@
-"""A signal that comes at a chosen call of a function of ours, and raises what a caller catches."""
+"""A signal at a chosen call of our code, whose handler raises an exception for the caller."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OURS = ("/tallyroll/collector/", "/tallyroll/storage/")
 
 
 class Stopped(Exception):
-    """Exception that a handler of the caller's own raises."""
+    """Exception that the caller's own signal handler raises."""
 
 
 CAUGHT = (KeyboardInterrupt, Stopped)
@@ -22,7 +22,7 @@ CAUGHT = (KeyboardInterrupt, Stopped)
 
 @contextmanager
 def interrupted(how: How, calls: int) -> Iterator[None]:
-    """A signal comes inside, before the ``calls``-th call of a function of ours."""
+    """Raise a signal within the context, before the ``calls``-th call of one of our functions."""
     if not how:
         yield
         return

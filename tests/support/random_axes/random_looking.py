@@ -1,4 +1,4 @@
-"""A thread that reads the ledger of a random run: each look balances, and no count goes back."""
+"""A thread that reads a random run's ledger: each snapshot balances, and no count decreases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GROWING = ("slots", "executed", "reset_slots", "stored", "discarded", "lost", "e
 
 
 def wrong_after(before: Ledger, ledger: Ledger) -> list[str]:
-    """Return what is wrong with a look at the ledger after another one."""
+    """Return the faults of a snapshot of the ledger that was taken after ``before``."""
     found = []
     parts = ledger.stored + ledger.discarded + ledger.carried + ledger.lost
     balanced = ledger.slots == ledger.executed + ledger.reset_slots and ledger.executed == parts
@@ -28,7 +28,7 @@ def wrong_after(before: Ledger, ledger: Ledger) -> list[str]:
 
 @contextmanager
 def looked_at(collector: Collector, found: list[str]) -> Iterator[None]:
-    """Read the ledger in another thread within this context; faults are added to ``found``."""
+    """Read the ledger in another thread within this context, and add faults to ``found``."""
     ended = threading.Event()
 
     def look() -> None:

@@ -1,4 +1,4 @@
-"""Yielded batches, slices and samples are written to, which must change nothing that is stored."""
+"""Write to yielded batches, slices and samples, which must not change any stored row."""
 
 from __future__ import annotations
 
@@ -105,12 +105,12 @@ _WAYS: dict[str, Callable[[Any, np.random.Generator], None]] = {
 
 
 class Meddler:
-    """Writes to what a storage and a reader of its own hand out, and reads again.
+    """A user who writes to data from a storage and an independent reader, and reads it again.
 
     Args:
-        ways: of :data:`MEDDLES`.
-        storage: which the collector writes to; None: batches alone are there.
-        number: of the configuration, which draws.
+        ways: a selection of :data:`MEDDLES`.
+        storage: the collector's storage, or None if only batches exist.
+        number: number of the configuration, which seeds the draws.
     """
 
     def __init__(self, ways: tuple[str, ...], storage: Any, number: int) -> None:
@@ -120,7 +120,7 @@ class Meddler:
         self.found: list[str] = []
 
     def __call__(self, batch: TensorDictBase, held: TensorDictBase | None) -> None:
-        """Write; what is stored must then be the last rows of ``held``, in their order."""
+        """Write, and then check that the stored rows are the last rows of ``held``, in order."""
         if "batch" in self.ways:
             spoil(batch)
         if self.storage is None or not len(self.storage):
@@ -142,14 +142,14 @@ class Meddler:
 
 
 def rows_of(storage: Any) -> TensorDictBase:
-    """All rows, in their order, by a slice where slots are in that order."""
+    """Return all rows in order, by a slice if the slots are in that order."""
     if storage.ring:
         return storage.get(torch.from_numpy(storage.index_of(np.array(storage.span, np.int64))))
     return storage[:]
 
 
 def others(stored: TensorDictBase, held: TensorDictBase) -> Iterator[str]:
-    """Where stored rows are not the last ones of ``held``."""
+    """Yield differences between the stored rows and the last rows of ``held``."""
     if len(stored) > len(held):
         yield f"has {len(stored)} rows, {len(held)} were stored"
         return

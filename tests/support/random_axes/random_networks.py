@@ -1,4 +1,4 @@
-"""Policies that are a network in a `TensorDictModule`, and what may become of one during a run."""
+"""Policies with a network in a `TensorDictModule`, and changes to such a policy during a run."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from random_spaces import Array, Key, acted, numbers_of
 
 
 class Network(nn.Module):
-    """Actions by the bytes of each row, ``shift`` further on."""
+    """A network whose actions depend on the bytes of each row, offset by ``shift``."""
 
     def __init__(self, space: gym.Space[Any], shift: int = 0) -> None:
         super().__init__()
         self.space, self.shift = space, shift
 
     def forward(self, seen: torch.Tensor) -> torch.Tensor:
-        """An action for each row of ``seen``."""
+        """Return an action for each row of ``seen``."""
         return self.chosen(seen, self.shift)
 
     def chosen(self, seen: torch.Tensor, shift: int) -> torch.Tensor:
-        """The actions that are ``shift`` further on."""
+        """Return the actions with an offset of ``shift``."""
         return torch.from_numpy(actions_of(self.space, [np.asarray(seen)], shift))
 
 
 def actions_of(space: gym.Space[Any], columns: list[Array], shift: int) -> Array:
-    """Actions for the rows of ``columns``; after a change they are one further on."""
+    """Return actions for the rows of ``columns``. A change to the policy offsets them by one."""
     return acted(space, numbers_of(columns) + np.uint64(shift))
 
 
 def network_policy(space: gym.Space[Any], keys: tuple[Key, ...]) -> TensorDictModule:
-    """A policy that reads the first of ``keys``."""
-    # A class of its own, for one change replaces what the class does.
+    """Return a policy that reads the first of ``keys``."""
+    # Each policy gets its own class, because one of the changes replaces a method of the class.
     own = type("OwnNetwork", (Network,), {})
     return TensorDictModule(own(space), in_keys=[keys[0]], out_keys=["action"])
 
@@ -123,7 +123,7 @@ CHANGES: dict[str, Callable[[Any, tuple[Key, ...]], None]] = {
 def wanted_after(
     change: str, space: gym.Space[Any], keys: tuple[Key, ...], rows: Any, *, changed: bool
 ) -> Array:
-    """The actions of ``rows`` by the policy as it was, or as the change made it."""
+    """Return the actions for ``rows`` by the original policy, or by the changed one."""
     key = keys[-1] if change == "in keys" and changed else keys[0]
     shift = 1 if changed and change not in ("in keys",) else 0
     return actions_of(space, [rows[key]], shift)

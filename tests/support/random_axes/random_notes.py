@@ -1,4 +1,4 @@
-"""A user writes attributes to files of ours, which stay sound, and go on taking rows."""
+"""A user writes attributes to our files, which must stay sound and accept further rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tallyroll.storage.storages import storage_class
 
 
 def wrong_with_notes(path: Path, stored: TensorDictBase) -> list[str]:
-    """Return the faults that an attribute makes in a storage of these rows."""
+    """Return the faults that a user's attribute causes in a storage of these rows."""
     if path.suffix == ".h5":
         with h5py.File(path, "r+") as file:
             file.attrs["author"] = "a user"

@@ -1,4 +1,4 @@
-"""Slices, trajectories and n-step returns of a storage against a model that goes row by row."""
+"""Compare slices, trajectories and n-step returns of a storage with a model for single rows."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class Model:
         self.ended = flags.reshape(len(rows)).tolist()
 
     def following(self, row: int) -> int | None:
-        """The row of the next step, where there is one."""
+        """Return the row of the next step, or None if it does not exist."""
         if self.ended[row]:
             return None
         return self.at.get((self.ids[row], self.steps[row] + 1))
 
     def chain(self, row: int, n: int) -> list[int]:
-        """Up to ``n`` rows from ``row`` on."""
+        """Return up to ``n`` successive rows, starting with ``row``."""
         found = [row]
         while len(found) < n and (following := self.following(found[-1])) is not None:
             found.append(following)
         return found
 
     def parts(self, key: Key, chain: list[int]) -> list[tuple[tuple[int, ...], list[int]]]:
-        """Where a row's values of a column lie, and the rows of ``chain`` that each of them uses.
+        """Return the parts of a row's values in a column, and the rows of ``chain`` for each.
 
-        Those of agents go on until the agent ended by itself.
+        An agent's values use rows until the agent ends by itself.
         """
         if key[:2] != ("next", "agents"):
             return [((), chain)]
@@ -56,12 +56,12 @@ class Model:
         return found
 
     def starts(self, length: int) -> int:
-        """How many slices of that length there are."""
+        """Return the number of slices of that length."""
         return sum(len(self.chain(row, length)) == length for row in range(len(self.ids)))
 
 
 def wrong_in_reading(source: Path, stored: TensorDictBase, number: int) -> list[str]:
-    """Return the faults in reading ``source``, whose rows in their order are ``stored``."""
+    """Return the faults in reads of ``source``, whose rows in their order are ``stored``."""
     if not len(stored):
         return []
     rng, model, found = np.random.default_rng([19, number]), Model(stored), []
@@ -97,7 +97,7 @@ def _n_steps(storage: Any, model: Model, order: Any, rng: np.random.Generator) -
 
 
 def _is_n_step(mine: torch.Tensor, values: torch.Tensor, key: Key, gamma: float) -> bool:
-    """``mine`` is what n steps make of the ``values`` of the rows used."""
+    """Return whether ``mine`` is the n-step result of the ``values`` of the used rows."""
     if key[0] == "next" and key[-1] == "reward":
         weights = gamma ** torch.arange(len(values), dtype=torch.float64)
         total = (values.double() * weights.reshape(-1, *[1] * (values.ndim - 1))).sum(0)
@@ -145,7 +145,7 @@ def _samplers(storage: Any, model: Model, rng: np.random.Generator) -> list[str]
     buffer = TensorDictReplayBuffer(storage=storage, sampler=theirs, batch_size=4 * length)
     try:
         drawn = buffer.sample().reshape(4, length)
-    except RuntimeError:  # of rows in the order of batches, some have no piece that is so long
+    except RuntimeError:  # rows in batch order may have no slice of this length
         return wrong
     return wrong + _wrong_slices("SliceSampler", drawn, model, marks=False)
 
@@ -153,7 +153,7 @@ def _samplers(storage: Any, model: Model, rng: np.random.Generator) -> list[str]
 def _wrong_slices(
     what: str, drawn: TensorDictBase, model: Model, *, marks: bool = True
 ) -> list[str]:
-    """Each slice is a chain of the model, and its last row is done."""
+    """Check that each slice is a chain of the model, and that its last row is done."""
     for each in drawn.unbind(0):
         first = int(each["collector", "traj_ids"][0]), int(each["collector", "step"][0])
         if first not in model.at:

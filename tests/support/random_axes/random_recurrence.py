@@ -1,4 +1,4 @@
-"""A recurrent module over a yielded batch gives what it gave when it chose the actions."""
+"""A recurrent module, applied to a yielded batch, repeats the outputs that chose the actions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from random_policies import recurrent_module
 
 
 def wrong_in_recurrence(batch: TensorDictBase, rows: TensorDictBase, *, lstm: bool) -> list[str]:
-    """``batch`` as it was yielded, ``rows`` the same lane by lane, without padding."""
+    """Compare ``batch`` as yielded with ``rows``, the same lane by lane and without padding."""
     ids, init = rows["collector", "traj_ids"], rows["is_init"].reshape(len(rows))
     first = torch.ones(len(rows), dtype=torch.bool)
     first[1:] = ids[1:] != ids[:-1]

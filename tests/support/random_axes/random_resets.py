@@ -1,4 +1,4 @@
-"""Seeds and options of resets in random runs: rows have what each lane's reset was given."""
+"""Seeds and options of resets in random runs: rows must repeat those that the reset received."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def faults_of_resets(
     columns: Mapping[Any, np.ndarray],
     given: Sequence[tuple[int | None, Mapping[str, Any]] | None],
 ) -> list[str]:
-    """Return what is wrong in rows of episodes whose resets were ``given`` a seed and options."""
+    """Return the faults in rows of episodes whose resets were ``given`` a seed and options."""
     drawn, found = RESETS[resets], []
     names = [name for name in _SAMPLER if drawn.sampler is not None]
     for at, own in enumerate(given):

@@ -1,4 +1,4 @@
-"""A transform with statistics that each observation changes, and a journal of what it returned."""
+"""A transform whose statistics change with each observation, and a journal of its results."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torchrl.envs.transforms import ObservationTransform
 from random_spaces import Array, digest
 
 Told = dict[int, list[Array]]
-"""Results by the bytes of the observation."""
+"""Results of the transform, by a digest of the observation."""
 
 
 class Running(ObservationTransform):
-    """Writes how far an observation is from the mean of all that came so far.
+    """A transform that writes the distance of an observation from the mean of all so far.
 
     Args:
         told: the journal.
@@ -30,7 +30,7 @@ class Running(ObservationTransform):
         self.register_buffer("total", torch.zeros((), dtype=torch.float64))
 
     def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
-        """The distance."""
+        """Return the distance."""
         self.count += obs.shape[:-1].numel()
         self.total += obs.double().mean(-1).sum()
         relative = (obs.double() - self.total / self.count).float()
@@ -43,7 +43,7 @@ class Running(ObservationTransform):
         return self._call(tensordict_reset)
 
     def transform_observation_spec(self, observation_spec: Any) -> Any:
-        """With the column that it writes."""
+        """Add the column that the transform writes."""
         shape = observation_spec["observation"].shape
         observation_spec["relative"] = Unbounded(shape, dtype=torch.float32)
         return observation_spec
@@ -54,7 +54,7 @@ def _rows(values: torch.Tensor) -> Array:
 
 
 def was_told(told: Told, seen: Array, relative: Array) -> Array:
-    """Which rows ``relative`` are what the transform made of the rows ``seen``."""
+    """Return which rows of ``relative`` are results of the transform for the rows ``seen``."""
     pairs = zip(*(each.reshape(-1, each.shape[-1]) for each in (seen, relative)), strict=True)
     right = [
         any(np.array_equal(each, became) for each in told.get(digest([one]), []))

@@ -16,13 +16,13 @@ from tallyroll.storage.storages import DiskStorage
 
 
 def wrong_in_saving(collector: Collector, batch: TensorDictBase, number: int) -> list[str]:
-    """Return the names of the values that come back as others, saved after ``batch``."""
+    """Return the names of values that a checkpoint after ``batch`` does not restore exactly."""
     values = _values(batch, np.random.default_rng([37, number]))
     storage = collector.restarting.storage
     saved = collector if storage is None or isinstance(storage, DiskStorage) else None
     with tempfile.TemporaryDirectory() as folder:
         save_checkpoint(folder, collector=saved, **values)
-        found = load_checkpoint(folder).values  # generators get the state that they have
+        found = load_checkpoint(folder).values  # loading restores the state of generators
     if found.keys() != values.keys():
         return [f"values {sorted(found)} came back of {sorted(values)}"]
     return [
@@ -54,7 +54,7 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _values(batch: TensorDictBase, rng: np.random.Generator) -> dict[str, Any]:
-    """Values that name the rows of a batch, nested at random."""
+    """Return values that refer to the rows of a batch, nested at random."""
     columns = {str(key): value for key, value in batch.items(True, True)}
     arrays = {name: value.numpy(force=True) for name, value in columns.items()}
     leaves: list[Any] = [

@@ -10,22 +10,22 @@ import numpy as np
 
 from tallyroll.collector import OnePolicy
 
-if TYPE_CHECKING:  # it imports configurations, which have this
+if TYPE_CHECKING:  # random_rows imports configurations, which import this module
     from random_rows import Rows, Verdict
 
 
 @dataclass(frozen=True)
 class SeveralKind:
-    """Which policy acts where. None in place of it: one policy acts."""
+    """The assignment of policies to lanes or to a group. None in its place means one policy."""
 
     of_lane: tuple[int, ...]
-    """The policy of each lane; a policy of a group acts in all of them."""
+    """The policy of each lane. A group's policy acts in all lanes."""
     random: tuple[bool, ...]
-    """``[policy]``: it draws random actions."""
+    """``[policy]``: whether it draws random actions."""
     openings: tuple[int, ...]
-    """``[policy]``: transitions with random actions at the start of a run."""
+    """``[policy]``: number of transitions with random actions at the start of a run."""
     spelling: int = 0
-    """How lanes are named."""
+    """Number that selects how lanes are named."""
     group: str = ""
 
     @property
@@ -34,7 +34,7 @@ class SeveralKind:
         return any(self.random) or any(self.openings)
 
     def policies(self, make: Callable[[], Any]) -> Any:
-        """Return what a collector is given; ``make`` makes a policy."""
+        """Return the argument for a collector. ``make`` makes a policy."""
         given = [
             None if random else OnePolicy(make(), init_random_frames=opening)
             for random, opening in zip(self.random, self.openings, strict=True)
@@ -58,7 +58,7 @@ class SeveralKind:
 
 
 def check_several(kind: SeveralKind, runs: Sequence[Rows], verdict: Verdict) -> None:
-    """Check which rows of one run, or of a run and those that go on with it, are random."""
+    """Check which rows are random, in one run or in a run and its continuations."""
     found = np.zeros(len(kind.random), np.int64)
     made = np.zeros_like(found)
     went: dict[int, bool] = {}

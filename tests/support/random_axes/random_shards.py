@@ -1,7 +1,7 @@
-"""Runs in shards, drawn by a number, beside the one run: the same rows by id and step, bit for bit.
+"""Sharded runs, drawn by a number, that must have the rows of the single run, bit for bit.
 
-The environment's episodes, observations and rewards follow from the seed of its lane and from the
-actions it executed, so that a row says whether it is the one run's.
+Rows are matched by id and step. The environment's episodes, observations and rewards depend only on
+its lane's seed and on the executed actions, so each row shows whether it belongs to the single run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Rows = dict[Key, NDArray[Any]]
 
 
 class Wanderer(gym.Env[Any, Any]):
-    """Walks as its generator and its actions say, for as many steps as it drew."""
+    """An environment that walks by its generator and its actions, for a random number of steps."""
 
     def __init__(self, action: str = "discrete") -> None:
         self.masked = action == "masked"
@@ -47,14 +47,14 @@ class Wanderer(gym.Env[Any, Any]):
         return found
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Draw the length of the episode and the place where it begins."""
+        """Draw the length of the episode and its start."""
         super().reset(seed=seed)
         self.left = int(self.np_random.integers(1, 12))
         self.place = self.np_random.normal(size=3)
         return self.seen(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Move on."""
+        """Move, and draw noise."""
         self.left -= 1
         self.place = self.place + self.np_random.normal(size=3) + np.sum(action)
         over = self.left == 0
@@ -63,7 +63,7 @@ class Wanderer(gym.Env[Any, Any]):
 
 
 def chooses(kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a policy that looks at a lane alone."""
+    """Return a policy whose actions depend on one lane only."""
 
     def policy(place: torch.Tensor) -> torch.Tensor:
         if kind == "box":
@@ -85,12 +85,15 @@ class Sharded:
     off: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
     batches: tuple[int, ...] = (32,)
-    """Rows of a batch of each shard, over again where these are fewer; the first is of all."""
+    """Batch sizes that the shards cycle through. The single run uses the first."""
     workers: int = 0
     several: int = 0
-    """Above 0: every third lane has the policy, after so many random actions, others have none."""
+    """Random actions before the policy of every third lane, while other lanes have no policy.
+
+    0: all lanes have the policy.
+    """
     collects: int = 0
-    """Rows of each call of ``collect(n)``; 0: batches are iterated over."""
+    """Rows of each call of ``collect(n)``; 0 iterates over batches."""
 
     def collect(self, path: Path, shard: str | None, at: int = 0) -> Rows:
         """Collect the run, or one shard of it; return its rows."""
@@ -123,7 +126,7 @@ class Sharded:
         return rows_of(path)
 
     def check(self, folder: Path) -> None:
-        """Compare the shards together with the one run."""
+        """Compare the shards, joined together, with the single run."""
         one = self.collect(folder / "one", None)
         names = [f"{index}/{self.of}" for index in range(self.of)]
         parts = [self.collect(folder / str(at), name, at) for at, name in enumerate(names)]
@@ -169,19 +172,19 @@ def rows_of(path: Path) -> Rows:
 
 
 def in_order(rows: Rows) -> Rows:
-    """Return rows by id and step."""
+    """Return rows sorted by id and step."""
     order = np.lexsort((rows[STEP], rows[TRAJ_IDS]))
     return {key: column[order] for key, column in rows.items()}
 
 
 def joined(parts: list[Rows]) -> Rows:
-    """Return the rows of all parts by id and step."""
+    """Return the rows of all parts, sorted by id and step."""
     assert all(part.keys() == parts[0].keys() for part in parts)
     return in_order({key: np.concatenate([part[key] for part in parts]) for key in parts[0]})
 
 
 def assert_same_rows(one: Rows, other: Rows, said: object = "") -> None:
-    """Every column, every dtype and every bit is the same."""
+    """Check that every column, every dtype and every bit is the same."""
     assert one.keys() == other.keys(), said
     for key, column in one.items():
         assert column.dtype == other[key].dtype, (key, said)
@@ -190,5 +193,5 @@ def assert_same_rows(one: Rows, other: Rows, said: object = "") -> None:
 
 
 def next_step_vector(num_envs: int) -> SyncVectorEnv:
-    """Return a vector that spends a slot on each reset, as Gymnasium's do by default."""
+    """Return a vector that spends a slot on each reset, as Gymnasium's vectors do by default."""
     return SyncVectorEnv([Wanderer] * num_envs, autoreset_mode=AutoresetMode.NEXT_STEP)

@@ -1,4 +1,4 @@
-"""Options of a random run as keywords, as objects, or half and half: it is the same run."""
+"""Options of a random run as keywords, as objects, or as a mix: the run must be the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tallyroll.collector.options.objects import keywords_of
 
 
 def spelled(options: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """``options`` of the collector, spelled as the run's ``number`` says."""
+    """Return the ``options`` of the collector, in the form that ``number`` selects."""
     given = dict(options)
     if number % 3 == 0:
         return given

@@ -1,4 +1,4 @@
-"""Configurations of random runs, and the reasons for which a run may be refused."""
+"""Configurations of random runs, and the reasons why a run may be refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Copy = Literal["", "memmap", "h5", "zarr", "larger ring"]
 
 @dataclass(frozen=True)
 class Configuration:
-    """Everything that makes a run."""
+    """All parameters of a run."""
 
     number: int
     env: EnvKind
@@ -61,64 +61,64 @@ class Configuration:
     sink: Sink = ""
     phase: Phase = ""
     phase_after: int = 1
-    """Batches until the phase."""
+    """Number of batches before the phase."""
     workers: int = 0
-    """Worker processes; 0: the collector of one process."""
+    """Number of worker processes; 0 selects the single-process collector."""
     mode: Literal["sync", "async"] = "sync"
     threads: bool = True
-    """The workers are threads of this process."""
+    """Whether workers are threads of this process."""
     settled: bool = False
-    """The argument is given that settles what would be refused, where there is one."""
+    """Whether the run passes the argument that avoids a refusal, if there is one."""
     interrupt: How = ""
-    """In the phase "interrupt": Python's own handler raises, or another one."""
+    """Signal of the phase "interrupt". Python's own handler raises, or the caller's."""
     interrupt_at: int = 0
-    """Calls of functions of ours before the signal comes."""
+    """Number of calls of our functions before the signal."""
     meddles: tuple[str, ...] = ()
-    """Tensors that are written to in place after each batch (`random_meddling`)."""
+    """Tensors that are overwritten in place after each batch (`random_meddling`)."""
     copy: Copy = ""
-    """The rows are appended to another storage."""
+    """Kind of storage to which the rows are appended."""
     copy_by: Literal["all", "slice", "numbers", "twice"] = "all"
     collects: bool = False
-    """Rows are asked for by `collect(n)`, and read from the storage."""
+    """Whether `collect(n)` collects the rows, which are then read from the storage."""
     updates: bool = False
-    """The policy gets new weights before the run is left that is resumed."""
+    """Whether the policy gets new weights before the run stops and resumes."""
     notes: bool = False
-    """A user writes attributes beside ours."""
+    """Whether a user writes attributes next to ours."""
     resets: Given = ""
-    """Resets are given seeds, options, or both."""
+    """Whether resets receive seeds, options, or both."""
     several: SeveralKind | None = None
-    """Several policies act, each as :attr:`policy` does."""
+    """Several policies, of which each behaves like :attr:`policy`."""
     fault: FaultKind | None = None
-    """User code raises an exception at one of its calls."""
+    """An exception that user code raises at one of its calls."""
     looks: bool = False
-    """A thread reads the ledger meanwhile."""
+    """Whether a thread reads the ledger during the run."""
     reads: bool = False
-    """Slices, trajectories and n-step returns are compared with a model."""
+    """Whether slices, trajectories and n-step returns are compared with a model."""
     saves: bool = False
-    """Values are saved with the run after a batch, and loaded."""
+    """Whether values are saved with the run after a batch, and loaded."""
 
     @property
     def uses_files(self) -> bool:
-        """Lanes live in other processes."""
+        """True if lanes are in other processes."""
         apart = self.env.system in ("async", "parallel")
         return apart or (self.workers > 0 and not self.threads)
 
     @property
     def far(self) -> bool:
-        """The workers share no memory with their parent."""
+        """True if the workers share no memory with their parent."""
         return self.workers > 0 and self.threads and self.number % 2 == 0
 
     @property
     def policy_keys(self) -> tuple[Key, ...]:
-        """Columns that the policy looks at."""
+        """Columns that the policy reads."""
         return tuple(self.column(key) for key in observation_keys(self.env.lane))
 
     def own_column(self, name: str) -> Key:
-        """The column of the action or the reward."""
+        """Return the column of the action or of the reward."""
         return ("agents", name) if self.env.lane.agents else (name,)
 
     def column(self, key: Key) -> Key:
-        """The column of an observation."""
+        """Return the column of an observation."""
         lane = self.env.lane
         if self.settled and key[0] in lane.names:
             return (f"own {lane.names.index(key[0])}", *key[1:])
@@ -126,7 +126,7 @@ class Configuration:
 
     @property
     def driven(self) -> EnvKind:
-        """The environment; by another name its mask is an observation like others."""
+        """The environment. If its mask has another name, it is an ordinary observation."""
         bound = self.column(("action_mask",)) == ("action_mask",)
         if self.env.lane.mask_in_infos:
             several = self.several is not None and not all(self.several.random)
@@ -135,7 +135,7 @@ class Configuration:
 
     @property
     def settling(self) -> dict[str, Any]:
-        """Arguments of the collector that settle what would be refused."""
+        """Arguments of the collector that avoid refusals."""
         lane, given = self.env.lane, {}
         if not self.settled:
             return {}
@@ -146,20 +146,20 @@ class Configuration:
 
     @property
     def loses_finals(self) -> bool:
-        """True if it says that final observations are lost."""
+        """True if the run declares that final observations are lost."""
         lost = self.env.lane.self_reset != "" and not self.env.auto_reset
         return lost and self.settled
 
     @property
     def infos(self) -> tuple[Any, ...]:
-        """Return the `info_keys`."""
+        """The `info_keys`."""
         names = self.env.lane.infos if self.info_keys else ()
         if not self.settled:
             return names
         return tuple(Info(name, *DECLARED[name]) if name in DECLARED else name for name in names)
 
     def given_column(self, name: str) -> Key | None:
-        """The column that says where an info was given."""
+        """Return the column that marks the rows that have an info."""
         declared = self.settled and name in SOMETIMES
         return (f"{name}_given",) if declared else None
 
@@ -175,18 +175,18 @@ DECLARED: dict[str, tuple[Any, ...]] = {
 
 
 def observation_keys(lane: LaneKind) -> tuple[Key, ...]:
-    """The columns of an observation."""
+    """Return the columns of an observation."""
     if lane.agents:
         return (("agents", "observation"),)
     value = sp.drawn(lane.observation_space(), np.random.default_rng(0))
     return tuple(key for key in sp.leaves(value) if key != ("action_mask",))
 
 
-# --- what may be refused --------------------------------------------------------------------------
+# --- reasons for a refusal ------------------------------------------------------------------------
 
 
 def refusals(config: Configuration) -> list[str]:
-    """Why this may end with an error of ours; none: it must not."""
+    """Return the reasons why the run may end with one of our errors. Without any, it must not."""
     env, lane = config.env, config.env.lane
     same_step = env.is_vector and env.mode == "SameStep" and env.system != "native"
     names = {name for key in config.policy_keys for name in key[:1]}
@@ -202,7 +202,7 @@ def refusals(config: Configuration) -> list[str]:
         "episodes end where the next begins": lane.dull in ("zeros", "all equal")
         and not config.settled,
         "statistics apart": "norm" in env.transforms and config.workers > 1,
-        # What resets itself may return its first observation twice.
+        # An environment that resets itself may return its first observation twice.
         "a reused array in SAME_STEP": bool(lane.reuse or lane.self_reset) and same_step,
         "reused observations that cannot be split": bool(lane.reuse or env.tensors)
         and (env.system in ("parallel", "serial")),
@@ -229,7 +229,7 @@ def refusals(config: Configuration) -> list[str]:
 
 
 def stands_outside(config: Configuration) -> bool:
-    """Something stands around the vector."""
+    """Return whether a wrapper or a transform surrounds the vector."""
     env = config.env
     recurrent = config.policy is not None and config.policy.recurrent
     return bool(env.vector_statistics or env.transforms or recurrent or config.max_frames_per_traj)

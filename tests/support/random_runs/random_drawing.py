@@ -1,4 +1,4 @@
-"""Configurations drawn at random, each by its number, and the twins they are compared with."""
+"""Random configurations, drawn by a number, and their twins for comparison."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ T = TypeVar("T")
 
 
 class Draw:
-    """Choices of a generator."""
+    """Random choices from a generator."""
 
     def __init__(self, number: int, stream: int = 11) -> None:
         self.rng = np.random.default_rng([stream, number])
 
     def one(self, *values: T) -> T:
-        """One of these."""
+        """Return one of the values."""
         return values[int(self.rng.integers(len(values)))]
 
     def of(self, values: Sequence[T]) -> T:
-        """One of these."""
+        """Return one of the values."""
         return values[int(self.rng.integers(len(values)))]
 
     def some(self, values: Sequence[T], most: int) -> tuple[T, ...]:
-        """Up to so many different ones."""
+        """Return up to `most` different values."""
         count = int(self.rng.integers(min(most, len(values)) + 1))
         return tuple(values[i] for i in self.rng.permutation(len(values))[:count])
 
     def chance(self, of_a_hundred: float) -> bool:
-        """True so often."""
+        """Return True in `of_a_hundred` percent of the calls."""
         return bool(self.rng.random() * 100 < of_a_hundred)
 
     def number(self, low: int, high: int) -> int:
-        """From low to high, both included."""
+        """Return a number from low to high, both included."""
         return int(self.rng.integers(low, high + 1))
 
 
 def configuration(number: int) -> Configuration:
-    """The configuration of that number."""
+    """Return the configuration of a number."""
     draw = Draw(number)
     env = _env(draw)
     policy = _policy(draw, env)
@@ -62,11 +62,11 @@ def configuration(number: int) -> Configuration:
 
 
 def twin(config: Configuration) -> Configuration | None:
-    """A configuration without bad habits whose data must be the same, bit for bit."""
+    """Return a configuration without bad habits that must have the same data, bit for bit."""
     env, lane = config.env, config.env.lane
     if lane.self_reset or lane.spoil or env.shared or config.phase or config.mode == "async":
         return None
-    if "norm" in env.transforms and config.workers:  # statistics of each worker, or of all
+    if "norm" in env.transforms and config.workers:  # statistics per worker, or of all lanes
         return None
     if (config.total_frames or 0) > 150:
         return None
@@ -126,7 +126,7 @@ def _env(draw: Draw) -> EnvKind:
         names = ["steps", "init", "sum"]
         if env.lane.observation in sp.FLOAT_VECTORS and not env.lane.names and not env.lane.masked:
             names.append("stack")
-        if env.lane.names:  # a transform of the caller's own may write over them
+        if env.lane.names:  # a user's transform may overwrite them
             names = ["init"] if "is_init" not in env.lane.names else []
         env = replace(env, transforms=draw.some(names, 3))
     if env.one_hot and env.lane.action != "discrete":
@@ -241,7 +241,7 @@ def _options(draw: Draw, config: Configuration) -> Configuration:
 
 
 def _habits(draw: Draw, config: Configuration) -> Configuration:
-    """Habits of environments that are not allowed."""
+    """Add forbidden habits of environments."""
     env, lane = config.env, config.env.lane
     if draw.chance(18):
         reuse = draw.one("same", "one key", "view", "double", "ring")

@@ -1,4 +1,4 @@
-"""Random environments of every system: Gymnasium's vectors, a native one, TorchRL's."""
+"""Random environments of every system: Gymnasium's vectors, a native vector, and TorchRL's."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from random_lanes import LaneKind, Reuse, World
 from random_running import Running
 from random_spaces import Array, Key, leaves
 
-# TorchRL looks for further packages with its first environment, and keeps the error of one that is
-# missing, with all that the frames of its traceback refer to.
+# With its first environment TorchRL looks for further packages. It keeps the ImportError of a
+# missing one, with all objects that the frames of its traceback refer to.
 GymWrapper(gym.make("CartPole-v1")).close()
 
 System = Literal[
@@ -57,34 +57,34 @@ class EnvKind:
     system: System = "sync"
     mode: Literal["Disabled", "NextStep", "SameStep"] = "Disabled"
     adapter: Literal["", "mask", "avoid"] = ""
-    """The `reset_slots` of the `GymnasiumVectorEnv` in which it is handed over."""
+    """The `reset_slots` of the `GymnasiumVectorEnv` that wraps the environment."""
     copy: bool = True
     """The argument `copy` of a `SyncVectorEnv`."""
     vector_statistics: bool = False
     one_hot: bool = False
     auto_reset: bool = False
-    """TorchRL knows that the environment resets itself."""
+    """Whether TorchRL knows that the environment resets itself."""
     tensors: Reuse = ""
-    """A TorchRL environment returns the same tensors again and again."""
+    """Whether a TorchRL environment returns the same tensors repeatedly."""
     transforms: tuple[str, ...] = ()
     shared: tuple[int, ...] = ()
-    """Lanes that have one object."""
+    """Lanes that share one object."""
     shared_wrapped: bool = False
-    """Each of these wraps it in a wrapper of its own."""
+    """Whether each of these lanes wraps the object in its own wrapper."""
 
     @property
     def is_vector(self) -> bool:
-        """True if it is one of Gymnasium's vectors."""
+        """True for Gymnasium's vectors."""
         return self.system in VECTORS
 
     @property
     def flat(self) -> bool:
-        """Its batch size is []."""
+        """True if the batch size is []."""
         return self.system in ("one", "wrapper")
 
     @property
     def has_reset_slots(self) -> bool:
-        """Some slots are resets."""
+        """True if some slots are resets."""
         return self.system == "native" or (
             self.is_vector and self.mode == "NextStep" and self.adapter != "avoid"
         )
@@ -112,7 +112,7 @@ class NativeVector(VectorEnv[Any, Any, Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Reset every lane, whatever a mask in `options` says."""
+        """Reset every lane, and ignore any mask in `options`."""
         assert seed is None or isinstance(seed, int), f"expected an integer, got {seed!r}"
         self._over[:] = False
         return self._gather(
@@ -123,7 +123,7 @@ class NativeVector(VectorEnv[Any, Any, Any]):
         )
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
-        """Step the lanes that go on, reset the others."""
+        """Step the running lanes, and reset the others."""
         results = []
         for lane, action in enumerate(iterate(self.action_space, actions)):
             if self._over[lane]:
@@ -256,7 +256,7 @@ class TorchLanes(EnvBase):
         return out
 
     def _again(self, number: int, key: Key, value: torch.Tensor) -> torch.Tensor:
-        """The value in a tensor of its own, or in one that was returned before."""
+        """Return the value in a new tensor, or in one that an earlier call returned."""
         if not self.tensors or (self.tensors == "one key" and number):
             return value
         count = {"double": 2, "ring": 3}.get(self.tensors, 1)
@@ -295,7 +295,7 @@ def _lane(kind: EnvKind, world: World, run: int, lane: int) -> gym.Env[Any, Any]
 
 
 def lane_of_torch(kind: EnvKind, world: World, run: int, lane: int) -> EnvBase:
-    """One lane as a TorchRL environment of batch size []."""
+    """Return one lane as a TorchRL environment of batch size []."""
     env = _lane(kind, world, run, lane)
     if kind.tensors or kind.system == "one":
         return TorchLanes([env], flat=True, tensors=kind.tensors)
@@ -312,7 +312,7 @@ def make_env(
     first: int = 0,
     lanes: int | None = None,
 ) -> Any:
-    """An environment of ``lanes`` lanes from ``first`` on.
+    """Return an environment of ``lanes`` lanes from ``first`` on.
 
     ``options`` are those of a `GymnasiumVectorEnv`.
     """
@@ -363,7 +363,7 @@ def _transformed(env: EnvBase, kind: EnvKind, world: World) -> EnvBase:
 
 
 def close(env: Any) -> None:
-    """Close an environment that may be closed already."""
+    """Close an environment that may already be closed."""
     if isinstance(env, EnvBase):
         env.close(raise_if_closed=False)
     else:

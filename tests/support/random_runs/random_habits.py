@@ -1,4 +1,4 @@
-"""Parts around a random lane: Gymnasium's wrappers, its witness, and its bad habits."""
+"""Wrappers of a random lane: Gymnasium's own, the witness, and the bad habits."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from random_spaces import Array, leaves
 
 
 class Witness(gym.Wrapper[Any, Any, Any, Any]):
-    """Writes down what was done, in copies."""
+    """A wrapper that records copies of all calls and results in a journal."""
 
     def __init__(self, env: gym.Env[Any, Any], journal: Journal) -> None:
         super().__init__(env)
         self.journal = journal
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Reset, and write it down."""
+        """Reset, and record it."""
         given = kwargs.get("seed"), dict(kwargs.get("options") or {})
         observation, info = self.env.reset(**kwargs)
         self.journal.write(Event(leaves(observation), _numbers(info), given=given))
         return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step, and write it down."""
+        """Step, and record it."""
         given = np.array(action)
         observation, reward, terminated, truncated, info = self.env.step(action)
         self.journal.write(
@@ -52,7 +52,7 @@ def _numbers(info: dict[str, Any]) -> dict[str, Array]:
 
 
 class Reused(gym.Wrapper[Any, Any, Any, Any]):
-    """Observations are the same arrays again and again, or views of the same memory."""
+    """A wrapper that returns observations in the same arrays, or as views of the same memory."""
 
     def __init__(self, env: gym.Env[Any, Any], reuse: Reuse) -> None:
         super().__init__(env)
@@ -76,7 +76,7 @@ class Reused(gym.Wrapper[Any, Any, Any, Any]):
 
     def _in_buffers(self, value: Any, path: tuple[Any, ...], first: tuple[Any, ...]) -> Any:
         if isinstance(value, dict):
-            # A new Dict each time: TorchRL's wrapper writes to the one that it gets.
+            # Return a new Dict each time, because TorchRL's wrapper writes to it.
             return {k: self._in_buffers(v, (*path, k), first) for k, v in value.items()}
         if isinstance(value, tuple):
             return tuple(self._in_buffers(v, (*path, i), first) for i, v in enumerate(value))
@@ -92,7 +92,7 @@ class Reused(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> Any:
-    """Where arrays are, and then everything else."""
+    """Yield the paths of arrays and then of all other values."""
     if isinstance(value, dict):
         items: Any = value.items()
     elif isinstance(value, tuple):
@@ -105,9 +105,10 @@ def _paths(value: Any, path: tuple[Any, ...] = ()) -> Any:
 
 
 class ResetsItself(gym.Wrapper[Any, Any, Any, Any]):
-    """At the end of an episode the first observation of the next one is returned, silently.
+    """A wrapper that resets at an end, and silently returns the next episode's first observation.
 
-    With "once" the reset that follows returns the same again, with "twice" it begins another.
+    With "once" the following reset returns the same observation. With "twice" it begins another
+    episode.
     """
 
     def __init__(self, env: gym.Env[Any, Any], kind: SelfReset) -> None:
@@ -116,7 +117,7 @@ class ResetsItself(gym.Wrapper[Any, Any, Any, Any]):
         self.fresh: Any = None
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Reset, unless it was done."""
+        """Reset, unless step has already done so."""
         fresh, self.fresh = self.fresh, None
         if fresh is not None and self.kind == "once" and kwargs.get("seed") is None:
             observation, info = _same_arrays(fresh[0]), fresh[1]
@@ -125,7 +126,7 @@ class ResetsItself(gym.Wrapper[Any, Any, Any, Any]):
         return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step, and reset at an end."""
+        """Step, and reset at an end of an episode."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         self.fresh = None
         if terminated or truncated:
@@ -135,15 +136,15 @@ class ResetsItself(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def _same_arrays(value: Any) -> Any:
-    """The same arrays in another Dict: TorchRL's wrapper writes to the one that it gets."""
+    """Return the same arrays in another Dict, because TorchRL's wrapper writes to it."""
     return {k: _same_arrays(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 class WritesAction(gym.Wrapper[Any, Any, Any, Any]):
-    """Uses the array of its action for something else, afterwards."""
+    """A wrapper that overwrites the array of its action after the step."""
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step, and write to the action."""
+        """Step, and overwrite the action."""
         out = self.env.step(np.array(action) if isinstance(action, np.ndarray) else action)
         if isinstance(action, np.ndarray) and action.flags.writeable:
             action[...] = 1 - action if action.dtype != np.bool_ else ~action
@@ -151,7 +152,7 @@ class WritesAction(gym.Wrapper[Any, Any, Any, Any]):
 
 
 class Formed(gym.Wrapper[Any, Any, Any, Any]):
-    """Rewards and flags have another form than numbers and bools of Python."""
+    """A wrapper whose rewards and flags have another form than Python numbers and bools."""
 
     def __init__(self, env: gym.Env[Any, Any], form: Form) -> None:
         super().__init__(env)
@@ -170,7 +171,7 @@ class Formed(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def formed(form: Form, value: Any) -> Any:
-    """``value`` as that form gives it; the journal has it as it was."""
+    """Return ``value`` in a form. The journal has the original value."""
     if form == "array of one":
         return np.array([value])
     if form == "array of none":
@@ -183,7 +184,7 @@ def formed(form: Form, value: Any) -> Any:
 
 
 class Fails(gym.Wrapper[Any, Any, Any, Any]):
-    """At one step it raises, or returns what its space does not declare."""
+    """A wrapper that raises at one step, or returns a value outside its declared space."""
 
     def __init__(self, env: gym.Env[Any, Any], kind: LaneKind) -> None:
         super().__init__(env)
@@ -232,7 +233,7 @@ def _halved(reward: Any) -> Any:
 
 
 def one_lane(kind: LaneKind, world: World, run: int, lane: int) -> gym.Env[Any, Any]:
-    """A lane with its journal, its wrappers and its habits."""
+    """Return a lane with its journal, wrappers and habits."""
     env: gym.Env[Any, Any] = Lane(kind, run, lane)
     for name in kind.wrappers:
         env = _wrapped(env, name)

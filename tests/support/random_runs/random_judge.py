@@ -1,6 +1,6 @@
-"""Is every row of a run a transition that was made, and every count right? Judged by journals.
+"""Check each row and each count of a run against the journals of its lanes.
 
-`judge` returns what is wrong, one line each, an empty list where all is right.
+`judge` returns a list of faults, one line each. The list is empty if everything is right.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from random_runs import RING, Outcome, Run, count_of, flat, restored
 from random_spaces import Array, Key, acted, numbers_of
 
 SELF_RESETS_SEEN = 16
-"""So many ends at the latest show that an environment resets itself."""
+"""Number of ends that suffice to detect that an environment resets itself."""
 
 
 def judge(config: Configuration, outcome: Outcome) -> list[str]:
-    """Everything that is wrong with what came of a configuration."""
+    """Return all faults in the outcome of a configuration."""
     verdict = Verdict()
     if config.env.shared:
         _shared(outcome, verdict)
@@ -66,7 +66,7 @@ def judge(config: Configuration, outcome: Outcome) -> list[str]:
         if path.exists():
             let_pass = config.env.lane.spoil == "nan" and config.validate != "raise"
             skip = ["nan"] if let_pass else []
-            # Of several runs none may have had ends enough, and all of them together have.
+            # Each of several runs may have too few ends, while together they have enough.
             skip += ["finals"] if config.env.lane.self_reset and len(outcome.runs) > 1 else []
             report = verify(path, skip=skip)
             verdict(report.sound, f"verify: {[str(each) for each in report.findings]}")
@@ -77,7 +77,7 @@ def judge(config: Configuration, outcome: Outcome) -> list[str]:
 
 
 def _other_uses(config: Configuration, outcome: Outcome, verdict: Verdict) -> None:
-    """Faults that other storages and readers make of the rows."""
+    """Check the uses of the rows by other storages and readers."""
     if outcome.error is not None:
         return
     there = [path for path in outcome.paths if path.exists()]
@@ -98,7 +98,7 @@ def _other_uses(config: Configuration, outcome: Outcome, verdict: Verdict) -> No
 
 
 def differences(outcome: Outcome, other: Outcome) -> list[str]:
-    """Where the yielded data of two configurations, which must be the same, differs."""
+    """Return the differences between the yielded data of two runs that must be the same."""
     verdict = Verdict()
     if outcome.error is not None or other.error is not None:
         return []
@@ -115,7 +115,7 @@ def differences(outcome: Outcome, other: Outcome) -> list[str]:
 
 
 def other_rows(outcome: Outcome, other: Outcome) -> list[str]:
-    """Compare the stored rows and the counts with those of a run that another exception ended."""
+    """Compare the stored rows and counts with those of a run that a different exception ended."""
     verdict = Verdict()
     for mine, theirs in zip(outcome.runs, other.runs, strict=True):
         both = f"{type(mine.error).__name__} and {type(theirs.error).__name__}"
@@ -132,7 +132,7 @@ def other_rows(outcome: Outcome, other: Outcome) -> list[str]:
 
 
 def _shared(outcome: Outcome, verdict: Verdict) -> None:
-    """Lanes that share an object are refused before any row is there."""
+    """Check that lanes that share an object are refused before any row exists."""
     refused = isinstance(outcome.error, EnvironmentRefused)
     verdict(refused, f"lanes share an object, and it ended with {outcome.error!r}")
     rows = sum(run.rows for run in outcome.runs) + sum(map(len, outcome.stored))
@@ -161,7 +161,7 @@ def _errors(config: Configuration, outcome: Outcome, verdict: Verdict) -> None:
 
 
 def _is_theirs(error: BaseException) -> bool:
-    """Return whether a part of the environment raised it, which called nothing of ours again."""
+    """Return whether the environment raised the error itself, and not our code called by it."""
     trace, theirs = error.__traceback__, False
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -184,7 +184,7 @@ def _same(one: TensorDictBase, other: TensorDictBase) -> bool:
 
 
 def _batch(config: Configuration, batch: TensorDictBase, verdict: Verdict) -> None:
-    """Faults of a batch alone: its shape, and its cuts."""
+    """Check a batch on its own: its shape and its cuts."""
     rows = flat(batch)
     cut = rows["collector", "cut"]
     ids = rows["collector", "traj_ids"]
@@ -221,7 +221,7 @@ def _recurrence(
 
 
 def _split(outcome: Outcome, verdict: Verdict) -> None:
-    """Batches of a run are split into trajectories of steps that follow one another."""
+    """Check that a run's batches split into trajectories with consecutive steps."""
     for run in outcome.runs:
         if not run.copies:
             continue
@@ -247,7 +247,7 @@ def _sizes(config: Configuration, outcome: Outcome, verdict: Verdict) -> None:
     if outcome.error is not None:
         return
     total = config.total_frames
-    if total is None or config.phase == "stop":  # which may be late
+    if total is None or config.phase == "stop":  # the stop may come late
         return
     if config.phase == "in turn":
         rows = [run.rows for run in runs]
@@ -262,7 +262,7 @@ def _sizes(config: Configuration, outcome: Outcome, verdict: Verdict) -> None:
         verdict(got == total, f"{got} rows, {total} were asked for")
 
 
-# --- rows by run ----------------------------------------------------------------------------------
+# --- rows per run ---------------------------------------------------------------------------------
 
 
 def _as_rows(batches: list[TensorDictBase], numbers: list[int]) -> Rows:
@@ -280,7 +280,7 @@ def _as_rows(batches: list[TensorDictBase], numbers: list[int]) -> Rows:
 
 
 def _by_run(config: Configuration, outcome: Outcome, verdict: Verdict) -> list[Rows]:
-    """The rows of each run: the stored ones, or those that were yielded."""
+    """Return the rows of each run: the stored rows, or the yielded ones."""
     yielded = [
         _as_rows([restored(b) for b in run.copies], list(range(len(run.copies))))
         for run in outcome.runs
@@ -324,7 +324,7 @@ def _by_run(config: Configuration, outcome: Outcome, verdict: Verdict) -> list[R
 
 
 def _in_order_of(run: Run, stored: Rows) -> Rows:
-    """Rows that calls stored slot by slot, lane by lane within each call."""
+    """Sort rows that calls stored slot by slot, lane by lane within each call."""
     calls = np.repeat(np.arange(len(run.copies)), [count_of(copy) for copy in run.copies])
     behind = np.full(max(0, len(stored) - len(calls)), len(run.copies))
     keys = [stored["collector", name] for name in ("step", "traj_ids", "lane")]
@@ -332,7 +332,7 @@ def _in_order_of(run: Run, stored: Rows) -> Rows:
 
 
 def _by_turns(stored: Rows, outcome: Outcome, verdict: Verdict) -> list[Rows]:
-    """Rows that two runs stored in turn, run by run."""
+    """Split the rows that two runs stored in turn, run by run."""
     owner = [number for number, rows in outcome.turns for _ in range(rows)]
     failed = next((run.number for run in outcome.runs if run.error is not None), 0)
     owner += [failed] * (len(stored) - len(owner))
@@ -350,7 +350,7 @@ def _compare(held: Rows, mine: Rows, what: str, verdict: Verdict) -> None:
     verdict(not missing, f"{what} lacks {sorted(missing)}")
     for key in mine.columns.keys() & held.columns.keys():
         if key == ("is_init",) and mine[key].dtype == np.bool_:
-            # Of what was discarded the first row that follows begins a trajectory, not an episode.
+            # After discarded rows, the first row begins a trajectory, not an episode.
             verdict(not (held[key] & ~mine[key]).any(), f"{what} has another is_init")
             continue
         same = held[key].dtype == mine[key].dtype and held[key].tobytes() == mine[key].tobytes()
@@ -379,8 +379,8 @@ def _run(config: Configuration, outcome: Outcome, run: Run, rows: Rows, verdict:
         _, trial, made, where = min(tries, key=lambda each: each[0])
         for each in trial.found:
             verdict(False, f"run {run.number}, lane {lane}: {each}")
-        # Lanes that were never asked have journals of trials on copies alone: those of workers, and
-        # those of a collector whose turn did not come before the other one failed.
+        # Lanes that never received an action have only journals of trials on copies. This happens
+        # to lanes of workers, and to a collector that had no turn before the other one failed.
         no_turn = config.phase == "in turn" and not run.counts.get("slots")
         never_asked = (config.mode == "async" or no_turn) and not len(mine)
         executed = None if executed is None or never_asked else executed + len(made)
@@ -408,7 +408,7 @@ def _bookkeeping(config: Configuration, rows: Rows, verdict: Verdict) -> None:
 
 
 def _policy(config: Configuration, run: Run, rows: Rows, verdict: Verdict) -> None:
-    """Actions and columns are those that the policy makes of the row's own observation."""
+    """Check that actions and columns are the policy's results for the row's own observation."""
     policy = config.policy
     version = rows["collector", "policy_version"]
     if policy is None or (config.several is not None and all(config.several.random)):
@@ -441,7 +441,7 @@ def _policy(config: Configuration, run: Run, rows: Rows, verdict: Verdict) -> No
 
 
 def _network(config: Configuration, run: Run, mine: Rows, verdict: Verdict) -> None:
-    """Actions are those of the network as it is; some rows may have been carried over a change."""
+    """Check that the network chose the actions, by its current state except for carried rows."""
     space, keys, policy = config.env.lane.action_space(), config.policy_keys, config.policy
     assert policy is not None
     action = mine["action",]
@@ -458,7 +458,7 @@ def _network(config: Configuration, run: Run, mine: Rows, verdict: Verdict) -> N
 
 
 def _versions(config: Configuration, run: Run, rows: Rows, verdict: Verdict) -> None:
-    """0, and 1 behind an update; what was carried then was chosen before."""
+    """Check that versions are 0, and 1 after an update except for rows carried over it."""
     version = rows["collector", "policy_version"]
     if run.updated_at is None:
         right = (version == run.first_version) | (version == -1)
@@ -494,9 +494,9 @@ def _random_frames(
 
 
 def _flags(config: Configuration, outcome: Outcome, rows: Rows, verdict: Verdict) -> None:
-    """Self-resets are reported in time; agents' flags and transforms' columns follow the rows."""
+    """Check that self-resets are reported in time. Check agents' flags and transforms' columns."""
     env = config.env
-    # Of episodes of one step nothing tells a first observation from a final one.
+    # In episodes of one step, first and final observations cannot be distinguished.
     steps = [length for lane in env.lane.lengths for length in lane]
     told = sum(steps) - len(steps) > len(steps) / 4
     if env.lane.self_reset == "once" and not env.auto_reset and not config.loses_finals and told:
@@ -516,7 +516,7 @@ def _flags(config: Configuration, outcome: Outcome, rows: Rows, verdict: Verdict
         verdict(said, "workers have statistics apart, and nothing said so")
     passes = config.validate == "warn" and "OutOfRangeWarning" in outcome.warned
     if env.lane.spoil == "nothing legal" and config.validate != "off" and not passes:
-        chosen = rows["collector", "policy_version"] != -1  # a policy need not look at the mask
+        chosen = rows["collector", "policy_version"] != -1  # a policy may ignore the mask
         legal = rows["action_mask",].any(-1) | chosen
         verdict.rows(legal, rows, "a random action where nothing is legal")
     if may_skip(config):
@@ -556,7 +556,7 @@ def _ledger(
     if run.error is not None or run.number or config.env.lane.spoil:
         return
     verdict(counts["stored"] == len(rows), f"stored {counts['stored']}, there are {len(rows)}")
-    if run.ended_by_interrupt:  # the step under way may have been half done
+    if run.ended_by_interrupt:  # the current step may be incomplete
         return
     right = executed is None or counts["executed"] == executed
     verdict(right, f"executed {counts['executed']}, not {executed}")
@@ -586,7 +586,7 @@ def _order(
     placed: list[tuple[list[int], list[Made]]],
     verdict: Verdict,
 ) -> None:
-    """The rows are the first ones: earlier slot first, then the lower lane."""
+    """Check that the rows are the first ones, ordered by slot and then by lane."""
     plain = config.surplus == "carry" and config.mode == "sync" and config.phase == ""
     if not plain or config.reset_at_each_iter or config.env.lane.self_reset:
         return
@@ -610,7 +610,7 @@ def _first_episodes(
     placed: list[tuple[list[int], list[Made]]],
     verdict: Verdict,
 ) -> None:
-    """The rows are the whole episodes that started first."""
+    """Check that the rows are the whole episodes that started first."""
     wanted: set[tuple[int, int]] = set()
     starts = 0
     for _, lane, number in sorted(slots):

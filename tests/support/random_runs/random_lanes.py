@@ -4,10 +4,10 @@ From the inside out::
 
     Lane        observations, rewards and infos are functions of (run, lane, episode, step, seed)
     wrappers    Gymnasium's own
-    Witness     writes down what was truly done: the action that came, what went back
-    habits      what environments do to those that hold on to what they return
+    Witness     records the actual calls: the action received, the values returned
+    habits      ways in which environments change values that they have returned
 
-So what a collector makes of the environment is judged by the journal alone.
+So the journal alone decides whether a collector's rows are right.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ Form = Literal["", "array of one", "array of none", "numpy", "half", "whole"]
 
 
 class Injected(Exception):
-    """Error that a random environment or policy raises on its own account."""
+    """Error that a random environment or policy raises deliberately."""
 
 
 def injected(text: str, stops: bool) -> Exception:
-    """Return that error, or `StopIteration`, as of an iterator that is used up."""
+    """Return that error, or `StopIteration`, as an exhausted iterator raises it."""
     return StopIteration(text) if stops else Injected(text)
 
 
@@ -56,7 +56,7 @@ def injected(text: str, stops: bool) -> Exception:
 
 @dataclass(frozen=True)
 class Event:
-    """A reset (``action`` is None) or a step, and what it returned."""
+    """A reset (``action`` is None) or a step, and its results."""
 
     obs: Leaves
     infos: dict[str, Array]
@@ -74,13 +74,13 @@ _HERE: dict[str, list[tuple[int, int, list[Event]]]] = defaultdict(list)
 
 @dataclass(frozen=True)
 class World:
-    """Where lanes keep their journals: in this process, or in files of ``folder``."""
+    """The place of the lanes' journals: this process, or files in ``folder``."""
 
     token: str
     folder: str | None = None
 
     def journal(self, run: int, lane: int) -> Journal:
-        """An empty journal, one an instance of a lane."""
+        """Return an empty journal for an instance of a lane."""
         if self.folder is not None:
             return Journal(path=Path(self.folder) / f"{run}-{lane}-{os.getpid()}-{id(object())}")
         journal = Journal()
@@ -88,7 +88,7 @@ class World:
         return journal
 
     def read(self) -> dict[tuple[int, int], list[list[Event]]]:
-        """By run and lane, the journals of all instances that were stepped, longest first."""
+        """Return the journals of all stepped instances by run and lane, longest first."""
         found: dict[tuple[int, int], list[list[Event]]] = defaultdict(list)
         for run, lane, events in _HERE.get(self.token, []):
             found[run, lane].append(events)
@@ -102,11 +102,11 @@ class World:
 
     @property
     def told(self) -> Told:
-        """Results of the transforms of this process."""
+        """Results of the transforms in this process."""
         return _TOLD[self.token]
 
     def forget(self) -> None:
-        """Drop what is kept in this process."""
+        """Drop the journals and results that this process holds."""
         _HERE.pop(self.token, None)
         _TOLD.pop(self.token, None)
 
@@ -127,7 +127,7 @@ class Journal:
     events: list[Event] = field(default_factory=list)
 
     def write(self, event: Event) -> None:
-        """Add an event."""
+        """Append an event."""
         if self.path is None:
             self.events.append(event)
         else:
@@ -135,7 +135,7 @@ class Journal:
                 pickle.dump(event, file)
 
 
-# --- what a lane is -----------------------------------------------------------------------------
+# --- traits of a lane -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -144,18 +144,18 @@ class LaneKind:
 
     observation: str = "float32"
     names: tuple[str, ...] = ()
-    """The observation is a Dict with these names instead."""
+    """Names of the entries, if the observation is a Dict."""
     action: str = "discrete"
     masked: bool = False
-    """The observation holds a mask of legal actions, nothing being legal at the end."""
+    """Whether the observation has a mask of legal actions. At the end no action is legal."""
     mask_in_infos: bool = False
-    """Infos have a mask of legal actions in three of four steps; nothing is legal at the end."""
+    """Whether infos have an action mask in three of four steps. At the end no action is legal."""
     mask_extra: int = 0
-    """The mask has so many values more than the action."""
+    """Number of extra values in the mask, compared with the action."""
     wider: bool = False
-    """The bounds of lane k are k + 1 times those of lane 0."""
+    """Whether the bounds of lane k are k + 1 times those of lane 0."""
     bound: bool = True
-    """Actions have to be legal by the mask."""
+    """Whether the mask must allow every action."""
     lengths: tuple[tuple[int, ...], ...] = ((5,),)
     """Lengths of the episodes of each lane, in turn."""
     ends: Literal["terminated", "truncated", "mixed", "both"] = "terminated"
@@ -172,11 +172,11 @@ class LaneKind:
     """True if the exception is `StopIteration`."""
     agents: int = 0
     joins: bool = False
-    """The agents join and leave."""
+    """Whether agents join and leave."""
     dull: Dull = ""
-    """Rewards are 0, and so are all observations, or final ones; or all observations are equal."""
+    """Which values are dull: zero rewards and observations, zero final ones, or constant ones."""
     form: Form = ""
-    """How rewards and flags are given."""
+    """The form of rewards and flags."""
 
     def observation_space(self) -> gym.Space[Any]:
         """Return the space of one lane's observation."""
@@ -193,7 +193,7 @@ class LaneKind:
 
 
 class Lane(gym.Env[Any, Any]):
-    """The innermost environment: right in everything, strict about how it is used."""
+    """The innermost environment, which is correct and asserts that it is used correctly."""
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012  gymnasium declares it so
 
@@ -327,6 +327,6 @@ def _absent(name: str, lane: Lane) -> bool:
 
 
 def is_discrete(kind: LaneKind) -> bool:
-    """One index, of which there may be a mask."""
+    """Return whether an action is a single index, which may have a mask."""
     space = kind.action_space()
     return isinstance(space, Discrete) and space.start == 0

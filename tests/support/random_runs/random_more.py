@@ -1,4 +1,4 @@
-"""Axes that are added to the configuration of a number."""
+"""Axes that extend the configuration of a number."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ON_DISK = ("memmap", "h5", "zarr", "ring")
 
 
 def extended(number: int) -> Configuration:
-    """The configuration of that number, with up to three axes more."""
+    """Return the configuration of a number, extended by up to three axes."""
     draw = Draw(number, 13)
     config = configuration(number)
     for axis in draw.some(AXES, 3):
@@ -34,7 +34,7 @@ def extended(number: int) -> Configuration:
 
 
 def _consistent(config: Configuration) -> Configuration:
-    """Without what other axes left no sense in."""
+    """Remove options that make no sense with the other axes."""
     policy, phase = config.policy, config.phase
     no_weights = policy is None or not policy.module or config.mode == "async"
     no_network = policy is None or not policy.network
@@ -51,7 +51,7 @@ def _consistent(config: Configuration) -> Configuration:
 
 
 def _plain_env(draw: Draw, config: Configuration, system: str) -> Configuration:
-    """An environment without habits, in the place of the one there is."""
+    """Replace the environment by one without habits."""
     env = EnvKind(
         LaneKind(
             lengths=tuple(
@@ -79,7 +79,7 @@ def _plain_env(draw: Draw, config: Configuration, system: str) -> Configuration:
 
 
 def _agents(draw: Draw, config: Configuration) -> Configuration:
-    """Agents that join and leave."""
+    """Add agents that join and leave."""
     config = _plain_env(draw, config, "pettingzoo")
     lane = replace(config.env.lane, agents=draw.number(1, 4), joins=True)
     policy = draw.one(None, PolicyKind(), PolicyKind("writes", extra=("told",)))
@@ -92,7 +92,7 @@ def _agents(draw: Draw, config: Configuration) -> Configuration:
 
 
 def _masks(draw: Draw, config: Configuration) -> Configuration:
-    """Masks of actions of every kind, some of them wrong."""
+    """Add action masks of every kind, some of them wrong."""
     config = _plain_env(draw, config, draw.one("sync", "sync", "torch"))
     names = ("discrete", "discrete from 5", "discrete from -2", "multidiscrete from 1")
     lane = replace(config.env.lane, masked=True, action=draw.of((*names, "multidiscrete")))
@@ -115,7 +115,7 @@ def _masks(draw: Draw, config: Configuration) -> Configuration:
 
 
 def _rare(draw: Draw, config: Configuration) -> Configuration:
-    """Spaces and forms of values that are rare."""
+    """Add rare spaces and forms of values."""
     config = _plain_env(draw, config, draw.one("sync", "sync", "torch"))
     form = draw.one("", "array of one", "array of none", "numpy", "half", "whole")
     lane = replace(
@@ -128,7 +128,7 @@ def _rare(draw: Draw, config: Configuration) -> Configuration:
 
 
 def _dull(draw: Draw, config: Configuration) -> Configuration:
-    """Observations and rewards that hardly tell rows apart."""
+    """Make observations and rewards almost indistinguishable."""
     config = _plain_env(draw, config, draw.one("sync", "torch"))
     lane = replace(config.env.lane, dull=draw.one("zeros", "goal at 0", "all equal"))
     if draw.chance(40):
@@ -137,14 +137,14 @@ def _dull(draw: Draw, config: Configuration) -> Configuration:
         config,
         env=replace(config.env, lane=lane),
         settled=draw.chance(60),
-        # Rows of what was skipped could not be found again.
+        # Rows after skipped ones could not be matched.
         surplus="carry",
         phase="" if config.phase == "seed" else config.phase,
     )
 
 
 def _statistics(draw: Draw, config: Configuration) -> Configuration:
-    """A transform with statistics."""
+    """Add a transform with statistics."""
     env = config.env
     if env.lane.observation not in sp.FLOAT_VECTORS or env.system == "native":
         config = _plain_env(draw, config, draw.one("sync", "torch", "one"))
@@ -159,7 +159,7 @@ def _statistics(draw: Draw, config: Configuration) -> Configuration:
 
 
 def _network(draw: Draw, config: Configuration) -> Configuration:
-    """A network that is changed under way."""
+    """Add a network that changes during the run."""
     config = _plain_env(draw, config, draw.one("sync", "sync", "torch"))
     change = draw.of(list(CHANGES))
     lane = config.env.lane
@@ -178,7 +178,7 @@ def _network(draw: Draw, config: Configuration) -> Configuration:
 
 
 def _recurrent(draw: Draw, config: Configuration) -> Configuration:
-    """A recurrent policy, in every layout."""
+    """Add a recurrent policy, in every layout."""
     config = _plain_env(draw, config, draw.one("sync", "torch", "one"))
     lanes = 1 if config.env.flat else config.env.lanes
     return replace(
@@ -190,7 +190,7 @@ def _recurrent(draw: Draw, config: Configuration) -> Configuration:
 
 
 def _interrupt(draw: Draw, config: Configuration) -> Configuration:
-    """A signal, and the loop goes on."""
+    """Add a signal after which the loop continues."""
     processes = config.workers and not config.threads
     if processes or config.env.system in ("parallel", "async") or config.env.lane.spoil:
         return config
@@ -208,7 +208,7 @@ def _interrupt(draw: Draw, config: Configuration) -> Configuration:
 
 
 def _in_turn(draw: Draw, config: Configuration) -> Configuration:
-    """Two collectors on one storage."""
+    """Run two collectors on one storage."""
     if config.workers and not config.threads:
         config = replace(config, workers=0)
     return replace(
@@ -225,7 +225,7 @@ def _in_turn(draw: Draw, config: Configuration) -> Configuration:
 
 
 def _meddling(draw: Draw, config: Configuration) -> Configuration:
-    """Writes in place to what was yielded and read."""
+    """Overwrite yielded and read data in place."""
     config = _on_disk(draw, config)
     if config.phase not in ("", "stop", "weights", "seed"):
         config = replace(config, phase="")
@@ -240,7 +240,7 @@ def _meddling(draw: Draw, config: Configuration) -> Configuration:
 
 
 def _copy(draw: Draw, config: Configuration) -> Configuration:
-    """The rows go to another storage."""
+    """Copy the rows to another storage."""
     return replace(
         _on_disk(draw, config),
         copy=draw.one("memmap", "h5", "zarr", "larger ring"),
@@ -249,17 +249,17 @@ def _copy(draw: Draw, config: Configuration) -> Configuration:
 
 
 def _reads(draw: Draw, config: Configuration) -> Configuration:
-    """Slices, trajectories and n-step returns."""
+    """Read slices, trajectories and n-step returns."""
     return replace(_on_disk(draw, config), reads=True)
 
 
 def _notes(draw: Draw, config: Configuration) -> Configuration:
-    """Attributes of a user's own."""
+    """Write a user's attributes."""
     return replace(_on_disk(draw, config), notes=True)
 
 
 def _calls(draw: Draw, config: Configuration) -> Configuration:
-    """Rows are asked for by number."""
+    """Collect rows by number."""
     config = _on_disk(draw, config)
     if config.sink not in ("memmap", "h5", "zarr") or config.phase not in PHASES_OF_CALLS:
         return config
@@ -267,7 +267,7 @@ def _calls(draw: Draw, config: Configuration) -> Configuration:
 
 
 def _updates(draw: Draw, config: Configuration) -> Configuration:
-    """New weights, and then the run is left and resumed."""
+    """Set new weights, then stop and resume the run."""
     if config.policy is None or not config.policy.module or config.mode == "async":
         return config
     if config.env.system == "parallel" or config.total_frames is None:
@@ -286,7 +286,7 @@ def _updates(draw: Draw, config: Configuration) -> Configuration:
 
 
 def _resets(draw: Draw, config: Configuration) -> Configuration:
-    """Resets that are given seeds and options, in most of the vectors that take them."""
+    """Add seeds and options to the resets of most vectors that accept them."""
     lane = config.env.lane
     if config.env.system != "sync" or lane.self_reset or lane.spoil or not draw.chance(60):
         return config
@@ -294,13 +294,13 @@ def _resets(draw: Draw, config: Configuration) -> Configuration:
 
 
 def _several(draw: Draw, config: Configuration) -> Configuration:
-    """Several policies, in some of the runs that have one."""
+    """Add several policies to some of the runs that have one."""
     policy, lanes = config.policy, config.env.lanes
     if policy is None or policy.network or not draw.chance(35):
         return config
     if config.updates or config.phase in ("weights", "change"):
         return config
-    # A function without keys gets the TensorDict of its group, and not what these policies read.
+    # A function without keys gets its group's TensorDict, and not the columns these policies read.
     group = config.env.lane.agents and policy.module and draw.chance(60)
     count = 1 if group else draw.number(1, min(3, lanes))
     of_lane = [*range(count), *(draw.number(0, count - 1) for _ in range(lanes - count))]
@@ -325,11 +325,11 @@ def _several(draw: Draw, config: Configuration) -> Configuration:
 
 
 def _fault(draw: Draw, config: Configuration) -> Configuration:
-    """An exception of user code, in some of the runs without other faults."""
+    """Add an exception of user code to some of the runs without other faults."""
     lane, policy = config.env.lane, config.policy
     if config.phase or lane.spoil or lane.self_reset or lane.dull or not draw.chance(25):
         return config
-    if config.env.system == "parallel":  # TorchRL says what its processes raised by a text
+    if config.env.system == "parallel":  # TorchRL reports errors of its processes only as text
         return config
     places: list[Where] = ["step", "reset", "postproc"]
     plain = policy is not None and not (policy.habit or policy.network or policy.recurrent)
@@ -348,7 +348,7 @@ def _fault(draw: Draw, config: Configuration) -> Configuration:
 
 
 def _others(draw: Draw, config: Configuration) -> Configuration:
-    """Lanes that share an object, or a lane that the program steps, in some plain runs."""
+    """Share an object among lanes, or step a lane in the program, in some plain runs."""
     env, lane = config.env, config.env.lane
     if config.phase or config.fault or env.lanes == 1 or refusals(config) or not draw.chance(50):
         return config
@@ -367,7 +367,7 @@ def _others(draw: Draw, config: Configuration) -> Configuration:
 
 
 def _wider(draw: Draw, config: Configuration) -> Configuration:
-    """Bounds that differ from lane to lane, in some of Gymnasium's vectors."""
+    """Let bounds differ between lanes, in some of Gymnasium's vectors."""
     lane = config.env.lane
     plain = lane.observation == "float32" and not (lane.names or lane.wrappers or lane.masked)
     if config.env.system not in ("sync", "async") or not plain or not draw.chance(25):
@@ -376,7 +376,7 @@ def _wider(draw: Draw, config: Configuration) -> Configuration:
 
 
 def with_fault(config: Configuration, fault: FaultKind) -> Configuration:
-    """The configuration in which user code raises an exception."""
+    """Return the configuration with an exception of user code."""
     config = replace(config, fault=fault, total_frames=config.total_frames or 60)
     if fault.where == "policy":
         habit = PolicyKind("raises", since=fault.at, stops=fault.stops)

@@ -1,4 +1,4 @@
-"""Policies with every habit: all choose the action by the bytes of what they see, lane by lane."""
+"""Policies with every habit. All choose actions by the bytes of observations, lane by lane."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ Habit = Literal[
 
 @dataclass(frozen=True)
 class PolicyKind:
-    """How a policy behaves. None in its place draws random actions."""
+    """Behaviour of a policy. None in its place draws random actions."""
 
     habit: Habit = ""
     since: int = 1
-    """The call from which on it has its habit."""
+    """The first call at which the policy shows its habit."""
     memory: int = 3
-    """Calls since the observation by which it acts."""
+    """Number of calls between an observation and the action for it."""
     copies: bool = False
-    """True if it keeps copies, and does everything else to copies."""
+    """Whether it keeps copies, and does everything else to copies."""
     extra: tuple[str, ...] = ()
-    """Columns that it writes."""
+    """Additional columns that the policy writes."""
     module: bool = True
     recurrent: bool = False
     lstm: bool = False
-    """The recurrent one is an LSTM."""
+    """Whether the recurrent policy is an LSTM."""
     network: bool = False
-    """A `TensorDictModule` around a network of tensors."""
+    """Whether it is a `TensorDictModule` around a network of tensors."""
     stops: bool = False
     """True if the exception is `StopIteration`."""
     change: str = ""
-    """The change of it in the phase "change" (`random_networks.CHANGES`)."""
+    """The change to it in the phase "change" (`random_networks.CHANGES`)."""
 
     def clean(self) -> PolicyKind:
-        """The same policy, without any effect on what it is given."""
+        """Return the same policy without side effects on its inputs."""
         if self.habit in ("keeps", "keeps td"):
             return PolicyKind("keeps", self.since, self.memory, True, self.extra)
         kept = {"recurrent": self.recurrent, "lstm": self.lstm, "network": self.network}
@@ -70,7 +70,7 @@ class ActsByBytes(TensorDictModuleBase):
         self.kept: deque[Any] = deque(maxlen=kind.memory)
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
-        """Write the action, and do as is the habit."""
+        """Write the action, and act according to the habit."""
         self.calls += 1
         kind, lanes = self.kind, td.batch_size
         has_habit = self.calls >= kind.since
@@ -123,7 +123,7 @@ class ActsByBytes(TensorDictModuleBase):
 
 
 def extra_of(numbers: Any, name: str) -> torch.Tensor:
-    """A column that is written beside the action ``[row, 2]``."""
+    """Return an additional column ``[row, 2]``."""
     dtype = torch.float64 if name == "deep" else torch.int32
     each = np.stack([numbers % 1000, numbers % 77], -1).astype(np.int64)
     return torch.from_numpy(each).to(dtype)
@@ -143,7 +143,7 @@ class _Argmax(nn.Module):
 
 
 def recurrent_module(size: int, *, lstm: bool) -> Any:
-    """The recurrent part of a policy, always of the same weights."""
+    """Return the recurrent part of a policy, always with the same weights."""
     torch.manual_seed(1)
     states = ["state", "cell"] if lstm else ["state"]
     return (LSTMModule if lstm else GRUModule)(
@@ -161,7 +161,7 @@ def _recurrent(space: gym.Space[Any], size: int, *, lstm: bool) -> Sequential:
 
 
 def make_policy(kind: PolicyKind | None, lane: LaneKind, keys: tuple[Key, ...]) -> Any:
-    """The policy, a module or a plain function."""
+    """Return the policy, a module or a plain function."""
     if kind is None:
         return None
     if kind.recurrent:

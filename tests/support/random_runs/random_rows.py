@@ -1,4 +1,4 @@
-"""Rows of one lane are compared with the journal of what it did."""
+"""Compare the rows of one lane with its journal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST = 8
 
 @dataclass(frozen=True)
 class Made:
-    """A transition of a journal."""
+    """A transition in a journal."""
 
     event: int
     before: Event
@@ -27,9 +27,9 @@ class Made:
     start: bool
     """True for the first row after a reset."""
     step: int
-    """Steps since that reset."""
+    """Number of steps since that reset."""
     episode: int
-    """Resets before that one."""
+    """Number of resets before that one."""
     given: tuple[int | None, dict[str, Any]] | None
     """Seed and options of that reset."""
 
@@ -48,24 +48,24 @@ class Rows:
         return self.columns[key]
 
     def take(self, at: Array) -> Rows:
-        """Some of them."""
+        """Return some of the rows."""
         return Rows({key: column[at] for key, column in self.columns.items()}, self.batch[at])
 
 
 @dataclass
 class Verdict:
-    """Return the faults."""
+    """A list of faults, without duplicates and of limited length."""
 
     found: list[str] = field(default_factory=list)
 
     def __call__(self, right: Any, what: str) -> bool:
-        """Note ``what`` unless it is ``right``."""
+        """Record ``what`` as a fault unless ``right`` is true."""
         if not right and len(self.found) < MOST and what not in self.found:
             self.found.append(what)
         return bool(right)
 
     def rows(self, right: Array, rows: Rows, what: str) -> None:
-        """Note the first row where it is not right."""
+        """Record a fault at the first row that is not right."""
         wrong = np.flatnonzero(~np.asarray(right, np.bool_))
         if len(wrong):
             at = {name: int(rows["collector", name][wrong[0]]) for name in ("lane", "step")}
@@ -86,7 +86,7 @@ def made_by(events: list[Event]) -> Iterator[Made]:
 
 
 def _plain(column: Array, wanted: Array) -> Array:
-    """One-hot columns as numbers; TorchRL's wrapper gives numbers a shape."""
+    """Convert one-hot columns to numbers, and drop the axis that TorchRL's wrapper adds."""
     if column.shape == (*wanted.shape, 1) and wanted.ndim == 1:
         return column[:, 0]
     if column.shape[1:] != wanted.shape[1:] and column.ndim == wanted.ndim + 1:
@@ -95,7 +95,7 @@ def _plain(column: Array, wanted: Array) -> Array:
 
 
 def equal(column: Array, wanted: Array) -> Array:
-    """``[row]`` bit for bit, after a cast to the column's dtype."""
+    """Return whether rows are equal bit for bit, ``[row]``, after a cast to the column's dtype."""
     column = _plain(column, wanted)
     if column.shape != wanted.shape:
         return np.zeros(len(column), np.bool_)
@@ -107,14 +107,14 @@ def equal(column: Array, wanted: Array) -> Array:
 
 
 def may_skip(config: Configuration) -> bool:
-    """Transitions between stored ones may have been discarded."""
+    """Return whether transitions between stored ones may have been discarded."""
     return config.surplus == "discard" or config.phase == "seed"
 
 
 def compare_lane(
     config: Configuration, rows: Rows, made: list[Made], verdict: Verdict, lane: int
 ) -> list[int]:
-    """Compare the rows of one lane with a journal; returns which transition each one is."""
+    """Compare the rows of one lane with a journal. Return the index of each row's transition."""
     where = _align(config, rows, made, verdict, lane)
     if len(where) < len(rows):
         rows = rows.take(np.arange(len(where)))
@@ -140,7 +140,7 @@ def compare_lane(
     action = np.stack([np.asarray(each.after.action) for each in own])
     column = rows[config.own_column("action")]
     if herd is not None:
-        column = column * herd.before  # what others were given is ignored
+        column = column * herd.before  # actions of absent agents are ignored
     verdict.rows(equal(column, action), rows, "another action")
     reward = np.array([each.after.reward for each in own])[:, None]
     if kind.agents:
@@ -169,7 +169,7 @@ def _herd(config: Configuration, own: list[Made], lane: int) -> HerdRows:
 
 
 def _agents(rows: Rows, herd: HerdRows, flags: Array, verdict: Verdict) -> None:
-    """Masks and flags of agents that join and leave."""
+    """Check masks and flags of agents that join and leave."""
     for key, wanted in (
         (("agents", "mask"), herd.before),
         (("next", "agents", "mask"), herd.after),
@@ -190,7 +190,7 @@ def ends_of(config: Configuration, made: Made) -> tuple[bool, bool, bool]:
 def _align(
     config: Configuration, rows: Rows, made: list[Made], verdict: Verdict, lane: int
 ) -> list[int]:
-    """The transition that each row is: the one after the last row's, unless some were skipped."""
+    """Match each row with a transition: the one after the last match, unless some were skipped."""
     keys = [config.column(key) for key in (made[0].before.obs if made else ())]
     where: list[int] = []
     at = -1
@@ -223,13 +223,13 @@ def _looks_like(
 
 
 def _may_lose_finals(config: Configuration, rows: Rows, ended: Array, valid: Array) -> bool:
-    """The environment loses final observations, in a way that cannot be detected (yet)."""
+    """Return whether the environment loses final observations, and this is not detectable yet."""
     kind = config.env.lane
     return kind.self_reset != "" and not config.env.auto_reset and not config.loses_finals
 
 
 def _valid(config: Configuration, rows: Rows, ended: Array, valid: Array, verdict: Verdict) -> None:
-    """Final observations are marked as lost where they are, and nowhere else."""
+    """Check that final observations are marked as lost where they are, and nowhere else."""
     if config.env.auto_reset or config.loses_finals:
         verdict.rows(valid == ~ended, rows, "next_valid is not where final observations are lost")
     elif not config.env.lane.self_reset:
@@ -255,7 +255,7 @@ def _infos(config: Configuration, rows: Rows, own: list[Made], verdict: Verdict)
 
 
 def _holds(value: Array, wanted: Array | None, fill: float) -> bool:
-    """The column's value is the info's, which need not have the same dtype, or the filling."""
+    """Return whether the column has the info's value, in any dtype, or the fill value."""
     if wanted is None:
         return bool(np.all(value == fill))
     if np.shape(value) != wanted.shape:
@@ -264,7 +264,7 @@ def _holds(value: Array, wanted: Array | None, fill: float) -> bool:
 
 
 def _numbers(rows: Rows, where: list[int], own: list[Made], lane: int, verdict: Verdict) -> None:
-    """Steps count from each start, and a trajectory has one id, larger than those before."""
+    """Check that steps count from each start, and that each trajectory has one new, larger id."""
     step, ids = rows["collector", "step"], rows["collector", "traj_ids"]
     wanted = 0
     for row, each in enumerate(own):

@@ -1,4 +1,4 @@
-"""A configuration is run: collectors are made, their batches taken, and what was stored read."""
+"""Run a configuration: make collectors, take their batches, and read the stored rows."""
 
 from __future__ import annotations
 
@@ -43,29 +43,29 @@ RING = 32
 
 @dataclass
 class Run:
-    """One collector's life."""
+    """The life of one collector."""
 
     number: int
     batches: list[TensorDictBase] = field(default_factory=list)
     copies: list[TensorDictBase] = field(default_factory=list)
-    """The batches as they were when they came."""
+    """Copies of the batches, made when they arrived."""
     error: BaseException | None = None
     counts: dict[str, int] = field(default_factory=dict)
     updated_at: int | None = None
-    """Rows that were there when the policy got new weights."""
+    """Number of existing rows when the policy got new weights."""
     changed: bool = False
-    """The policy was changed."""
+    """Whether the policy was changed."""
     first_version: int = 0
-    """Version of the policy's weights, when the run began."""
+    """Version of the policy's weights when the run began."""
     stepped: bool = False
-    """The program stepped or reset a lane, and rows were left to collect."""
+    """Whether the program stepped or reset a lane while rows were left to collect."""
     interrupted: bool = False
     ended_by_interrupt: bool = False
-    """True if it did not go on, and its message said how to."""
+    """True if the run did not continue, and its message explained how to continue."""
 
     @property
     def rows(self) -> int:
-        """Rows that were yielded, padding left out."""
+        """Number of yielded rows, without padding."""
         return sum(count_of(batch) for batch in self.copies)
 
 
@@ -82,32 +82,32 @@ class Outcome:
     told: Told = field(default_factory=dict)
     """Results of the transforms."""
     turns: list[tuple[int, int]] = field(default_factory=list)
-    """Batches of collectors in turn: the run of each batch, and its rows."""
+    """Batches of collectors in turn: the run and the number of rows of each batch."""
     found: list[str] = field(default_factory=list)
-    """Faults that were found under way."""
+    """Faults found during the run."""
     warned: set[str] = field(default_factory=set)
-    """Names of the categories of warnings."""
+    """Names of warning categories."""
 
     @property
     def error(self) -> BaseException | None:
-        """The one that ended it."""
+        """The error that ended the run."""
         return next((run.error for run in reversed(self.runs) if run.error is not None), None)
 
 
 def count_of(batch: TensorDictBase) -> int:
-    """Rows of a batch of any layout."""
+    """Return the number of rows of a batch of any layout."""
     mask = batch.get(("collector", "mask"), None)
     return int(batch.numel() if mask is None else mask.sum())
 
 
 def identity(batch: TensorDictBase) -> TensorDictBase:
-    """Changes nothing."""
+    """Return the batch unchanged."""
     return batch
 
 
 @contextmanager
 def quiet() -> Iterator[list[warnings.WarningMessage]]:
-    """Warnings are kept and not shown."""
+    """Record warnings instead of showing them."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         yield said
@@ -122,7 +122,7 @@ def carry_out(config: Configuration, folder: Path) -> Outcome:
     with (
         quiet() as said,
         in_threads() if threads else nullcontext(),
-        patch.object(run_plan, "TWICE_NBYTES", 1),  # observations are small here
+        patch.object(run_plan, "TWICE_NBYTES", 1),  # observations are small in these tests
     ):
         try:
             outcome = _Runner(config, folder, world).outcome()
@@ -158,7 +158,7 @@ class _Runner:
         memory = None
         if self.buffer is not None and len(self.buffer):
             held = self.buffer.storage.get(slice(0, len(self.buffer)))
-            memory = held.apply(torch.clone)  # its own clone makes 0.0 of -0.0
+            memory = held.apply(torch.clone)  # its own clone turns -0.0 into 0.0
         seen = self.world.read(), stored, self.paths, memory
         return Outcome(self.runs, *seen, self.world.told, self.turns, self.found)
 
@@ -204,7 +204,7 @@ class _Runner:
         at_start: Callable[[Collector], Any] | None = None,
         **sink: bool,
     ) -> None:
-        """Collect: to the end, or until so many batches came."""
+        """Collect to the end, or a given number of batches."""
         run = Run(number, first_version=int(self.config.updates and number > 0))
         self.runs.append(run)
         collector: Collector | None = None
@@ -219,7 +219,7 @@ class _Runner:
                 self._iterate(run, collector, leave)
                 if at_leaving is not None and run.batches:
                     at_leaving(collector)
-        except Exception as error:  # noqa: BLE001  it is judged
+        except Exception as error:  # noqa: BLE001  the judge checks it
             run.error = error
         finally:
             if collector is not None and hasattr(collector, "ledger"):
@@ -281,7 +281,7 @@ class _Runner:
                     run.changed = True
 
     def _step_outside(self) -> None:
-        """Reset all lanes or one, or step one, as the program would."""
+        """Reset all lanes or one, or step one, as a user's program might."""
         rng = np.random.default_rng([43, self.config.number])
         env = next(each for each in self.to_close if not isinstance(each, Meddler))
         way = rng.choice(["reset", "reset one", "step"])
@@ -296,7 +296,7 @@ class _Runner:
             lane.reset()
 
     def _by_calls(self, collector: Collector) -> Iterator[TensorDictBase]:
-        """Return rows that calls of `collect` stored, as batches; some of them are batches."""
+        """Yield rows that calls of `collect` stored, as batches. Some calls fill a whole batch."""
         config, rng = self.config, np.random.default_rng([29, self.config.number])
         lanes, frames = config.env.lanes, config.frames_per_batch
         while True:
@@ -309,7 +309,7 @@ class _Runner:
                 return
 
     def _in_turn(self) -> None:
-        """Two collectors on one storage, by turns that are drawn."""
+        """Run two collectors on one storage, in random turns."""
         config, rng = self.config, np.random.default_rng([23, self.config.number])
         self.runs += [Run(0), Run(1)]
         storage, collectors = self._storage(config.sink, 2), []
@@ -327,7 +327,7 @@ class _Runner:
                 except RunUnderWay:
                     if waits is not None:
                         raise
-                    # It is to wait for the end of the other, and begin then.
+                    # The run must wait until the other one ends, and then begin.
                     waits, left[run.number] = run.number, iter(collectors[run.number])
                     continue
                 if batch is None:
@@ -337,7 +337,7 @@ class _Runner:
                 run.batches.append(batch)
                 run.copies.append(batch.clone())
                 self.turns.append((run.number, count_of(batch)))
-        except Exception as error:  # noqa: BLE001  it is judged
+        except Exception as error:  # noqa: BLE001  the judge checks it
             run.error = error
         finally:
             for run, made in zip(self.runs, collectors, strict=False):
@@ -345,15 +345,15 @@ class _Runner:
                 run.counts = made.ledger.counts()
             storage.close()
 
-    # --- what a collector is made of --------------------------------------------------------------
+    # --- arguments of a collector -----------------------------------------------------------------
 
     storage: Any = None
-    """The object that the collector got, where it got one."""
+    """The object that the collector received, if any."""
     read = 0
-    """Rows of it that were read."""
+    """Number of rows already read from it."""
 
     def _storage(self, sink: str, runs: int = 1) -> Any:
-        """A storage that is open."""
+        """Return an open storage."""
         path = self.folder / "data1"
         if sink == "h5":
             capacity = max(1, runs * (self.config.total_frames or 2000))
@@ -460,7 +460,7 @@ class _Runner:
 
 
 def flat(batch: TensorDictBase) -> TensorDictBase:
-    """The rows of a batch of any layout, lane by lane and in time within a lane."""
+    """Return the rows of a batch of any layout, lane by lane and in time order within a lane."""
     rows = batch.reshape(-1)
     mask = rows.get(("collector", "mask"), None)
     if mask is not None:
@@ -473,24 +473,24 @@ def flat(batch: TensorDictBase) -> TensorDictBase:
 
 
 def restored(batch: TensorDictBase) -> TensorDictBase:
-    """Rows as they are stored."""
+    """Return rows in their stored form."""
     rows = flat(batch)
     cut = rows["collector", "cut"]
     stored = rows.exclude(("collector", "cut")).clone()
     for key in [key for key in stored.keys(True, True) if key[0] == "next" and key[-1] == "done"]:
         done = stored[key]
-        if len(key) > 2:  # an agent may have ended where its lane goes on
+        if len(key) > 2:  # an agent may have ended while its lane continues
             stored[key] = stored[*key[:-1], "terminated"] | stored[*key[:-1], "truncated"]
         else:
             stored[key] = done & ~cut.reshape(-1, *[1] * (done.ndim - 1))
     init = stored.get("is_init", None)
-    if init is not None and init.dtype is torch.bool:  # else it is an observation of that name
+    if init is not None and init.dtype is torch.bool:  # otherwise an observation has that name
         stored["is_init"] = init & (stored["collector", "step"] == 0).reshape(init.shape)
     return stored
 
 
 def as_yielded(stored: TensorDictBase) -> TensorDictBase:
-    """Rows as a batch of them would be yielded."""
+    """Return stored rows in the form of a yielded batch."""
     rows = flat(stored)
     last = torch.ones(len(rows), dtype=torch.bool)
     last[:-1] = rows["collector", "traj_ids"][1:] != rows["collector", "traj_ids"][:-1]

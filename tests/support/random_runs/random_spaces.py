@@ -1,4 +1,4 @@
-"""Spaces of every kind that a column can hold, values drawn from them, and their leaves."""
+"""Spaces of every kind that a column can hold, random values of them, and their leaves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Leaves: TypeAlias = dict[Key, Array]
 
 INT64 = np.iinfo(np.int64)
 LARGE = "large image"
-"""Rows of more than 4 KiB."""
+"""A space whose rows are larger than 4 KiB."""
 
 
 def _floats(*shape: int) -> Box:
@@ -35,7 +35,7 @@ def _uneven() -> Box:
 
 
 def named(*names: str) -> Dict:
-    """A Dict with these names, each of another shape."""
+    """Return a Dict with these names, each with another shape."""
     return Dict({name: _floats(2 + i) for i, name in enumerate(names)})
 
 
@@ -69,11 +69,11 @@ OBSERVATIONS: dict[str, Callable[[], Space[Any]]] = {
     "tuple in dict": lambda: Dict({"both": Tuple((_floats(2), _bytes(3))), "n": MultiBinary(4)}),
     "large dict": lambda: Dict({"img": _bytes(40, 40, 3), "pos": _floats(2)}),
 }
-# It does not take the first three, and calls images "pixels".
+# TorchRL's wrapper rejects the first three, and calls images "pixels".
 _NOT_IN_TORCHRL = ("multibinary matrix", "multidiscrete matrix", "discrete from -3")
 _NOT_IN_TORCHRL += ("uint8 image", LARGE)
 PLAIN = tuple(name for name in OBSERVATIONS if "tuple" not in name and name not in _NOT_IN_TORCHRL)
-"""Spaces that TorchRL's own wrapper takes."""
+"""Spaces that TorchRL's own wrapper accepts."""
 FLOAT_VECTORS = ("float32", "unbounded")
 
 RARE: dict[str, Callable[[], Space[Any]]] = {
@@ -84,12 +84,12 @@ RARE: dict[str, Callable[[], Space[Any]]] = {
     "one of one": partial(Box, -10, 10, (1, 1), np.float32),
     "no values": partial(Box, -1, 1, (0,), np.float32),
 }
-"""Spaces that some columns can hold, and others may be refused for."""
+"""Spaces that some columns can hold and others may refuse."""
 REFUSABLE = ("uint32", "uint64", "no values")
 
 COLLIDING = ("action", "next", "collector", "reward", "done", "terminated", "truncated", "")
 TAKEN = ("step_count", "is_init", "episode_reward", "told", "tick", "action_mask", "_step", "mask")
-"""Names that something else in the run may want."""
+"""Names that another part of the run may need."""
 ODD = ("a.b", "a/b", "observation ", "ä", "0", "_reset", "keys", "a b", "..", "x" * 60)
 
 ACTIONS: dict[str, Callable[[], Space[Any]]] = {
@@ -113,7 +113,7 @@ FULL_RANGE = ("box int64", "box int64 above 0")
 
 
 def drawn(space: Space[Any], rng: np.random.Generator) -> Any:
-    """A value of ``space``, of its dtype and shape."""
+    """Return a random value of ``space``, with its dtype and shape."""
     if isinstance(space, Dict):
         return {name: drawn(part, rng) for name, part in space.items()}
     if isinstance(space, Tuple):
@@ -140,7 +140,7 @@ def _in_box(space: Box, rng: np.random.Generator) -> Array:
 
 
 def leaves(value: Any) -> Leaves:
-    """Copies of the arrays in an observation, by the keys of the columns that they become."""
+    """Return copies of the arrays in an observation, by the keys of their columns."""
     key: Key = () if isinstance(value, dict) else ("observation",)
     return {key: np.array(leaf) for key, leaf in _walk(value, key)}
 
@@ -157,9 +157,9 @@ def _walk(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
 
 
 def acted(space: Space[Any], numbers: npt.NDArray[np.uint64], masks: Array | None = None) -> Array:
-    """An action for each of ``numbers`` ``[lane]``, a function of the number alone.
+    """Return an action for each of ``numbers`` ``[lane]``, a function of the number alone.
 
-    It is legal by ``masks`` ``[lane, value]``, where there are some.
+    If ``masks`` ``[lane, value]`` are given, they allow the action.
     """
     rngs = [np.random.default_rng(int(number)) for number in numbers]
     if masks is None:
@@ -170,7 +170,7 @@ def acted(space: Space[Any], numbers: npt.NDArray[np.uint64], masks: Array | Non
 
 
 def parts_of_mask(space: Space[Any]) -> list[int]:
-    """How many values each part of a masked action has."""
+    """Return the number of values of each part of a masked action."""
     if isinstance(space, Discrete):
         return [int(space.n)]
     assert isinstance(space, MultiDiscrete)
@@ -178,7 +178,7 @@ def parts_of_mask(space: Space[Any]) -> list[int]:
 
 
 def legal(space: Space[Any], mask: Array, rng: np.random.Generator) -> Any:
-    """A value of ``space`` that ``mask`` allows."""
+    """Return a random value of ``space`` that ``mask`` allows."""
     starts = np.atleast_1d(space.start)  # type: ignore[attr-defined]
     found, first = [], 0
     for n, start in zip(parts_of_mask(space), starts, strict=True):
@@ -191,19 +191,19 @@ def legal(space: Space[Any], mask: Array, rng: np.random.Generator) -> Any:
 
 
 def is_legal(space: Space[Any], action: Any, mask: Array) -> bool:
-    """``mask`` allows every part of ``action``."""
+    """Return whether ``mask`` allows every part of ``action``."""
     values = np.atleast_1d(action) - np.atleast_1d(space.start)  # type: ignore[attr-defined]
     firsts = np.cumsum([0, *parts_of_mask(space)[:-1]])
     return bool(mask[firsts + values].all())
 
 
 def action_sum(action: Any) -> float:
-    """A small number that depends on every byte of an action; exact in float32."""
+    """Return a small number that depends on every byte of an action; exact in float32."""
     return float(sum(np.ascontiguousarray(action).tobytes()) % 16) / 2
 
 
 def space_of_observation(name: str, names: tuple[str, ...] = (), mask: int = 0) -> Space[Any]:
-    """The space called ``name``; ``names`` make it a Dict, ``mask`` adds an action mask to it."""
+    """Return the space called ``name``. ``names`` make it a Dict, ``mask`` adds an action mask."""
     space = named(*names) if names else {**OBSERVATIONS, **RARE}[name]()
     if mask:
         parts = dict(space.items()) if isinstance(space, Dict) else {"observation": space}
@@ -212,7 +212,7 @@ def space_of_observation(name: str, names: tuple[str, ...] = (), mask: int = 0) 
 
 
 def digest(parts: list[Array]) -> int:
-    """A number of the bytes of arrays."""
+    """Return a checksum of the bytes of arrays."""
     found = 0
     for part in parts:
         found = zlib.crc32(np.ascontiguousarray(part).tobytes(), found)
@@ -220,7 +220,7 @@ def digest(parts: list[Array]) -> int:
 
 
 def numbers_of(columns: list[Array], lead: int = 1) -> Any:
-    """A number for each row of these columns ``[row, ...]``; without rows, for the only one."""
+    """Return a number for each row ``[row, ...]``; with ``lead`` 0 the columns are a single row."""
     if not lead:
         columns = [column[None] for column in columns]
     rows = len(columns[0])

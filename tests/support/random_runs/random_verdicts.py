@@ -1,4 +1,4 @@
-"""Faults of a configuration: in its own rows, and beside the rows of its twin."""
+"""Faults of a configuration: in its own rows, and in comparison with the rows of its twin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from random_runs import carry_out
 
 
 def examined(config: Configuration, folder: Path) -> list[str]:
-    """Run ``config``, and its twin where it has one, in ``folder``; returns what is wrong."""
+    """Run ``config`` and its twin, if it has one, in ``folder``. Return the faults."""
     (folder / "it").mkdir()
     outcome = carry_out(config, folder / "it")
     wrong = judge(config, outcome)

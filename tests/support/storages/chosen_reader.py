@@ -1,4 +1,4 @@
-"""A view as a reader of another package would bring it: found by its path."""
+"""A view that another package's reader could provide, found by its path."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from tallyroll.storage.rows.keys import LANE, TRAJ_IDS
 from tallyroll.storage.storages import DiskStorage
 
 OTHER = 1000
-"""Trajectories from this id on are not chosen."""
+"""The view excludes trajectories from this id on."""
 
 
 class ChosenReader(RowReader):
-    """Finds directories that `write_among_others` wrote."""
+    """A reader of directories that `write_among_others` wrote."""
 
     @classmethod
     def at(cls, path: Path) -> ViewReader | None:
-        """Return a view of the rows that were written."""
+        """Return a view of the written rows."""
         if not (path / "all").is_dir():
             return None
         view = open_storage(path / "all").trajectories.where(f"id < {OTHER}")
         assert isinstance(view.reader, ViewReader)
         view.reader.path = path
-        vars(view.reader)["view"] = view  # which has the files
+        vars(view.reader)["view"] = view  # the view owns the files
         return view.reader
 
 
 def write_among_others(source: DiskStorage, path: Path) -> None:
-    """Write the rows of a storage, with other trajectories of other lanes between them."""
+    """Write the rows of a storage, interleaved with other trajectories of other lanes."""
     path.mkdir()
     rows = source.in_order().clone()
     others = rows.clone()

@@ -1,4 +1,4 @@
-"""The formats by the name of a path, for tests that treat them alike."""
+"""Storage formats by the name of a path, for tests that treat all formats alike."""
 
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage
 from tallyroll.storage.storages import DiskStorage

@@ -1,10 +1,10 @@
-"""Storages that are damaged at random, and everything a user does with them. Also a script::
+"""Random damage to storages, and all uses of the damaged storages. Also a script::
 
     fuzzed_storages.py FOLDER FIRST STOP
 
-makes sound storages below FOLDER, damages copies of them, one for each number, uses each, and
-prints a JSON line for each number: what was done, and what is wrong with what came of it. It limits
-its own memory and time: a number without a line ended the process.
+The script makes sound storages below FOLDER. For each number it damages a copy, uses it, and prints
+a JSON line with the damage and the faults of the result. The script limits its own memory and time.
+A number without a line means that the process crashed.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from tallyroll.storage.storages import DiskStorage
 
 ROWS, RING = 120, 50
 MEMORY = 3 * 2**30
-"""Bytes of address space that a case may have beside what the process has anyway."""
+"""Bytes of address space that a case may use beyond those that the process already has."""
 SECONDS = 20
-"""That a case may take."""
+"""Time limit of a case."""
 HUGE = [2**63 - 1, 2**63, 2**64 - 1, 2**62, 2**48 - 1, 2**47, 2**40, 2**32, 2**31, 10**9, 1, 0]
 PRECIOUS = b"precious " * 1000
 
@@ -56,7 +56,7 @@ PRECIOUS = b"precious " * 1000
 
 
 def make_sound(folder: Path) -> dict[str, Path]:
-    """A storage of each kind, closed, below ``folder``, each in a folder of its own."""
+    """Make a closed storage of each kind below ``folder``, each in its own folder."""
     kinds: dict[str, Callable[[Path], DiskStorage]] = {
         "rows": MemmapStorage,
         "ring": lambda path: MemmapStorage(path, max_size=RING),
@@ -103,7 +103,7 @@ def _put_beside(storage: DiskStorage) -> None:
 
 
 def rows_of(storage: DiskStorage) -> dict[Any, bytes]:
-    """Every valid row, as bytes by column."""
+    """Return every valid row, as bytes by column."""
     rows = np.array(storage.span, np.int64)
     return {key: storage.reader.column(key).take(rows).tobytes() for key in storage.schema.keys}
 
@@ -112,13 +112,13 @@ def rows_of(storage: DiskStorage) -> dict[Any, bytes]:
 
 
 def damage(path: Path, outside: Path, dice: random.Random) -> list[str]:
-    """Damage the storage at ``path`` in one to three ways; returns what was done."""
+    """Damage the storage at ``path`` in one to three ways. Return the kinds of damage."""
     done = []
     for _ in range(dice.choice([1, 1, 1, 2, 3])):
         files = _files(path)
         if not files:
             break
-        # Small files, which say what the others are, as often as columns.
+        # Choose small files, which describe the others, as often as columns.
         small = [file for file in files if "memmap" not in file.name]
         file = dice.choice(dice.choice([files, small or files]))
         way = dice.choice(WAYS)
@@ -129,7 +129,7 @@ def damage(path: Path, outside: Path, dice: random.Random) -> list[str]:
 
 
 def _files(path: Path) -> list[Path]:
-    """Files of the storage that may be damaged: those that are huge, or outside, too, are left."""
+    """Return the files to damage, without huge files and files that also have a name outside."""
     found = [each for each in path.parent.rglob("*") if each.is_file() and not each.is_symlink()]
     looks = [(each, each.stat()) for each in found]
     return sorted(each for each, it in looks if it.st_nlink == 1 and it.st_size < 2**26)
@@ -142,7 +142,7 @@ def _write(file: Path, at: int, content: bytes) -> None:
 
 
 def _place(file: Path, dice: random.Random) -> int:
-    """Somewhere in a file; at its beginning, where numbers are, more often."""
+    """Return an offset in a file, more often near the beginning, where the numbers are."""
     size = max(1, file.stat().st_size)
     return dice.randrange(min(size, dice.choice([64, 256, 4096, 8192, 2**20, size])))
 
@@ -169,17 +169,17 @@ def _garble(file: Path, outside: Path, dice: random.Random) -> None:
 
 
 def _number(file: Path, outside: Path, dice: random.Random) -> None:
-    """Another number in an aligned word, with check bits as counts have them or without."""
+    """Overwrite an aligned word with another number, with or without the check bits of counts."""
     at, value = _place(file, dice) // 8 * 8, dice.choice(HUGE)
     word = word_of(value % 2**47) if dice.random() < 0.5 else value
     _write(file, at, struct.pack("<Q", word % 2**64))
-    if dice.random() < 0.5:  # the header's own checksum fits again
+    if dice.random() < 0.5:  # update the header's own checksum
         start = file.read_bytes()[:32]
         _write(file, 32, struct.pack("<I", zlib.crc32(start)))
 
 
 def _count(file: Path, outside: Path, dice: random.Random) -> None:
-    """Another count of rows in the header, with its check bits."""
+    """Write another count of rows, with its check bits, into the header."""
     word = struct.pack("<Q", word_of(dice.choice(HUGE) % 2**47))
     for at in dice.choice([(64,), (128,), (64, 128), (192,), (200,), (208,), (216,)]):
         _write(file, at, word)
@@ -202,7 +202,7 @@ def _rename(file: Path, outside: Path, dice: random.Random) -> None:
 
 
 def _odd(file: Path, outside: Path, dice: random.Random) -> None:
-    """Something that is no file in the place of one."""
+    """Replace a file by something that is not a file."""
     file.unlink()
     kind = dice.choice(["directory", "pipe", "socket"])
     if kind == "directory":
@@ -216,7 +216,7 @@ def _odd(file: Path, outside: Path, dice: random.Random) -> None:
 
 
 def _link(file: Path, outside: Path, dice: random.Random) -> None:
-    """A link in the place of a file, of a directory, or where one will be written aside."""
+    """Put a link in place of a file or a directory, or at the path of a temporary file."""
     places = [file, file.with_name(file.name + ".tmp"), file.parent]
     place = dice.choice(places if file.parent.parent != outside.parent else places[:2])
     target = outside / dice.choice(["file", "folder", "nothing", place.name])
@@ -231,7 +231,7 @@ def _link(file: Path, outside: Path, dice: random.Random) -> None:
 
 
 def _json(file: Path, outside: Path, dice: random.Random) -> None:
-    """Another value somewhere in JSON."""
+    """Replace a random value in a JSON document."""
     try:
         document = json.loads(file.read_bytes())
     except ValueError:
@@ -272,13 +272,13 @@ COMMANDS = (
 
 
 class User:
-    """Does with a storage what users do."""
+    """A user who does everything with a storage that users do."""
 
     def __init__(self) -> None:
         self.refused: set[str] = set()
-        """Names of errors of ours that came."""
+        """Names of our errors that were raised."""
         self.wrong: list[str] = []
-        """Return the faults in the result."""
+        """Faults in the results."""
 
     @contextlib.contextmanager
     def _doing(self, what: str) -> Iterator[None]:
@@ -286,13 +286,13 @@ class User:
             yield
         except (StorageError, CollectorError) as error:
             self.refused.add(type(error).__name__)
-        except Exception as error:  # noqa: BLE001  that is what is looked for
+        except Exception as error:  # noqa: BLE001  the test looks for such errors
             self.wrong.append(f"{what}: {type(error).__name__}: {error}")
 
     def use(self, path: Path, rows: Mapping[Any, bytes] | None) -> None:
         """Read, write, verify and finalize the storage at ``path``.
 
-        ``rows`` are what is in it, None where they were damaged.
+        ``rows`` are its contents, or None if they were damaged.
         """
         with self._doing("read"), open_storage(path) as storage:
             if rows is not None and rows_of(storage) != rows:
@@ -321,7 +321,7 @@ def _look(storage: DiskStorage) -> None:
     for key in storage.overlays:
         storage.overlay(key)[: min(rows, 50)]
     if rows and not (storage.ring and storage.mode == "read"):
-        with warnings.catch_warnings(action="ignore"):  # priorities that cannot be used
+        with warnings.catch_warnings(action="ignore"):  # unusable priorities
             PrioritizedSampler(storage).sample(2)
     storage.statistics()
     str(storage.record)
@@ -344,7 +344,7 @@ def _command(words: list[str]) -> Iterator[str]:
                 status = main(words)
             except SystemExit as end:
                 status = end.code
-    except Exception as error:  # noqa: BLE001  that is what is looked for
+    except Exception as error:  # noqa: BLE001  the test looks for such errors
         yield f"{words[:2]}: {type(error).__name__}: {error}"
         return
     text = out.getvalue()
@@ -360,7 +360,7 @@ def _command(words: list[str]) -> Iterator[str]:
 
 
 class Late(BaseException):
-    """A case took too long."""
+    """Raised when a case takes too long."""
 
 
 def _too_late(*_: object) -> None:
@@ -368,7 +368,7 @@ def _too_late(*_: object) -> None:
 
 
 def outside_of(folder: Path) -> Path:
-    """Files that no storage may touch."""
+    """Make files that no storage may touch."""
     outside = folder / "outside"
     (outside / "folder").mkdir(parents=True)
     (outside / "file").write_bytes(PRECIOUS)
@@ -377,7 +377,7 @@ def outside_of(folder: Path) -> Path:
 
 
 def touched(outside: Path) -> list[str]:
-    """Return what is not as :func:`outside_of` left it."""
+    """Return the files that have changed since :func:`outside_of`."""
     found = {str(each.relative_to(outside)) for each in outside.rglob("*")}
     wrong = sorted(found ^ {"file", "folder", "folder/file"})
     return wrong + [
@@ -388,7 +388,7 @@ def touched(outside: Path) -> list[str]:
 
 
 def _reaches_rows(done: str) -> bool:
-    """Whether this damage may change rows, or hide them."""
+    """Return whether this damage may change or hide rows."""
     way, _, file = done.partition(" ")
     name = file.rpartition("/")[2]
     kept = ("meta.json", "zarr.json", "episodes.npy", "tallyroll.lock", "lock")
@@ -427,7 +427,7 @@ def case(number: int, sound: dict[str, Path], folder: Path) -> dict[str, Any]:
 
 
 def limit_memory() -> None:
-    """From here on this process gets no more than `MEMORY` beside what it has."""
+    """Limit this process to `MEMORY` bytes more than it has now."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * os.sysconf("SC_PAGE_SIZE") + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -446,7 +446,7 @@ def run(folder: Path, first: int, stop: int) -> None:
 
 
 def _require_harmless(path: Path, copy: Path) -> None:
-    """Nothing is wrong with what comes of a storage that is sound."""
+    """Check that a sound storage shows no faults."""
     shutil.copytree(path.parent, copy)
     with open_storage(path) as storage:
         rows = rows_of(storage)

@@ -1,4 +1,4 @@
-"""Storages that a collector filled, every way in, and children that are short of memory."""
+"""Storages filled by a collector, all ways to open them, and children with little memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def collect(path: Path, frames: int = ROWS, **options: Any) -> None:
             pass
 
 
-# --- ways in --------------------------------------------------------------------------------------
+# --- ways to open a storage -----------------------------------------------------------------------
 
 
 def read(path: Path) -> None:
@@ -82,7 +82,7 @@ def look(path: Path) -> None:
 
 
 def inspect(path: Path) -> None:
-    """By the command line, which has a line and no traceback for every error."""
+    """Inspect by the command line, which prints one line and no traceback for every error."""
     for command in (["inspect", "--rows", "2"], ["inspect", "--json"], ["verify"]):
         said, told = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(told):
@@ -104,12 +104,12 @@ WAYS: tuple[Callable[[Path], None], ...] = (read, look, inspect, append, resume,
 
 
 def told_or_done(way: Callable[[Path], None], path: Path) -> str:
-    """Return the fault of a call; "" for an error of ours, or none."""
+    """Return the unexpected error of a call, or "" for one of our errors or success."""
     try:
         way(path)
     except (StorageError, CollectorError):
         return ""
-    except Exception as error:  # noqa: BLE001 - any other is what is looked for
+    except Exception as error:  # noqa: BLE001 - the test looks for such errors
         return "".join(traceback.format_exception(error))
     return ""
 
@@ -120,9 +120,9 @@ def told_or_done(way: Callable[[Path], None], path: Path) -> str:
 def in_a_child(
     act: Callable[[], Any], *, seconds: float = 60, nbytes: int = 0, user: int = 0
 ) -> Any:
-    """Return the result of ``act`` in a forked child, with so much more memory than we have.
+    """Return the result of ``act`` in a forked child with a limit of ``nbytes`` more memory.
 
-    And as another user, where one is given.
+    ``user`` selects another user for the child.
     """
     reader, writer = os.pipe()
     child = os.fork()

@@ -1,6 +1,6 @@
-"""Rows that show whether they are torn, and processes that write or sample them until killed.
+"""Rows that reveal torn writes, and processes that write or sample them until they are killed.
 
-Every value of a row follows from the row's number, in columns so wide that a copy takes time.
+The row's number determines all values of the row. The columns are so wide that a copy takes time.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from fork_server import warm_fork_server
 
 WIDTH = 512
 STEPS = 12
-"""Rows of each trajectory."""
+"""Number of rows of each trajectory."""
 MOST = 250
-"""Rows of the largest batch."""
+"""Number of rows of the largest batch."""
 
 Key = tuple[str, ...]
 KEYS: tuple[Key, ...] = (
@@ -63,14 +63,14 @@ class Case:
     kind: type[DiskStorage]
     ring: int = 0
     capacity: int | None = None
-    """Rows to create it for, where its format must know."""
+    """Capacity at creation, for formats that require one."""
 
     def create(self, path: Path, **more: Any) -> DiskStorage:
         options = {"capacity": self.capacity, "max_size": self.ring or None, **more}
         return self.kind(path, **options)
 
     def there(self, path: Path) -> bool:
-        """Whether the storage's creation was finished."""
+        """Return whether the creation of the storage was finished."""
         return self.kind._format_class(path).stands()
 
     def open_or_create(self, path: Path, **more: Any) -> DiskStorage:
@@ -88,18 +88,18 @@ CASES = {
 
 
 def oracle(start: int, count: int) -> dict[Key, np.ndarray]:
-    """Rows ``[start, start + count)``."""
+    """Return the rows ``[start, start + count)``."""
     return at(np.arange(start, start + count))
 
 
 def tensors(start: int, count: int) -> TensorDict:
-    """The same rows, as tensors."""
+    """Return the rows ``[start, start + count)`` as tensors."""
     columns = oracle(start, count).items()
     return TensorDict({key: torch.from_numpy(array) for key, array in columns}, [count])
 
 
 def at(numbers: np.ndarray) -> dict[Key, np.ndarray]:
-    """The rows of these numbers [count], as arrays [count, ...] by key."""
+    """Return the rows of these numbers [count], as arrays [count, ...] by key."""
     seed = (numbers.astype(np.uint32) * np.uint32(2654435761))[:, None]
     wide = (seed + _PLACE).view(np.int32)
     done = (numbers % STEPS == STEPS - 1)[:, None]
@@ -116,12 +116,12 @@ def at(numbers: np.ndarray) -> dict[Key, np.ndarray]:
 
 
 def record_of(head: int) -> bytes:
-    """Return the record of row ``head``: its number, as often as makes some length."""
+    """Return the record of row ``head``: its number, repeated to a varying length."""
     return head.to_bytes(8, "little") * (1 + head % 300)
 
 
 def assert_are(got: Mapping[Key, np.ndarray], numbers: np.ndarray) -> None:
-    """``got`` holds exactly the rows of these numbers, in this order."""
+    """Assert that ``got`` holds exactly the rows of these numbers, in this order."""
     for key, want in at(numbers).items():
         found = np.asarray(got[key])
         assert found.shape == want.shape, key
@@ -134,14 +134,14 @@ def assert_are(got: Mapping[Key, np.ndarray], numbers: np.ndarray) -> None:
 
 
 def assert_whole(rows: TensorDict) -> np.ndarray:
-    """Each of these rows [n] is one that was written, and no mixture; their numbers."""
+    """Assert that each of the rows [n] was written, and is not a mixture. Return their numbers."""
     numbers = rows["id"].numpy()
     assert_are({key: rows[key].numpy() for key in KEYS}, numbers)
     return numbers
 
 
 def check(storage: DiskStorage, *, since: int = 0, acknowledged: int = 0) -> int:
-    """All valid rows from row ``since`` on are right, and so is the record; the head."""
+    """Check all valid rows from row ``since`` on, and the record. Return the head."""
     head, span, ring = storage.head, storage.span, storage.ring
     assert head >= acknowledged, "acknowledged rows are gone"
     assert span.stop == head
@@ -158,11 +158,11 @@ def check(storage: DiskStorage, *, since: int = 0, acknowledged: int = 0) -> int
     return head
 
 
-# -- what other libraries read
+# -- views of other libraries
 
 
 def shown(path: Path, kind: type[DiskStorage]) -> dict[Key, np.ndarray]:
-    """Columns as h5py, zarr-python or tensordict reads them: rows that their metadata name."""
+    """Return columns as h5py, zarr-python or tensordict reads them, by their own metadata."""
     if kind is H5Storage:
         with h5py.File(path, "r", locking=False) as file:
             rows = int(file.attrs["rows"])
@@ -175,12 +175,12 @@ def shown(path: Path, kind: type[DiskStorage]) -> dict[Key, np.ndarray]:
 
 
 def check_shown(path: Path, storage: DiskStorage, *, all_of_them: bool = False) -> int:
-    """Other libraries see committed rows only, bit for bit; how many."""
+    """Check that other libraries see only committed rows, bit for bit. Return how many."""
     try:
         columns = shown(path, type(storage))
     except RuntimeError as error:
-        # tensordict's metadata are several files: a reader between two of them sees a mixture,
-        # and after a kill there that lasts until the next refresh.
+        # The metadata of tensordict are several files. A reader between two updates sees a mixture,
+        # and after a kill there the mixture lasts until the next refresh.
         if all_of_them or "incompatible with the batch-size" not in str(error):
             raise
         return 0
@@ -200,7 +200,7 @@ def check_shown(path: Path, storage: DiskStorage, *, all_of_them: bool = False) 
 
 
 class Told:
-    """Two counts that a forked process leaves behind as they were when it was killed."""
+    """Two counts in shared memory, which survive the kill of a forked process."""
 
     def __init__(self) -> None:
         self._counts = np.frombuffer(mmap.mmap(-1, 16), np.int64)
@@ -224,7 +224,7 @@ class Told:
 
 
 def forked(act: Callable[[], None]) -> int:
-    """Run ``act`` in a forked process; its id."""
+    """Run ``act`` in a forked process and return its id."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -238,21 +238,21 @@ def forked(act: Callable[[], None]) -> int:
 
 
 def wait_until(happened: Callable[[], bool]) -> None:
-    """Wait, but not for ever."""
+    """Wait with a timeout."""
     deadline = time.monotonic() + WAIT_SECONDS
     while not happened() and time.monotonic() < deadline:
         time.sleep(0.0005)
 
 
 def killed(child: int) -> None:
-    """Kill a child, which lived until now."""
+    """Kill a child, which must still be running."""
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status), "the child had failed"
 
 
 def in_a_process(target: Callable[..., Any], *args: Any, seconds: float = WAIT_SECONDS) -> Any:
-    """Return the result of ``target(*args)`` in a process of one thread, which may fork."""
+    """Return the result of ``target(*args)`` in a process with one thread, which may fork."""
     warm_fork_server()
     with process(_answer, target, args) as (_, connection):
         assert connection.poll(seconds), "the process said nothing"
@@ -283,9 +283,9 @@ def write_for_ever(
 ) -> None:
     """Append batches of up to ``most`` rows, each with its record, until killed.
 
-    They are arrays or tensors, which are copied in another way from the second of a size on.
-    Now and then the storage is closed and opened again, if ``close``; ``pause`` is in seconds.
-    Every fourth writer syncs each commit.
+    Batches are arrays or tensors. From the second batch of a size on, tensors take another copy
+    path. If ``close``, the storage is sometimes closed and reopened. ``pause`` is in seconds. Every
+    fourth writer syncs each commit.
     """
     pick = random.Random(seed)
     count = 1
@@ -313,13 +313,14 @@ def write_for_ever(
 
 
 def kill_at_random(case: Case, path: Path, kills: int) -> list[int]:
-    """Kill writers of one storage, and check it after each kill; the heads that were found."""
+    """Kill writers of one storage, and check it after each kill. Return the heads found."""
     heads = [0]
     for seed in range(kills):
         pick, told = random.Random(seed), Told()
         told.head = -1
         writer = forked(lambda told=told, seed=seed: write_for_ever(case, path, told, seed))
-        # Every third is killed wherever it is; the others have opened the storage, or begun.
+        # Kill one third of the writers at any moment, and the others once they have opened the
+        # storage or appended rows.
         wait_until(lambda told=told, seed=seed: seed % 3 == 0 or told.head >= 0)
         wait_until(lambda told=told, seed=seed: seed % 3 < 2 or told.head > heads[-1])
         time.sleep(pick.uniform(0.0, 0.02))
@@ -342,7 +343,7 @@ PACKAGE = str(Path(tallyroll.storage.__file__).parent)
 
 
 def lines_of(act: Callable[[], None], kill_at: int = 0, inside: str = PACKAGE) -> int:
-    """Lines of files ``inside`` that ``act`` runs; at line ``kill_at`` this process is killed."""
+    """Count the lines of files ``inside`` that ``act`` runs. Kill this process at ``kill_at``."""
     count = 0
 
     def local(frame: Any, event: str, _: Any) -> Any:
@@ -374,7 +375,7 @@ def scenario_create(case: Case, path: Path, told: Told) -> None:
 
 
 def scenario_append(case: Case, path: Path, told: Told) -> None:
-    """Reopen, append, grow, show rows to others, write a record alone, and close."""
+    """Reopen, append, grow, refresh for other libraries, write only a record, and close."""
     with case.kind(path, mode="append") as storage:
         head = storage.head
         sizes = [(oracle, count) for count in (2, MOST, 1, MOST)]
@@ -385,7 +386,7 @@ def scenario_append(case: Case, path: Path, told: Told) -> None:
 
 
 def scenario_reserve(case: Case, path: Path, told: Told) -> None:
-    """Make room, for which an HDF5 file is replaced, and use it."""
+    """Reserve space, which replaces an HDF5 file, and use it."""
     with case.kind(path, mode="append") as storage:
         head = storage.head
         storage.reserve(2 * head + 3000)
@@ -410,11 +411,11 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def kill_at_lines(case: Case, name: str, folder: Path, points: int, seed: int) -> list[int]:
-    """Run a scenario in forks, each killed at another line, and check what is left of it.
+    """Run a scenario in forks, each killed at another line, and check the remaining storage.
 
-    Returns the heads that were found.
+    Return the heads found.
     """
-    # Each commit shows its rows to other libraries: that may be interrupted too.
+    # Refresh the rows for other libraries at each commit, so that a kill can interrupt this too.
     engine._REFRESH_SECONDS = 0.0
     base, work = folder / "base", folder / "work"
     _build_base(case, base / "rows", empty=name == "create")
@@ -451,13 +452,13 @@ def _run_scenario(case: Case, act: Scenario, base: Path, work: Path, line: int) 
         told.lines = lines_of(lambda: act(case, work / "rows", told), line)
 
     _, status = os.waitpid(forked(run), 0)
-    # With the clock the number of lines differs a little: the last ones may not be reached.
+    # The clock changes the number of lines a little, so a run may not reach the last ones.
     assert status == 0 or (line and os.WIFSIGNALED(status)), status
     return told
 
 
 def survived(case: Case, path: Path, acknowledged: int) -> int:
-    """Assert that a killed writer left whole rows, and write on; return the rows that it left."""
+    """Assert that a killed writer left whole rows, and write on. Return the number of rows left."""
     if not case.there(path):
         assert not acknowledged
         with pytest.raises((NotAStorage, StorageMissing)):

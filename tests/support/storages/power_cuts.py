@@ -1,10 +1,10 @@
-"""Records what storages write, and makes the disks that a power cut at any moment may leave.
+"""Record the writes of storages, and make disks that a power cut at any moment may leave.
 
 Within `Recorder.recording` this process writes real files. Around every call that changes or syncs
-something the tree is compared with what it was: whatever came by, through maps and other
-libraries too, is in the record. A disk after a cut holds what was synced, and of everything else
-any part: pages of 4 KiB, each in any version since, sizes, and names in directories. A rename is
-there or not, as in file systems with a journal.
+something, the recorder compares the tree with its previous state. So the record has all changes,
+even those through maps and other libraries. A disk after a cut holds everything that was synced,
+and any part of everything else: pages of 4 KiB (each in any later version), sizes, and names in
+directories. A rename either happened or not, as in file systems with a journal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["PAGE_NBYTES", "Recorder", "Syncs"]
 
 PAGE_NBYTES = 4096
 _ZEROS = bytes(PAGE_NBYTES)
-_open = os.open  # as it is while others are watched
+_open = os.open  # the original, while the recorder patches os.open
 _ALL = 2**62
 _CHANGING = ("mkdir", "rmdir", "unlink", "pwrite", "ftruncate", "posix_fallocate")
 _RENAMING = ("rename", "replace")
@@ -49,7 +49,7 @@ _IN_MEMORY: tuple[tuple[type, str], ...] = (
 
 
 class Syncs(Flag):
-    """Which syncs a disk heeds."""
+    """The kinds of syncs that a disk respects."""
 
     NONE = 0
     FILES = auto()
@@ -59,7 +59,7 @@ class Syncs(Flag):
 
 @dataclass(eq=False)
 class _File:
-    """A file: what each of its pages and its size were, from which moment on."""
+    """A file, with the history of its pages and of its size."""
 
     descriptor: int
     inode: int
@@ -68,12 +68,12 @@ class _File:
     syncs: list[tuple[int, int, int]] = field(default_factory=list)
     """Moment, and the pages [start, stop) that were on the disk then."""
     content: bytes = b""
-    """At the last look."""
+    """Content at the last comparison."""
 
 
 @dataclass(eq=False)
 class _Directory:
-    """A directory: how its names changed, and when that was synced."""
+    """A directory, with the history of its names and of its syncs."""
 
     descriptor: int
     inode: int
@@ -86,22 +86,22 @@ _Node = _File | _Directory
 
 
 class Recorder:
-    """A record of everything below ``root``, which is empty and on the disk when it begins.
+    """A record of all changes below ``root``, which is empty and on the disk at the start.
 
-    Maps that are synced are recorded alone, for speed; so may be files, where the caller replaces
-    `os.fsync` and `os.fdatasync`.
+    For speed, syncs of maps are only recorded, not executed. The same holds for syncs of files if
+    the caller replaces `os.fsync` and `os.fdatasync`.
     """
 
     def __init__(self, root: Path) -> None:
         self.moment = 0
-        """Grows with every change and every sync."""
+        """Increases with every change and every sync."""
         self._nodes: dict[int, _Node] = {}
         file = _open(root, os.O_RDONLY)
         self._root = _Directory(file, os.fstat(file).st_ino)
         self._nodes[self._root.inode] = self._root
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for node in self._nodes.values():
             os.close(node.descriptor)
 
@@ -109,7 +109,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what this process does."""
+        """Record the changes that this process makes."""
         with pytest.MonkeyPatch.context() as patch:
             for name in _CHANGING:
                 patch.setattr(os, name, self._around(getattr(os, name)))
@@ -130,7 +130,7 @@ class Recorder:
         self._look()
 
     def _around(self, function: Callable[..., Any], *, both: bool = False) -> Callable[..., Any]:
-        """The function, with a look after it, and before it where it changes ``both`` sides."""
+        """Wrap a function to compare after the call, and before it if ``both`` sides change."""
 
         def called(*args: Any, **more: Any) -> Any:
             if both:
@@ -184,7 +184,7 @@ class Recorder:
         return self.moment
 
     def _look(self) -> None:
-        """Compare everything with what it was at the last look."""
+        """Compare the whole tree with its state at the last comparison."""
         self._look_into(self._root)
 
     def _look_into(self, directory: _Directory) -> None:
@@ -205,7 +205,7 @@ class Recorder:
                 self._look_at(node)
 
     def _new(self, directory: _Directory, entry: os.DirEntry[str]) -> _Node:
-        # Held open, so that no other file gets its number.
+        # The descriptor stays open, so that no other file gets its inode number.
         file = _open(entry.name, os.O_RDONLY, dir_fd=directory.descriptor)
         kind = _Directory if stat.S_ISDIR(os.fstat(file).st_mode) else _File
         node = self._nodes[entry.inode()] = kind(file, entry.inode())
@@ -231,7 +231,7 @@ class Recorder:
     def disk(
         self, target: Path, moment: int, chance: random.Random, heeds: Syncs = Syncs.ALL
     ) -> None:
-        """Make at ``target`` what a cut right after ``moment`` may have left."""
+        """Make a disk at ``target`` that a cut right after ``moment`` may have left."""
         _Cut(moment, chance, heeds).make(self._root, target)
 
 
@@ -242,7 +242,7 @@ class _Cut:
     heeds: Syncs
 
     def _share(self) -> float:
-        """How much of what was not synced is on the disk, of one file or directory."""
+        """Return the share of unsynced changes that reached the disk, for one file or directory."""
         return self.chance.choice((0.0, 0.0, 0.1, 0.5, 0.9, 1.0, 1.0))
 
     def make(self, directory: _Directory, target: Path) -> None:
@@ -281,7 +281,7 @@ class _Cut:
             _keep_origin(target.fileno(), file.descriptor)
 
     def _pick(self, versions: list[tuple[int, Any]], synced: int, share: float) -> Any:
-        """One of what was there since the sync: the newest, or any."""
+        """Return one of the versions since the sync: the newest, or any."""
         stop = bisect_right(versions, self.moment, key=lambda each: each[0])
         start = bisect_right(versions, synced, key=lambda each: each[0])
         if start == stop or self.chance.random() < share:
@@ -291,13 +291,13 @@ class _Cut:
 
 
 def _pages_of(content: bytes, least: int) -> np.ndarray:
-    """The content page by page, [pages, *], for ``least`` bytes at least."""
+    """Return the content page by page, [pages, *], for at least ``least`` bytes."""
     pages = -(-max(len(content), least) // PAGE_NBYTES)
     return np.frombuffer(content.ljust(pages * PAGE_NBYTES, b"\0"), np.uint64).reshape(pages, -1)
 
 
 def _mapped(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Files that are mapped for sharing between two addresses: inode, first page, page behind."""
+    """Yield shared mappings of files in an address range: inode, first page, end page."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             places, access, offset, _, inode, *_ = line.split()
@@ -309,7 +309,7 @@ def _mapped(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _keep_origin(file: int, recorded: int) -> None:
-    """A header knows its file by the inode's number, which a power cut leaves as it is."""
+    """Update the inode number in a header, because a power cut would not change the file's."""
     header = os.pread(file, HEADER_NBYTES, 0)
     if len(header) == HEADER_NBYTES:
         word = int.from_bytes(header[8 * INODE : 8 * INODE + 8], "little")

@@ -1,4 +1,4 @@
-"""A storage as another package would bring it: a ring of tensors in memory."""
+"""A storage that another package could provide: a ring of tensors in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tallyroll.storage.stores.run_claim import RunClaim
 
 
 class RamColumn(ColumnReader):
-    """A column that is a tensor [ring, ...], which might be on a device."""
+    """A column that is a tensor [ring, ...], possibly on a device."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
@@ -72,7 +72,7 @@ class RamRows(RowReader):
 
 
 class RamRing:
-    """A `RowSink`, its own writer, and the keeper of its runs' entries."""
+    """A `RowSink` that is its own writer and keeps the entries of its runs."""
 
     mode = "append"
     in_one_call = False
@@ -83,7 +83,7 @@ class RamRing:
         self.writer = self.runs = self
 
     def reserve(self, rows: int) -> None:
-        """A ring has all its space from the beginning."""
+        """Do nothing, because a ring has all its space from the start."""
 
     def flush(self) -> None:
         self.flushed += 1
@@ -104,7 +104,7 @@ class RamRing:
     def put_record(self, payload: bytes) -> None:
         self.reader.newest = self.reader.stop, bytes(payload)
 
-    # --- the runs' entries ------------------------------------------------------------------------
+    # --- the entries of runs ----------------------------------------------------------------------
 
     def require_schema(self, schema: Schema) -> None:
         if found := self.reader.schema.differences(schema):

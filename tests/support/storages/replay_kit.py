@@ -1,4 +1,4 @@
-"""Storages of CartPole to be replayed, with and without seeds of their resets."""
+"""CartPole storages for replays, with and without recorded reset seeds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "one lane": {"num_envs": 1},
 }
 ROWS = 203
-"""A number that the last step of 8 lanes does not end at."""
+"""A number of rows that is not a multiple of 8 lanes."""
 
 
 def collect(path: Path, env: Any = "CartPole-v1", **options: Any) -> Path:

@@ -1,4 +1,4 @@
-"""Runs for the tests of reports: two policies of CartPole, three seeds each."""
+"""Runs for the tests of reports: two CartPole policies, three seeds each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SEEDS = (0, 1, 2)
 
 
 def collected(path: Path, policy: str, seed: int, **more: Any) -> tuple[Rows, Any, Any]:
-    """Collect a run; return the rows of its log, its episodes and its ledger."""
+    """Collect a run. Return the rows of its log, its episodes and its ledger."""
     rows: Rows = []
     options = {"frames_per_batch": 50, "total_frames": FRAMES, "num_envs": 3, **more}
     with (
@@ -40,7 +40,7 @@ def collected(path: Path, policy: str, seed: int, **more: Any) -> tuple[Rows, An
 
 
 def poisoned(path: Path, run: Mapping[str, Any]) -> None:
-    """Let the manifest of a storage say this of its last run."""
+    """Overwrite entries of the last run in the manifest of a storage."""
     file = path / "manifest.json"
     manifest = json.loads(file.read_text())
     manifest.pop("crc32", None)

@@ -1,4 +1,4 @@
-"""Messages of every storage about damage and a full disk: a part of the contract."""
+"""The part of the contract about damage and full disks: the messages of every storage."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def damage(file: Path, at: int, content: bytes) -> None:
 def assert_refused(
     path: Path, error: type[Exception] | tuple[type[Exception], ...], wording: str
 ) -> None:
-    """Opening says so, and changes nothing."""
+    """Check that opening raises the error and changes nothing."""
     before = files_of(path)
     for mode in ("append", "read"):
         with pytest.raises(error, match=wording):
@@ -54,7 +54,7 @@ def assert_refused(
 
 
 def assert_told_or_harmless(path: Path) -> None:
-    """Opening raises an error of ours, or all five rows are what they were."""
+    """Check that opening raises one of our errors, or that all five rows are unchanged."""
     for mode in ("read", "append"):
         try:
             storage = open_storage(path, mode)
@@ -65,16 +65,16 @@ def assert_told_or_harmless(path: Path) -> None:
 
 
 def make_small_disk(place: Path) -> None:
-    """Make ``place`` a small disk that goes with this process, in earnest if that is allowed."""
+    """Make ``place`` a small disk for this process, by a real mount if that is allowed."""
     if not mount_small_disk(place):
         play_small_disk(place)
 
 
 def play_small_disk(place: Path) -> None:
-    """Let this process reserve no more space in ``place`` than a small disk has.
+    """Simulate a small disk: limit the space that this process can reserve in ``place``.
 
-    All rows go to space that was reserved. As on ext4, what still fits stays reserved when
-    the rest does not.
+    All rows go to reserved space. As on ext4, the part that fits stays reserved when the rest does
+    not fit.
     """
     reserve, look = os.posix_fallocate, os.statvfs
 
@@ -99,7 +99,7 @@ def play_small_disk(place: Path) -> None:
 
 
 def mount_small_disk(place: Path) -> bool:
-    """Mount a small file system that goes with this process; whether that is allowed."""
+    """Mount a small file system for the life of this process. Return False if not allowed."""
     own_mounts = 0x20000  # CLONE_NEWNS
     if ctypes.CDLL(None).unshare(own_mounts):
         return False
@@ -119,7 +119,7 @@ def on_small_disk(
     place: Path,
     make: Callable[[Path], None],
 ) -> None:
-    """Run `act(kind, place)` on a small disk and say how it went."""
+    """Run `act(kind, place)` on a small disk and send the outcome."""
     make(place)
     say_how_it_went(connection, act, kind, place)
 
@@ -127,7 +127,7 @@ def on_small_disk(
 def with_small_files(
     connection: Connection, act: Callable[..., None], kind: type[DiskStorage], place: Path
 ) -> None:
-    """Run `act(kind, place)` where files are limited in size and say how it went."""
+    """Run `act(kind, place)` with a limit on file sizes and send the outcome."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, resource.RLIM_INFINITY))
     say_how_it_went(connection, act, kind, place)
 
@@ -144,7 +144,7 @@ def say_how_it_went(
 
 
 def fill_and_survive(kind: type[DiskStorage], place: Path) -> None:
-    """Append until nothing fits any more; what was committed is there, and more is refused."""
+    """Append until the disk is full. Committed rows must survive, and further rows be refused."""
     grows = kind._format_class.grows
     head, said = 0, ""
     with kind(place, capacity=None if grows else 1000) as storage:
@@ -176,12 +176,12 @@ def fill_and_survive(kind: type[DiskStorage], place: Path) -> None:
 
 
 class DamageContract:
-    """Inherit beside `StorageContract`."""
+    """Contract to inherit together with `StorageContract`."""
 
     storage_class: type[DiskStorage]
     make: Callable[..., DiskStorage]
     fill_files = staticmethod(fill_and_survive)
-    """Fills files until they would have more than `FILE_LIMIT` bytes."""
+    """Function that fills files until they exceed `FILE_LIMIT` bytes."""
 
     def manifest_bytes(self, path: Path) -> bytes:
         return self.storage_class._format_class(path).manifest_path.read_bytes()
@@ -194,7 +194,7 @@ class DamageContract:
 
     @pytest.fixture
     def recorded(self, path: Path) -> Path:
-        """Five rows and two records."""
+        """Write five rows and two records."""
         with self.make(path) as storage:
             storage.extend(rows(0, 5), record=b"older")
             storage.writer.put_record(b"newer")
@@ -315,7 +315,7 @@ class DamageContract:
             assert storage.record == (5, b"again")
 
     def test_an_older_record_that_is_garbled_is_no_damage(self, recorded: Path) -> None:
-        """The newer one stands, and counts; a writer goes on in the garbled slot."""
+        """The newer record remains valid, and the next write reuses the garbled slot."""
         header = self.header_of(recorded)
         content = header.read_bytes()
         start = content.index(b"older") - 28
@@ -324,7 +324,7 @@ class DamageContract:
                 garbled = bytearray(content[start : start + 33])
                 garbled[at] ^= change
                 damage(header, start, garbled)
-                # A larger sequence looks as if it were of a newer record.
+                # A larger sequence number looks like that of a newer record.
                 newer = int.from_bytes(garbled[:8], "little", signed=True) > 2
                 with open_storage(recorded) as storage:
                     assert storage.record == (5, b"newer")

@@ -1,4 +1,4 @@
-"""A storage as other libraries see it, at any moment: a part of the contract of formats."""
+"""The part of the format contract about other libraries, which may read at any moment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.storages import DiskStorage
 
 Outsider: TypeAlias = Callable[[Path, Iterable[Key]], tuple[int, dict[Key, np.ndarray]]]
-"""Reads with another library: how many rows are shown, and the columns' values of them."""
+"""Reader by another library. It returns the number of visible rows and the columns' values."""
 
 KEYS = list(arrays(0, 1))
 SIZE = 64
@@ -30,7 +30,7 @@ SECONDS = 0.6
 def write_and_show(
     connection: Connection, kind: type[DiskStorage], path: Path, capacity: int | None
 ) -> None:
-    """Append for ever, and refresh what others see a hundred times a second."""
+    """Append endlessly, and refresh the rows for other libraries a hundred times a second."""
     engine_module._REFRESH_SECONDS = 0.01
     storage = kind(path, capacity=capacity)
     storage.extend(arrays(0, SIZE))
@@ -41,7 +41,7 @@ def write_and_show(
             head = storage.extend(arrays(head, SIZE)).stop
         except StorageFull:
             time.sleep(0.1)
-        time.sleep(0.002)  # readers are through long before a file of fixed size is full
+        time.sleep(0.002)  # readers finish long before a file of fixed size is full
 
 
 def assert_same_bits(got: np.ndarray, wanted: np.ndarray) -> None:
@@ -50,7 +50,7 @@ def assert_same_bits(got: np.ndarray, wanted: np.ndarray) -> None:
 
 
 class OutsiderContract:
-    """Inherit beside `StorageContract`, and give the other libraries by name."""
+    """Contract to inherit together with `StorageContract`. `outsiders` has readers by name."""
 
     storage_class: type[DiskStorage]
     make: Callable[..., DiskStorage]

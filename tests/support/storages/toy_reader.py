@@ -1,4 +1,4 @@
-"""A reader as another package would bring it: rows in compressed chunks, which are no arrays."""
+"""A reader that another package could provide: rows in compressed chunks, which are not arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ABOUT = "toy.json"
 
 
 def write_chunks(source: DiskStorage, path: Path, first: int = 0) -> None:
-    """Write what a storage holds to the directory ``path``, its rows numbered from ``first`` on."""
+    """Write the contents of a storage to a directory, with rows numbered from ``first`` on."""
     path.mkdir()
     record = source.record and [source.record[0], source.record[1].decode()]
     about = {"manifest": source.manifest, "rows": len(source), "first": first, "record": record}
@@ -32,7 +32,7 @@ def write_chunks(source: DiskStorage, path: Path, first: int = 0) -> None:
 
 
 class ChunkedColumn(ColumnReader):
-    """A column of which a chunk is in memory at a time."""
+    """A column that holds one chunk at a time in memory."""
 
     def __init__(self, path: Path, place: int, first: int, column: Column) -> None:
         self._path, self._place, self._first, self._column = path, place, first, column
@@ -55,7 +55,7 @@ class ChunkedColumn(ColumnReader):
 
 
 class ChunkedReader(RowReader):
-    """Finds directories that `write_chunks` wrote."""
+    """A reader of directories that `write_chunks` wrote."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._about = path, json.loads((path / ABOUT).read_text())
@@ -91,7 +91,7 @@ class ChunkedReader(RowReader):
 
 
 class WithoutArrays(RowReader):
-    """Gives what another reader gives, a ring's for one, and no arrays."""
+    """A wrapper that hides the arrays of another reader, for example of a ring's."""
 
     def __init__(self, reader: RowReader) -> None:
         self._reader, self.path, self.ring = reader, reader.path, reader.ring

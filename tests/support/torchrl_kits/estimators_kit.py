@@ -11,10 +11,10 @@ GAMMA, LAMBDA = 0.9, 0.8
 
 
 class Value(torch.nn.Module):
-    """Exact in float64, so that both ways agree closely."""
+    """A value function that is exact in float64, so that both computations agree closely."""
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        """Half the lane, a third of the episode and the step."""
+        """Return half the lane, plus a third of the episode, plus the step."""
         weights = torch.tensor([0.5, 1 / 3, 1.0])
         return (observation * weights).sum(-1, keepdim=True)
 
@@ -24,7 +24,10 @@ def value_net() -> TensorDictModule:
 
 
 def plain_gae(rows: TensorDictBase) -> np.ndarray:
-    """Advantages lane by lane; a lane's part of the batch ends by bootstrapping. `done` unread."""
+    """Return advantages computed lane by lane, without `done`.
+
+    The end of a lane's part of the batch bootstraps.
+    """
     lane = rows["collector", "lane"].tolist()
     episode = rows["observation"][:, 1].tolist()
     value = Value()(rows["observation"]).view(-1).tolist()

@@ -1,4 +1,4 @@
-"""TorchRL's collectors beside ours under their names."""
+"""TorchRL's collectors and ours with the same names."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import tallyroll.collector.torchrl as ours
 OWN = {
     ("collector", name) for name in ("cut", "lane", "mask", "policy_version", "step", "traj_ids")
 }
-"""Columns that ours have beside TorchRL's, or number otherwise."""
+"""Columns that only ours have, or that number differently from TorchRL's."""
 
 
 def both(env: Any, policy: Any, name: str = "Collector", **given: Any) -> Iterator[tuple[str, Any]]:
-    """TorchRL's collector and ours, of new environments and policies each; shut down after use."""
+    """Yield TorchRL's collector and ours, each with its own environment, and shut them down."""
     for module in (torchrl.collectors, ours):
         own = {"auto_register_policy_transforms": False} if module is not ours else {}
         collector = getattr(module, name)(env(), policy(), **given, **own)
@@ -31,7 +31,7 @@ def both(env: Any, policy: Any, name: str = "Collector", **given: Any) -> Iterat
 def assert_batches_alike(
     theirs: TensorDictBase, mine: TensorDictBase, *, names: bool = True
 ) -> None:
-    """Shape, names and TorchRL's columns bit for bit; trajectories change at the same rows."""
+    """Check that shape, names and TorchRL's columns agree bit for bit, as do trajectory starts."""
     assert mine.batch_size == theirs.batch_size
     assert not names or mine.names == theirs.names
     wanted = {key for key in theirs.keys(True, True) if key not in OWN}

@@ -1,11 +1,12 @@
-"""Datasets of other libraries with one part dropped, renamed, or of another type. Also a script::
+"""Datasets of other libraries with one part dropped, renamed, or changed in type. Also a script::
 
     changed_sources.py FOLDER FIRST STOP
 
-makes sound datasets below FOLDER, and for each number changes a copy in one way, imports, verifies
-and repairs it, and prints a JSON line. Numbers below the count of `all_changes` are these changes,
-one each, the files in turn; larger ones damage bytes at random. It limits its own memory and time:
-a number without a line ended the process. PYTHONPATH has the folders of its imports.
+The script makes sound datasets below FOLDER. For each number it changes a copy in one way, imports,
+verifies and repairs it, and prints a JSON line. Numbers below the count of `all_changes` select
+these changes, one each, from each file in turn. Larger numbers damage bytes at random. The script
+limits its own memory and time. A number without a line means that the process crashed. PYTHONPATH
+must have the folders of its imports.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ Change = Callable[[Path], None]
 
 
 def make_sound(folder: Path) -> dict[str, tuple[str, Path]]:
-    """Return the kind and the path of each dataset, by its name, each in a folder of its own."""
+    """Return the kind and the path of each dataset, by its name. Each has its own folder."""
     made = {}
     with SyncCollector(
         "CartPole-v1", num_envs=2, frames_per_batch=40, total_frames=40, seed=0,
@@ -100,7 +101,7 @@ def make_sound(folder: Path) -> dict[str, tuple[str, Path]]:
 
 
 def changes_of(path: Path) -> Iterator[tuple[str, Change]]:
-    """Yield the words for each change of the files at a path, and what makes it."""
+    """Yield a description of each change of the files at a path, and the function that makes it."""
     files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
     for file in files:
         below = file.relative_to(path.parent)
@@ -353,7 +354,7 @@ def _change_record(at: int, file: Path) -> None:
 
 
 def use(kind: str, path: Path) -> tuple[list[str], list[str]]:
-    """Import, verify and repair a dataset; return what each said, and what is wrong with that."""
+    """Import, verify and repair a dataset. Return each outcome, and the faults in the outcomes."""
     said, wrong = list[str](), list[str]()
     ways: dict[str, Callable[[], Any]] = {
         "import": lambda: import_dataset(path, path.with_name("imported"), kind),
@@ -367,7 +368,7 @@ def use(kind: str, path: Path) -> tuple[list[str], list[str]]:
             told = f"{len(found.findings)} findings" if name == "verify" else "done"
         except StorageError as error:
             told = type(error).__name__
-        except Exception as error:  # noqa: BLE001  that is what is looked for
+        except Exception as error:  # noqa: BLE001  the test looks for such errors
             told = f"{type(error).__name__}: {error!s:.200}"
             wrong.append(f"{name}: {told}")
         said.append(f"{name}: {told}")
@@ -418,7 +419,7 @@ def case(
 
 
 def all_changes(sound: dict[str, tuple[str, Path]]) -> list[tuple[str, str, Change]]:
-    """Return every change of every dataset, those of each file in a mixed order, files in turn."""
+    """Return every change of every dataset, with files in turn and each file's changes shuffled."""
     by_file: dict[tuple[str, str], list[tuple[str, str, Change]]] = {}
     for name, (_, path) in sorted(sound.items()):
         for words, change in changes_of(path):
@@ -432,12 +433,12 @@ def all_changes(sound: dict[str, tuple[str, Path]]) -> list[tuple[str, str, Chan
 
 
 def too_late(*_: object) -> None:
-    """Raise from the alarm."""
+    """Raise when the alarm rings."""
     raise Late
 
 
 def run(folder: Path, first: int, stop: int) -> None:
-    """Print a line for each number, after one with the count of all changes."""
+    """Print a line with the count of all changes, and then a line for each number."""
     (folder / "sound").mkdir(parents=True)
     sound = make_sound(folder / "sound")
     for kind, path in sound.values():

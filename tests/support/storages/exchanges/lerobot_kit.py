@@ -1,4 +1,4 @@
-"""Rows with images, and datasets of LeRobot that lie packed beside the tests."""
+"""Rows with images, and LeRobot datasets in archives next to the tests."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from tensordict import TensorDict
 
 GOLDEN = Path(__file__).parents[3] / "storage/datasets/exchange/golden/lerobot"
-"""Datasets that LeRobot wrote, or read: `with_lerobot.py` there says how."""
+"""Datasets that LeRobot wrote or read. `with_lerobot.py` in this folder shows how."""
 
 
 def unpacked(name: str, place: Path) -> Path:
-    """Return the folder of a dataset that lies packed."""
+    """Unpack a dataset and return its folder."""
     with tarfile.open(GOLDEN / f"{name}.tar.xz") as packed:
         packed.extractall(place, filter="data")
     return place / name
 
 
 def frames(count: int, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Return images [count, height, width, channels]: a square moves over a slope of grey."""
+    """Return images [count, height, width, channels]: a square moves over a grey gradient."""
     height, width, channels = shape
     rows, columns = np.mgrid[:height, :width]
     found = np.repeat((2 * rows + columns)[..., None], channels, -1).astype(np.uint8)
@@ -34,9 +34,9 @@ def frames(count: int, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 
 def pictured(count: int, steps: int, **shapes: tuple[int, ...]) -> TensorDict:
-    """Return rows of trajectories of ``steps`` rows; a column of images for each shape.
+    """Return rows of trajectories of ``steps`` rows, with a column of images for each shape.
 
-    The next image after a trajectory's last row is the negative of what would follow.
+    The next image after a trajectory's last row is the negative of the image that would follow.
     """
     number = np.arange(count)
     done = (number % steps == steps - 1)[:, None]

@@ -1,4 +1,4 @@
-"""Faults of datasets of RLDS, byte by byte."""
+"""Faults of RLDS datasets, written byte by byte."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Change = Callable[[list[list[Episode]]], Any]
 
 
 def episode(number: int) -> Episode:
-    """Return an episode: a random walk, with one step more than it has transitions."""
+    """Return an episode: a random walk, with one step more than transitions."""
     count = LENGTHS[number]
     terminal = number % 2 == 0
     rewards = np.append(walk(number + 50, count, 1)[:, 0], np.float32(0))
@@ -74,14 +74,14 @@ def sound(place: Path) -> None:
 
 
 def changed(place: Path, change: Change) -> None:
-    """Write the files again, with other episodes; metadata and checksums are right."""
+    """Write the files again with changed episodes. Metadata and checksums are right."""
     found = shards()
     change(found)
     kit.write(place, found, FEATURES)
 
 
 def set_rows(place: Path, number: int, name: str, rows: Any, value: Any) -> None:
-    """Write some steps of an episode."""
+    """Overwrite some steps of an episode."""
 
     def change(found: list[list[Episode]]) -> None:
         found[number // 2][number % 2][f"steps/{name}"][rows] = value
@@ -90,12 +90,12 @@ def set_rows(place: Path, number: int, name: str, rows: Any, value: Any) -> None
 
 
 def without(place: Path, number: int, name: str) -> None:
-    """Leave a feature of an episode out."""
+    """Write an episode without one of its features."""
     changed(place, lambda found: found[number // 2][number % 2].pop(f"steps/{name}"))
 
 
 def shortened(place: Path, number: int, name: str) -> None:
-    """Leave the last step of a feature out."""
+    """Drop the last step of a feature."""
 
     def change(found: list[list[Episode]]) -> None:
         steps = found[number // 2][number % 2]
@@ -105,13 +105,13 @@ def shortened(place: Path, number: int, name: str) -> None:
 
 
 def say(place: Path, **more: Any) -> None:
-    """Change what the metadata say."""
+    """Change entries of the metadata."""
     path = place / "dataset_info.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | more))
 
 
 def say_split(place: Path, **more: Any) -> None:
-    """Change what the metadata say of the split."""
+    """Change the split's entries in the metadata."""
     (split,) = json.loads((place / "dataset_info.json").read_text())["splits"]
     say(place, splits=[split | more])
 
@@ -427,7 +427,7 @@ def time_goes_back(place: Path) -> None:
 
 
 def unwritten(place: Path, rows: slice, count: int) -> None:
-    """Write zeros and black images into steps of an episode."""
+    """Overwrite steps of an episode with zeros and black images."""
 
     def change(found: list[list[Episode]]) -> None:
         steps = found[1][0]

@@ -1,4 +1,4 @@
-"""Datasets of RLDS byte by byte: neither our writer nor any library of theirs has part in it."""
+"""RLDS datasets, written byte by byte, without our writer and without third-party libraries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 GOLDEN = Path(__file__).parents[3] / "storage/datasets/exchange/golden/rlds"
-"""Datasets that TensorFlow Datasets wrote, or read: `with_tfds.py` there says how."""
+"""Datasets that TensorFlow Datasets wrote or read. `with_tfds.py` in this folder shows how."""
 CLASS = "tensorflow_datasets.core.features"
 TABLE = np.zeros(256, np.uint32)
 for _byte in range(256):
@@ -24,11 +24,11 @@ for _byte in range(256):
 _TABLE = TABLE.tolist()
 
 Episode = dict[str, Any]
-"""Arrays of floats or of whole numbers, or lists of bytes, by the names of features."""
+"""Arrays of floats or integers, or lists of bytes, by feature name."""
 
 
 def unpacked(name: str, place: Path) -> Path:
-    """Return the folder of a dataset that lies packed."""
+    """Unpack a dataset and return its folder."""
     with tarfile.open(GOLDEN / f"{name}.tar.xz") as packed:
         packed.extractall(place, filter="data")
     return place / name
@@ -38,7 +38,7 @@ def unpacked(name: str, place: Path) -> Path:
 
 
 def masked(content: bytes) -> bytes:
-    """Return the checksum of TFRecord, bit by bit as its description says."""
+    """Return the checksum of TFRecord, computed bit by bit according to its specification."""
     crc = 0xFFFFFFFF
     for byte in content:
         crc = crc >> 8 ^ _TABLE[(crc ^ byte) & 0xFF]
@@ -47,13 +47,13 @@ def masked(content: bytes) -> bytes:
 
 
 def framed(content: bytes, length: int | None = None) -> bytes:
-    """Return a record with its length, which may be another one, and its checksums."""
+    """Return a record with its checksums and its length, which may be a wrong one."""
     size = struct.pack("<Q", len(content) if length is None else length)
     return size + masked(size) + content + masked(content)
 
 
 def varint(number: int) -> bytes:
-    """Return a number in groups of 7 bits."""
+    """Encode a number in groups of 7 bits."""
     number %= 2**64
     found = bytearray()
     while number > 127:
@@ -64,7 +64,7 @@ def varint(number: int) -> bytes:
 
 
 def part(number: int, content: bytes) -> bytes:
-    """Return a field of a message that has bytes."""
+    """Return a field of a message that contains bytes."""
     return varint(number << 3 | 2) + varint(len(content)) + content
 
 
@@ -105,7 +105,7 @@ def shape(*sizes: int) -> dict[str, Any]:
 
 
 def tensor(dtype: str, *sizes: int, encoding: str = "none") -> dict[str, Any]:
-    """Return what ``features.json`` says of a tensor."""
+    """Return the entry of a tensor in ``features.json``."""
     said = {"shape": shape(*sizes), "dtype": dtype, "encoding": encoding}
     return {"pythonClassName": f"{CLASS}.tensor_feature.Tensor", "tensor": said}
 
@@ -149,7 +149,7 @@ def write(
     name: str = "walk",
     split: str = "train",
 ) -> None:
-    """Write a folder, with metadata that are right."""
+    """Write a folder with correct metadata."""
     place.mkdir(parents=True, exist_ok=True)
     records = [[example(each) for each in shard] for shard in shards]
     for number, shard in enumerate(records):

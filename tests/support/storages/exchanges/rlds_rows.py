@@ -1,4 +1,4 @@
-"""Rows beside what TensorFlow Datasets read of them, value by value."""
+"""Compare rows with the values that TensorFlow Datasets read from them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ STEPS = 6
 
 
 def rows_of_ours() -> Any:
-    """Return rows whose export TensorFlow Datasets read: four trajectories, the last one cut."""
+    """Return the rows whose export TensorFlow Datasets read: four trajectories, the last cut."""
     rows = pictured(23, STEPS, pixels=(16, 12, 3), plan=(9, 11, 1), stack=(8, 9, 4))
     generator = np.random.default_rng(7)
     for dtype, each in NUMPY.items():
-        bits = generator.integers(0, 256, (23, 2 * each.itemsize), np.uint8)  # any, as of NaN
+        bits = generator.integers(0, 256, (23, 2 * each.itemsize), np.uint8)  # any bits, even NaN
         values = torch.from_numpy(bits & 1 if each.kind == "b" else bits)
         rows[_name(dtype)] = values.view(dtype)
     return rows
@@ -29,7 +29,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def compare_ours(rows: Any, read: dict[str, np.ndarray]) -> None:
-    """Compare what was read, a step more for each episode, with the rows."""
+    """Compare the steps read, one more per episode than rows, with the rows."""
     number = np.arange(23)
     lengths = [7, 7, 7, 6]
     assert read["lengths"].tolist() == lengths
@@ -64,7 +64,7 @@ def compare_ours(rows: Any, read: dict[str, np.ndarray]) -> None:
 
 
 def transitions_in(read: dict[str, np.ndarray], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values of all steps but the last of each episode, and those that come next."""
+    """Return the values of all steps except each episode's last, and the values that follow."""
     lengths = read["lengths"]
     begins = np.cumsum(lengths) - lengths
     steps = np.concatenate([b + np.arange(n - 1) for b, n in zip(begins, lengths, strict=True)])
@@ -72,7 +72,7 @@ def transitions_in(read: dict[str, np.ndarray], name: str) -> tuple[np.ndarray, 
 
 
 def compare_theirs(back: Any, read: dict[str, np.ndarray]) -> int:
-    """Compare a storage with what was read; return how many columns."""
+    """Compare a storage with the values read. Return the number of columns."""
     keys = [key for key in back.schema.keys if key[0] not in ("next", "collector")]
     rows = back.get(slice(None))
     for key in keys:
