@@ -1,4 +1,4 @@
-"""Nested TensorDicts keep their batch sizes in batches, in storages and in samples."""
+"""Batch sizes of nested TensorDicts are preserved in batches, storages and samples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ every_format = pytest.mark.parametrize("name", NAMES)
 
 
 def sizes(td: TensorDictBase) -> dict[Any, tuple[int, ...]]:
-    """The batch size of every level."""
+    """Return the batch size of each level of `td`."""
     found: dict[Any, tuple[int, ...]] = {(): tuple(td.batch_size)}
     for key, value in td.items(True, False):
         if isinstance(value, TensorDictBase):
@@ -45,7 +45,7 @@ def sizes(td: TensorDictBase) -> dict[Any, tuple[int, ...]]:
 
 
 def agents_sizes(*batch: int) -> dict[Any, tuple[int, ...]]:
-    """Those of `AgentsEnv` in a batch of that size."""
+    """Return the batch sizes that `AgentsEnv` gives at each level of a batch of this size."""
     found: dict[Any, tuple[int, ...]] = dict.fromkeys([(), ("collector",)], batch)
     for prefix in ((), ("next",)):
         found |= {prefix: batch, (*prefix, GROUP): (*batch, AGENTS)}
@@ -94,7 +94,7 @@ def test_workers_give_them_too(mode: str) -> None:
 
 
 class Policy:
-    """Writes to the group, and to groups of its own: one with agents, one without."""
+    """Policy that writes to the agents' group and to two own groups, with and without agents."""
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         batch = td.batch_size
@@ -134,7 +134,7 @@ def test_a_run_is_stored_with_them_and_goes_on_with_them(name: str, tmp_path: Pa
 
 
 def every_reading(storage: Any, count: int) -> None:
-    """Whatever is read of it has the sizes of `AgentsEnv`."""
+    """Check that each way of reading the storage returns the batch sizes of `AgentsEnv`."""
     assert sizes(storage.get(slice(None))) == agents_sizes(count)
     assert sizes(storage.get(3)) == agents_sizes()
     assert sizes(storage.get(torch.tensor([[1, 2, 3], [3, 4, 5]]))) == agents_sizes(2, 3)
@@ -188,11 +188,11 @@ def test_a_buffer_over_the_storage_and_its_dumps(tmp_path: Path) -> None:
         assert sizes(other.get(slice(None))) == agents_sizes(30)
 
 
-# --- storages, as TorchRL's ---------------------------------------------------------------------
+# --- storages, like TorchRL's -------------------------------------------------------------------
 
 
 def grouped(count: int, *time: int) -> TensorDict:
-    """A batch [count, *time] with groups, one in the other, and one without agents."""
+    """Return a batch [count, *time] with nested groups and a group without agents."""
     batch = [count, *time]
     numbers = torch.arange(float(np.prod([*batch, 3, 4]))).view(*batch, 3, 4)
     deep = TensorDict({"z": torch.zeros(*batch, 3, 2, 5)}, [*batch, 3, 2])
@@ -464,7 +464,7 @@ def test_those_of_a_system_are_of_its_specs(name: str) -> None:
 
 
 def test_pandas_is_not_imported_for_them(server: WarmServer, tmp_path: Path) -> None:
-    """That took a tenth of a second in each worker."""
+    """Importing pandas would slow the start of each worker by 0.1 s."""
     assert importlib.util.find_spec("pandas")
     (tmp_path / "script.py").write_text(
         "import sys\nfrom tallyroll.collector import SyncCollector\n"

@@ -1,4 +1,4 @@
-"""Columns that NumPy cannot view are collected, carried, yielded and stored as all others are."""
+"""bfloat16 columns, which NumPy cannot view, are collected, carried, yielded and stored."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LARGE = ("wide", "more")
 
 
 class Halves(OracleTorchEnv):
-    """Also observes bfloat16: [3], and large ones [2060], between them large bytes [4100]."""
+    """Oracle with bfloat16 columns [3] and [2060], and a uint8 column [4100] between them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -55,7 +55,7 @@ class Halves(OracleTorchEnv):
 
 
 def with_halves(td: Any) -> Any:
-    """The columns that go with what ``observation`` tells; every number below 256 is exact."""
+    """Add the columns that belong to ``observation``. All numbers below 256 are exact."""
     seen = td["observation"]
     td["half"] = seen.bfloat16()
     td["wide"] = told(seen, 2060).bfloat16()
@@ -64,7 +64,7 @@ def with_halves(td: Any) -> Any:
 
 
 def told(seen: torch.Tensor, width: int) -> torch.Tensor:
-    """Lane, episode and step, and the sum of each and its place, over the whole width."""
+    """Repeat lane, episode and step over `width`, and add the position to each."""
     place = torch.arange(width) % 100
     return seen.repeat_interleave(width // 3 + 1, dim=-1)[..., :width] + place
 
@@ -74,7 +74,7 @@ def halves(first: int = 0, lanes: int = LANES) -> EnvBase:
 
 
 def check(rows: TensorDictBase, **kwargs: Any) -> None:
-    """Each row's halves are those of its observation."""
+    """Check that the bfloat16 columns of each row match its observation."""
     check_rows(rows, LENGTHS, ends="mixed", **kwargs)
     for where in (rows, rows["next"]):
         wanted = with_halves(TensorDict({"observation": where["observation"]}))
@@ -92,7 +92,7 @@ def stored(path: Path) -> TensorDict:
 
 
 def bits(rows: TensorDictBase) -> TensorDictBase:
-    """The same with integers in the place of bfloat16."""
+    """View the bfloat16 columns of `rows` as integers."""
     return rows.apply(lambda c: c.view(torch.int16) if c.dtype is torch.bfloat16 else c)
 
 
@@ -147,7 +147,7 @@ def test_large_ones_are_left_out_of_batches_where_that_is_asked_for(
 
 
 class HalfActions(OracleTorchEnv):
-    """Its actions are bfloat16 [2]."""
+    """Oracle whose actions are bfloat16 [2]."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, action="box", **kwargs)

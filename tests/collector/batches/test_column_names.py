@@ -1,7 +1,7 @@
-"""Columns whose names collide are refused with the way out, and renamed ones hold their values.
+"""Columns with colliding names are refused, and renamed columns hold their values.
 
-Every observation of the oracle here is a number of its own and the step, so that a value which
-landed in another column shows.
+Each observation of the oracle is a number of its column plus the step, so that a value in the wrong
+column is detected.
 """
 
 from ast import literal_eval
@@ -42,7 +42,7 @@ def group(*names: Any) -> spaces.Dict:
 
 
 def numbered(space: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], int]:
-    """The leaves of a space, each with a number of its own."""
+    """Number the leaves of a space."""
     if isinstance(space, spaces.Dict):
         parts: Any = space.spaces.items()
     elif isinstance(space, spaces.Tuple):
@@ -54,7 +54,10 @@ def numbered(space: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], in
 
 
 class Numbered(gym.Env[Any, Any]):
-    """Observations are their leaf's number plus the step; it echoes no action but this."""
+    """Environment whose observations are the number of their leaf plus the step.
+
+    Its reward is the action.
+    """
 
     def __init__(self, space: Any) -> None:
         self.observation_space, self.action_space = space, spaces.Discrete(3)
@@ -86,7 +89,10 @@ def vec(space: Any, lanes: int = 2, mode: AutoresetMode = SAME) -> SyncVectorEnv
 
 
 def check(rows: TensorDictBase, **wanted: int) -> None:
-    """Columns hold their number and the step; ``_`` in a name is a nested key."""
+    """Check that columns hold their number plus the step.
+
+    ``__`` in a name separates the parts of a nested key.
+    """
     step = rows["collector", "step"]
     for name, number in wanted.items():
         key = tuple(name.split("__"))
@@ -96,7 +102,7 @@ def check(rows: TensorDictBase, **wanted: int) -> None:
     assert torch.equal(rows["next", "terminated"].reshape(-1), step == LENGTH - 1)
 
 
-# The space, what settles its names, and the column of each leaf then.
+# A space, the renames that resolve its collisions, and the resulting column of each leaf.
 COLLIDING: dict[str, tuple[Any, Any, dict[tuple[Any, ...], str]]] = {
     name: (group(name, "zeta"), {name: "fine"}, {(name,): "fine", ("zeta",): "zeta"})
     for name in (
@@ -275,7 +281,7 @@ def test_renamed_columns_are_checked_and_seen_by_the_policy() -> None:
 
 
 class Echo(EnvBase):
-    """Its observation ``key`` is the action before, and 9 at a reset."""
+    """Environment whose observation ``key`` echoes the previous action, or 9 after a reset."""
 
     def __init__(self, key: Any = "action") -> None:
         super().__init__(batch_size=[])
@@ -313,7 +319,7 @@ ECHOES: dict[str, Any] = {
 @pytest.mark.parametrize("kind", ECHOES)
 def test_an_echoed_action_of_a_torchrl_environment(kind: str, key: Any, workers: int) -> None:
     if kind == "serial" and key != "action":
-        return  # TorchRL itself refuses these
+        return  # TorchRL itself refuses these names.
     with pytest.raises(NameRefused, match=r"rename=\{"):
         SyncCollector(partial(ECHOES[kind], key), **BUDGET)
     create, kwargs = partial(ECHOES[kind], key), {"rename": {key: "before"}, **BUDGET}

@@ -1,4 +1,4 @@
-"""A computed column needs its declaration alone, on every path from a slot to a stored row."""
+"""A computed column needs only its declaration, on every path from a slot to a stored row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FRAMES = 97
 
 
 def steps_and_ends(column: Any) -> np.ndarray:
-    """A number that depends on what the environment, the policy and the collector write."""
+    """Compute a number from columns of the environment, the policy and the collector."""
     ends = column(("next", "terminated")).reshape(-1)  # batches mark cuts as done
     return column(("collector", "step")) + 0.5 * ends + 1000.0 * column(("collector", "traj_ids"))
 

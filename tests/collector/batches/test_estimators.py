@@ -1,4 +1,4 @@
-"""TorchRL's estimators on our batches give, lane by lane, what plain Python gives."""
+"""TorchRL's estimators return for each lane of a batch the values that plain Python computes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DRIVERS: dict[str, Any] = {
 
 
 def by_row(batch: TensorDictBase, key: str) -> dict[tuple[int, ...], float]:
-    """A value of each transition, whatever the layout."""
+    """Return the value of each transition by lane, episode and step, in every layout."""
     rows = flat_rows(batch)
     names = rows["observation"].long().tolist()
     return dict(zip(map(tuple, names), rows[key].view(-1).tolist(), strict=True))

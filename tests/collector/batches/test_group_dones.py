@@ -1,4 +1,4 @@
-"""Estimators keyed by a group stop where a trajectory's rows end; storages hold the truth."""
+"""Estimators of a group stop where a trajectory's rows end; storages hold the original flags."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def gae(group: tuple[str, ...], gamma: float = GAMMA, lmbda: float = LAMBDA) -> 
 
 
 def valued(batch: TensorDictBase, group: tuple[str, ...]) -> TensorDictBase:
-    """With a value of each observation."""
+    """Add a value of each observation to the batch."""
     for key in (group, ("next", *group)):
         batch[(*key, "value")] = value_of(batch[(*key, "observation")])
     return batch
@@ -82,7 +82,7 @@ def value_of(observation: torch.Tensor) -> torch.Tensor:
 
 
 def plain_advantages(stored: TensorDictBase, group: tuple[str, ...]) -> dict[Any, float]:
-    """Of each agent in each row, lane by lane, by the environment's own flags."""
+    """Compute each agent's advantages lane by lane from the environment's own flags."""
     reward, observation = stored[("next", *group, "reward")], stored[(*group, "observation")]
     done, terminated = (stored[("next", *group, name)] for name in ("done", "terminated"))
     value, following = (
@@ -110,7 +110,7 @@ def by_agent(batch: TensorDictBase, group: tuple[str, ...]) -> dict[Any, float]:
 
 
 def stored_of(batch: TensorDictBase) -> TensorDictBase:
-    """The environment's own flags, made anew from the observations."""
+    """Recompute the environment's own flags from the observations."""
     from agents_kit import model
 
     rows = batch.clone()
@@ -138,7 +138,7 @@ def test_gae_of_a_group_is_that_of_each_agent_alone(env: str, layout: Any) -> No
 
 
 class ThreeSteps(EnvBase):
-    """Two lanes that never end, of one agent with the rewards 1, 2, 3."""
+    """Environment of two endless lanes with one agent, whose rewards are 1, 2 and 3."""
 
     def __init__(self) -> None:
         super().__init__(device="cpu", batch_size=torch.Size([2]))
@@ -174,7 +174,7 @@ def test_returns_of_three_steps_do_not_run_into_the_next_lane() -> None:
     assert advantage.view(2, 3).tolist() == [[6, 5, 3], [6, 5, 3]]
 
 
-# --- what is stored -----------------------------------------------------------------------------
+# --- stored flags -------------------------------------------------------------------------------
 
 
 def test_storages_and_buffers_hold_the_environments_own_flags(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def shuffled_in_place(batch: TensorDictBase) -> TensorDictBase:
 
 
 def turned(batch: TensorDictBase) -> TensorDictBase:
-    """Each trajectory's rows the other way round: every id stays where it was."""
+    """Reverse the rows of each trajectory; each position keeps its trajectory id."""
     ids, step = (batch["collector", name].numpy() for name in ("traj_ids", "step"))
     _, first, whose = np.unique(ids, return_index=True, return_inverse=True)
     return batch[torch.from_numpy(np.lexsort((-step, first[whose])))]
@@ -308,7 +308,7 @@ def test_through_workers(mode: str, tmp_path: Path) -> None:
         check_agents(storage.get(slice(None)).clone(), LENGTHS, stored=True)
 
 
-# --- what is read -------------------------------------------------------------------------------
+# --- flags in samples ---------------------------------------------------------------------------
 
 
 def test_slices_and_splits_of_stored_rows_stop_every_estimator(tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ def test_an_observation_named_done_that_is_no_flag_stays_as_it_is() -> None:
     assert not marked["next", "info", "undone"].any()
 
 
-# --- the marks themselves -----------------------------------------------------------------------
+# --- marks --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(20))

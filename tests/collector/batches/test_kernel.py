@@ -1,4 +1,4 @@
-"""The compiled functions do what NumPy and Python do in their place."""
+"""The compiled functions return the same results as their NumPy and Python fallbacks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REWARD = ("next", "reward")
 
 @pytest.fixture(scope="module")
 def kernel() -> StepKernel:
-    """The compiled functions, which are there wherever a compiler was."""
+    """Return the compiled functions, which exist if a compiler was available."""
     return built(compiled())
 
 
@@ -109,7 +109,7 @@ def test_rows_are_numbered_alike(kernel: StepKernel, data: st.DataObject) -> Non
         _assert_alike(*(table.part(block, state, by_lane=by_lane) for table, state in each))
         for name in ("traj_id", "step", "returns", "first_version", "length"):
             one, other = (getattr(state, name) for state in states)
-            # Many slots are added up in another order.
+            # NumPy adds many slots in a different order.
             same = np.array_equal if slots <= FEW_SLOTS else np.allclose
             assert same(one, other), name
 
@@ -120,7 +120,7 @@ def test_words_of_the_numbering_are_in_the_order_of_the_extension(
     plan = plan_of(False, "done", torch.float32)
     table = rows_of_slab(plan.slab(1, 2), plan)
     first, *rest = kernel.NUMBERING.split()  # type: ignore[attr-defined]
-    # A debug build has sizes before the words.
+    # Some debug builds list the sizes before the words.
     usual = np.frombuffer(table.numbering(LaneState.fresh(2)), np.int64)[-len(rest) - 1 :]
     module = SimpleNamespace(NUMBERING=" ".join([*rest, first]), __file__="kernel.so")
     monkeypatch.setattr("tallyroll.collector.native.kernel.EXTENSION.module", module)
@@ -163,13 +163,16 @@ def _assert_alike(one: Any, other: Any) -> None:
 
 
 class Slot:
-    """Arrays of a slot of three lanes, and what writes a step to them, compiled or by NumPy."""
+    """Arrays of a slot of three lanes.
+
+    `put` writes a step to them by the compiled function or by NumPy.
+    """
 
     def __init__(self, kind: str, payoff: str, shared: bool, compiled: StepKernel | None) -> None:
         self.row, self.payoff = np.ones((3, 2), kind), np.ones(3, payoff)
         self.root = self.row if shared else np.ones((3, 2), kind)
         self.terminated, self.truncated = np.zeros((2, 3), np.bool_)
-        self.more, self.more_root = np.ones((2, 3, 2, 1), "i4")  # another observation
+        self.more, self.more_root = np.ones((2, 3, 2, 1), "i4")  # a second observation
         self.arrays = self.row, self.payoff, self.terminated, self.truncated, self.more
         self.all = *self.arrays, self.root, self.more_root
         rows, roots = (self.row, self.more), (self.root, self.more_root)
@@ -178,7 +181,10 @@ class Slot:
             self.put = writing.putting(rows, *self.arrays[1:4], roots)
 
     def holds(self, reward: float) -> bool:
-        """Whether no warning is due: a finite reward stays finite, its integer, and not 0."""
+        """Return True if no warning is due for the reward.
+
+        A finite reward must stay finite, and must not become 0. An integer must stay exact.
+        """
         kept = float(self.payoff.dtype.type(reward))
         if not math.isfinite(reward) or kept == reward:
             return True
@@ -186,7 +192,7 @@ class Slot:
 
     @np.errstate(all="ignore")
     def by_numpy(self, seen: Any, *others: Any) -> int:
-        """Write where all have the dtypes and shapes of the slot; else return -1."""
+        """Write the step if all arrays have the dtypes and shapes of the slot; else return -1."""
         *others, final = others
         given = seen[0], *others, seen[1]
         kinds = [array.dtype for array in self.arrays]
@@ -201,7 +207,7 @@ class Slot:
         self.root[...], self.more_root[...] = self.row, self.more
         ended = self.terminated | self.truncated
         if final is not None and ended.any():
-            if self.root is self.row:  # it is the first one of the next episode too
+            if self.root is self.row:  # also the first observation of the next episode
                 return -1
             for last, own in zip(final, (self.row, self.more), strict=True):
                 if not isinstance(last, np.ndarray) or last.dtype != own.dtype:
@@ -218,7 +224,7 @@ WAYS = ["as it is", "strided", "reversed bytes", "another dtype", "another shape
 
 @np.errstate(all="ignore")
 def bent(array: np.ndarray, way: str) -> Any:
-    """The same values, in another form."""
+    """Return the same values in another form."""
     forms: dict[str, Any] = {
         "strided": np.repeat(array, 2, axis=0)[::2],
         "reversed bytes": array.astype(array.dtype.newbyteorder("S")),
@@ -270,17 +276,17 @@ def test_steps_are_written_alike(
     ours, theirs = (Slot(kind, payoff, shared, each) for each in (kernel, None))
     assert ours.put.func is kernel.put_step
     ended, wanted = ours.put(*step), theirs.put(*step)
-    if ended < 0:  # it knows less
+    if ended < 0:  # the fallback detects fewer cases
         assert wanted < 0 or {*bends} != {"as it is"}
         return
-    if wanted < 0 and {*bends} != {"as it is"}:  # NumPy's way compares dtypes by identity
+    if wanted < 0 and {*bends} != {"as it is"}:  # the NumPy fallback compares dtypes by identity
         return
     assert ended == wanted
     for one, other in zip(ours.all, theirs.all, strict=True):
         assert one.tobytes() == other.tobytes()
 
 
-# --- without them ---------------------------------------------------------------------------------
+# --- without the compiled functions ---------------------------------------------------------------
 
 
 def test_wrong_arguments_are_errors(kernel: StepKernel) -> None:
@@ -301,7 +307,7 @@ def test_wrong_arguments_are_errors(kernel: StepKernel) -> None:
 def test_a_plan_with_other_numbers_is_refused(kernel: StepKernel) -> None:
     lanes = np.zeros(64, np.int64)
     addresses = [lanes.ctypes.data] * 20
-    numbering = table_of([1, 1, *addresses[:8], 1, *addresses[8:]])  # one reward a lane
+    numbering = table_of([1, 1, *addresses[:8], 1, *addresses[8:]])  # one reward per lane
     counts = (
         CommitCounts(), RunCounts(), LedgerCounts(), HeldCounts(), LogCounts(), LedgerCounts()
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Rows of 4 KiB and more: copied once, to where they belong, and never written over too early.
+"""Rows of 4 KiB and more are copied once, to their destination, and never overwritten too early.
 
-The images of the oracles tell in every pixel which lane, episode and step they are of, so that a
-row that was written over, mixed up or copied too late is found in whatever part of it.
+Each pixel of an oracle's image encodes its lane, episode and step. The tests thus detect rows that
+were overwritten, mixed up or copied too late in any part of them.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ MODES = (DISABLED, NEXT, SAME)
 SOURCES = (*MODES, "avoided", "native", "torch")
 IMAGES: dict[str, Any] = {"kind": "images"}
 RUN: dict[str, Any] = {"frames_per_batch": 17, "total_frames": 87, "seed": 3}
-"""17 is no multiple of the lanes: something is carried, and the last batch is shorter."""
+"""17 is not a multiple of the lanes: rows are carried over, and the last batch is shorter."""
 PATHS = ("s", "s.h5", "s.zarr")
 LARGE = ("img", ("next", "img"))
 
 
 def policy() -> ByObservation:
-    """Looks at images too."""
+    """Return a policy that also reads images."""
     return ByObservation("images")
 
 
 def few_slots(monkeypatch: pytest.MonkeyPatch, slots: int = 4) -> None:
-    """A slab, or what a worker fills at a time, holds a part of a batch."""
+    """Limit a slab, or the segment that a worker fills, to a part of a batch."""
     monkeypatch.setattr(slab_plan, "MOST_SLOTS", slots)
 
 
 def rows_in(path: Path) -> TensorDict:
-    """All valid rows of a storage, in their order."""
+    """Return all valid rows of a storage in order."""
     with open_storage(path, mode="read") as storage:
         rows = storage.get(torch.from_numpy(storage.slots_of(np.array(storage.span)))).clone()
     assert isinstance(rows, TensorDict)
@@ -69,12 +69,12 @@ def rows_in(path: Path) -> TensorDict:
 
 
 def true_rows(rows: TensorDictBase, **kwargs: Any) -> Rows:
-    """Every pixel of every row is the right one."""
+    """Check every pixel of every row."""
     return check_rows(rows, LENGTHS, kind="images", ends="mixed", **kwargs)
 
 
 def assert_stored_alone(batches: list[TensorDictBase], stored: TensorDictBase) -> None:
-    """Batches have all columns but the large ones, and those are stored."""
+    """Check that batches have no large columns and that the storage has them."""
     for batch in batches:
         assert not {*LARGE} & {*batch.keys(True, True)}
     assert {*LARGE} < {*stored.keys(True, True)}
@@ -82,9 +82,9 @@ def assert_stored_alone(batches: list[TensorDictBase], stored: TensorDictBase) -
 
 
 def with_and_without(make: Any, path: Path, **kwargs: Any) -> tuple[Run, Run]:
-    """Two runs to storages: one that yields large columns, one that stores them alone.
+    """Run twice to storages: once yielding large columns, once only storing them.
 
-    Their batches are kept, and looked at once both are over.
+    The batches are kept and compared after both runs.
     """
     runs = []
     for yields in (True, False):
@@ -110,7 +110,7 @@ def with_and_without(make: Any, path: Path, **kwargs: Any) -> tuple[Run, Run]:
 def test_every_pixel_is_stored_and_yielded(
     source: str, slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each batch the last block stays in the slab, the others are copied before."""
+    """The last block of a batch stays in the slab; earlier blocks are copied out."""
     few_slots(monkeypatch, slots)
     make = partial(sync_collector, source, policy(), oracle=IMAGES)
     run, _ = with_and_without(make, tmp_path / "s")
@@ -127,7 +127,7 @@ def test_batches_without_a_storage(mode: str, kind: Any, monkeypatch: pytest.Mon
 
 
 def test_a_batch_of_one_slot_is_its_own() -> None:
-    """What a caller writes to it changes no number of a later one."""
+    """Writing to a batch does not change later batches."""
     run = {"frames_per_batch": LANES, "total_frames": 5 * LANES, "seed": 3}
     with sync_collector(DISABLED, oracle=IMAGES, **run) as collector:
         for batch in collector:
@@ -140,7 +140,7 @@ def test_a_batch_of_one_slot_is_its_own() -> None:
 def test_every_format_holds_the_same_with_large_columns_and_without(
     name: str, size: int, tmp_path: Path
 ) -> None:
-    """Batches of 14 KB, 80 KB and 610 KB take three ways to the file."""
+    """Batches of 14 KB, 80 KB and 610 KB reach the file in three different ways."""
     make = partial(sync_collector, NEXT, policy(), oracle=IMAGES)
     budget = {"frames_per_batch": size, "total_frames": 3 * size - 1}
     with_and_without(make, tmp_path / name, **budget)
@@ -188,7 +188,7 @@ def test_the_same_rows_whatever_the_options(
 
 
 def test_a_part_of_a_batch_that_is_kept_stays_as_it_was() -> None:
-    """A pool gives memory out again: not while anybody can still look at it."""
+    """The pool reuses memory only when no view of it is left."""
     kept: list[tuple[Any, bytes]] = []
     with sync_collector(
         NEXT, policy(), oracle=IMAGES, frames_per_batch=10, total_frames=300
@@ -200,14 +200,14 @@ def test_a_part_of_a_batch_that_is_kept_stays_as_it_was() -> None:
             kept.append((held, np.asarray(held).tobytes()))
             del batch, image, part, held
             if number % 5 == 4:
-                kept.pop(0)  # and what nobody looks at is used again
+                kept.pop(0)  # memory without views is reused
             assert all(np.asarray(each).tobytes() == was for each, was in kept)
     assert len(kept) == 24
 
 
 @pytest.mark.parametrize("yields", [True, False])
 def test_a_ring_holds_the_last_images(yields: bool, tmp_path: Path) -> None:
-    """Once around, pages are warm, and rows are gathered straight into the map."""
+    """Once the ring has wrapped, pages are warm and rows are gathered straight into the map."""
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     with MemmapStorage(tmp_path / "s", max_size=40) as storage:
         options = {**RUN, "oracle": IMAGES, "storage": storage, "yield_large": yields}
@@ -270,7 +270,7 @@ def test_a_run_is_resumed_without_large_columns(tmp_path: Path) -> None:
 
 
 class Objectives(OracleTorchEnv):
-    """Each transition's reward has 600 parts of 8 bytes, of which the first is the oracle's."""
+    """Oracle whose reward has 600 parts of 8 bytes. The first part is the usual reward."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -324,7 +324,7 @@ def test_workers_in_step_give_what_one_process_gives(
 def test_workers_that_run_free(
     source: str, workers: int, slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker goes on in its other segment while one waits for the batch to be delivered."""
+    """A worker fills its other segment while one segment waits for the batch to be delivered."""
     few_slots(monkeypatch, slots)
     for yields in (True, False):
         path = tmp_path / f"{yields}"
@@ -366,7 +366,7 @@ def test_processes(
 
 
 class Raising(OracleEnv):
-    """The lane `bad` raises in the place of its step `at`, counted from 0."""
+    """Oracle whose lane `bad` raises at step `at`, counted from 0."""
 
     def __init__(self, *args: Any, bad: int, at: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -380,7 +380,7 @@ class Raising(OracleEnv):
 
 
 def raising(first: int = 0, lanes: int = LANES, at: int = 10) -> SyncVectorEnv:
-    """Lanes of which the third fails."""
+    """Return lanes of which the third fails."""
     makes = [
         partial(Raising, lane, LENGTHS, bad=2, at=at, kind="images", ends="mixed")
         for lane in range(first, first + lanes)
@@ -449,14 +449,14 @@ def test_a_value_that_is_wrong_is_not_stored(yields: bool, tmp_path: Path) -> No
     assert true_rows(rows_in(tmp_path / "s"), from_start=True).counts(LANES) == [8] * LANES
 
 
-# --- one copy -----------------------------------------------------------------------------------
+# --- number of copies ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_rows_that_fit_in_the_slab_are_copied_once(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last block of a batch stays where it is until it is in the file."""
+    """The last block of a batch stays in the slab until it is written to the file."""
     settled: list[int] = []
     settle = Part.settle
     monkeypatch.setattr(Part, "settle", lambda part: settled.append(len(part)) or settle(part))
@@ -471,7 +471,7 @@ def test_rows_that_fit_in_the_slab_are_copied_once(
     assert_same(rows_in(tmp_path / "s"), rows_in(tmp_path / "t"))
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------
 
 
 def pair(path: Path) -> dict[str, Any]:
@@ -506,7 +506,7 @@ def test_a_run_that_is_refused_lets_go_of_its_storage(tmp_path: Path) -> None:
     options = {"frames_per_batch": 17, "total_frames": 87, "yield_large": False, "resume": True}
     with pytest.raises(ArgumentError, match="replay buffer") as raised:
         sync_collector(NEXT, policy(), oracle=IMAGES, **options, **pair(tmp_path / "s"))
-    assert raised.traceback  # which holds what was made, and with it the lock if that is held
+    assert raised.traceback  # keeps references to the objects, and to their lock if it is held
     with open_storage(tmp_path / "s", mode="append") as storage:
         assert len(storage) == 34
 

@@ -1,4 +1,4 @@
-"""Rows, lanes and trajectories hold the same transitions; splitting is that of a plain dict."""
+"""Rows, lanes and trajectories hold the same transitions; splits match those of a plain dict."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def rows_of(ids: Any, steps: Any = None, done: Any = None) -> TensorDict:
 
 
 def plain_split(rows: TensorDictBase) -> dict[int, list[int]]:
-    """Row numbers by id, in time."""
+    """Return the row numbers of each trajectory id, ordered in time."""
     found: dict[int, list[int]] = {}
     for row, each in enumerate(rows["collector", "traj_ids"].tolist()):
         found.setdefault(each, []).append(row)
@@ -112,7 +112,7 @@ def plain_split(rows: TensorDictBase) -> dict[int, list[int]]:
 
 @st.composite
 def shuffled(draw: st.DrawFn) -> TensorDict:
-    """Trajectories of random ids and lengths, their rows in any order."""
+    """Draw trajectories with random ids and lengths, and shuffle their rows."""
     ids = draw(st.lists(st.integers(-(2**62), 2**62) | st.integers(0, 5), max_size=8, unique=True))
     lengths = [draw(st.integers(1, 6)) for _ in ids]
     pairs = [
@@ -205,7 +205,7 @@ def test_repeated_and_missing_rows_begin_pieces(rows: list[tuple[int, int]], end
         assert len(set(piece["collector", "traj_ids"].tolist())) == 1
         step = piece["collector", "step"]
         assert step.tolist() == list(range(int(step[0]), int(step[0]) + len(piece)))
-    assert sorted(numbers) == list(range(len(rows)))  # each row once
+    assert sorted(numbers) == list(range(len(rows)))  # each row occurs once
     count = Counter(rows)
     fewest = sum(max(0, n - count[i, s - 1]) for (i, s), n in count.items())
     assert len(pieces) == fewest
@@ -245,7 +245,7 @@ def test_slices_that_overlap_stay_as_they_were_drawn(
 
 
 def test_a_row_that_ends_an_episode_is_not_followed_by_one_of_another_copy() -> None:
-    # Two runs numbered alike, whose rows alternate: the first episode ends one step earlier.
+    # Two runs use the same ids and their rows alternate. The first episode ends one step earlier.
     rows = rows_of([0] * 7, [2, 2, 1, 1, 0, 0, 3], [True] + [False] * 5 + [True])
     found = split_trajectories(rows, out="list")
     assert [(p["x"][:, 0] / 2).int().tolist() for p in found] == [[4, 2, 0], [5, 3, 1, 6]]
@@ -298,6 +298,6 @@ def test_a_split_of_many_rows_does_not_take_long() -> None:
     rng = np.random.default_rng(0)
     ids = rng.permutation(np.repeat(np.arange(4000), 16))
     rows = rows_of(ids)
-    begin = time.process_time()  # other processes may use the processor, too
+    begin = time.process_time()  # CPU time, because other processes may run at the same time
     split_trajectories(rows, out="offsets")
     assert time.process_time() - begin < 1

@@ -1,4 +1,4 @@
-"""Recurrent modules make of batches and slices what they made lane by lane."""
+"""Recurrent modules return the same values for batches and slices as for single lanes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def policy_of(module: Any) -> TensorDictSequential:
 
 
 def env_of(module: Any, lanes: int, tracker: Any = InitTracker) -> TransformedEnv:
-    """Episodes of different lengths: by random steps, for what acts is not trained."""
+    """Return CartPole with a tracker and the primer of `module`.
+
+    The policy is untrained and acts randomly, so that the lengths of episodes differ.
+    """
     made = gym.make_vec("CartPole-v1", num_envs=lanes, vectorization_mode="sync")
     return TransformedEnv(
         GymnasiumVectorEnv(made), Compose(tracker(), module.make_tensordict_primer())
@@ -77,7 +80,7 @@ def recomputed(module: Any, batch: TensorDictBase) -> torch.Tensor:
 
 
 def by_trajectory(module: Any, rows: TensorDictBase) -> torch.Tensor:
-    """What a loop of single steps gives, from the state stored at each trajectory's first row."""
+    """Compute embeddings by single steps from the state in each trajectory's first row."""
     cell = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM}
     kind = "gru" if isinstance(module, GRUModule) else "lstm"
     net, embed = getattr(module, kind), torch.zeros(len(rows), 5)
@@ -108,7 +111,7 @@ def test_batches_give_what_a_loop_over_each_lane_gives(make: Any, layout: str, f
         assert torch.allclose(embed[mask], rows["embed"], atol=1e-6)
         assert torch.allclose(by_trajectory(module, rows), rows["embed"], atol=1e-6)
         begun_later += int((rows[INIT].flatten() & (rows["collector", "step"] > 0)).sum())
-        if layout != "torchrl":  # whose flags are what TorchRL's collectors give
+        if layout != "torchrl":  # this layout has the flags of TorchRL's collectors
             assert torch.allclose(recomputed(module, rows), rows["embed"], atol=1e-6)
     assert begun_later or layout == "torchrl"
 
@@ -189,7 +192,7 @@ def test_slices_begin_from_the_stored_state(tmp_path: Path) -> None:
 
 
 def test_a_tracker_of_another_name() -> None:
-    """Beside the usual one, which modules read."""
+    """A second tracker is used in addition to the default one, which the modules read."""
     module = gru()
 
     def make() -> TransformedEnv:
@@ -204,7 +207,7 @@ def test_a_tracker_of_another_name() -> None:
 
 
 class TrackingAgentsEnv(AgentsEnv):
-    """Says of each agent where its trajectory begins."""
+    """Environment that marks for each agent where its trajectory begins."""
 
     def __init__(self, lanes: int) -> None:
         super().__init__(lanes, [[2], [5], [40]])
@@ -248,6 +251,6 @@ def test_what_is_put_around_transforms_does_not_warn(
     monkeypatch.setattr("torchrl.envs.transforms._base._AUTO_UNWRAP_WARNING_EMITTED", False)
     module = gru()
     made = gym.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
-    env = TransformedEnv(GymnasiumVectorEnv(made), InitTracker())  # and no primer
+    env = TransformedEnv(GymnasiumVectorEnv(made), InitTracker())  # without a primer
     with SyncCollector(env, policy_of(module), frames_per_batch=8, total_frames=8, **options) as it:
         assert [len(batch) for batch in it] == [8]

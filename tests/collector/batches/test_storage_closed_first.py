@@ -1,4 +1,4 @@
-"""A storage that is closed before its collector: one warning, no worker left, no error hidden."""
+"""Closing a storage before its collector gives one warning, leaves no worker and hides no error."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def opened(folder: Path, kind: str) -> DiskStorage:
 
 @contextlib.contextmanager
 def one_warning(*parts: str) -> Iterator[None]:
-    """Exactly one warning, which says all that."""
+    """Expect exactly one warning that contains all `parts`."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -86,7 +86,7 @@ def assert_ended(pids: list[int]) -> None:
 
 
 def assert_resumes(path: Path, stored: int) -> None:
-    """The rows are there and true, and the run goes on to its end."""
+    """Check that the stored rows are sound and that a resumed run completes."""
     assert verify(path).rows == stored
     assert verify(path).sound
     kind = KINDS[path.name]
@@ -124,7 +124,7 @@ def test_it_ends_with_one_warning(tmp_path: Path, kind: str, how: str) -> None:
     assert ledger.executed == BATCH + 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        collector.shutdown()  # twice is harmless
+        collector.shutdown()  # A second call is harmless.
         assert list(collector) == []
     assert_resumes(tmp_path / kind, BATCH)
 
@@ -178,7 +178,7 @@ def test_a_further_iteration_raises_one_clear_error(tmp_path: Path, make: Make, 
 
 
 class Mine(Exception):
-    """An error of the user's own."""
+    """Exception of the user's code."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -214,7 +214,10 @@ def test_another_error_at_the_end_does_not_hide_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["postproc", "policy error"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_closed_while_a_batch_is_made(tmp_path: Path, kind: str, how: str) -> None:
-    """By code of the user's that runs inside: what is counted as stored is committed."""
+    """The user's code closes the storage during a batch.
+
+    All rows counted as stored are committed.
+    """
     storage = opened(tmp_path, kind)
     batches = 0
 

@@ -1,4 +1,4 @@
-"""What is yielded is what is stored, in our storage and in TorchRL's, and errors lose nothing."""
+"""Our storage and TorchRL's hold the yielded rows, and errors lose no rows."""
 
 from __future__ import annotations
 
@@ -188,14 +188,14 @@ def test_a_storage_and_a_replay_buffer_both(tmp_path: Any) -> None:
 
 
 class Failing(OracleEnv):
-    """At transition `at` of lane 1 something is wrong."""
+    """Oracle with the fault `what` at transition `at` of lane 1."""
 
     def __init__(self, *args: Any, at: int, what: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.at, self.what = at, what
 
     def step(self, action: Any) -> Any:
-        """Step, and spoil it."""
+        """Step and spoil the result."""
         if self.lane == 1 and self.steps_taken == self.at and self.what == "raise":
             raise ZeroDivisionError("the simulator exploded")
         observation, reward, terminated, truncated, info = super().step(action)
@@ -279,14 +279,14 @@ def test_values_outside_are_let_through_with_a_warning_or_silently() -> None:
 
 
 class LyingVector(OracleVectorEnv):
-    """A native vector of which the fourth step is wrong."""
+    """Native vector environment whose fourth step returns a wrong observation."""
 
     def __init__(self, lie: Callable[[Any], Any]) -> None:
         super().__init__(3, LENGTHS, ends="mixed")
         self.lie, self.told = lie, 0
 
     def step(self, actions: Any) -> Any:
-        """Lie."""
+        """Step, and falsify the fourth observation."""
         observation, *rest = super().step(actions)
         self.told += 1
         return (self.lie(observation) if self.told == 4 else observation, *rest)
@@ -413,7 +413,7 @@ def test_a_failing_replay_buffer_leaves_storage_and_ledger_agreed(tmp_path: Path
 
 
 class NotANumberAtFirst(OracleEnv):
-    """The first observation of the second episode is NaN."""
+    """Oracle whose second episode starts with NaN."""
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Begin the next episode."""
@@ -468,7 +468,7 @@ def test_a_postproc_does_not_lose_what_was_stored_before_a_state(tmp_path: Path)
 @pytest.mark.parametrize("layout", ["torchrl", "lanes", "trajectories"])
 @pytest.mark.parametrize("first", [False, True])
 def test_a_batch_that_is_not_flat_is_refused(tmp_path: Path, layout: str, first: bool) -> None:
-    """It would be stored as rows of several transitions each."""
+    """The storage would otherwise store rows of several transitions each."""
     with SyncCollector(
         "CartPole-v1", num_envs=3, frames_per_batch=30, total_frames=30, seed=0, layout=layout
     ) as collector:
@@ -500,7 +500,7 @@ def test_rows_from_elsewhere_are_not_counted_where_a_write_fails(
         with SyncCollector(vec(), None, **options) as collector:
             batches = iter(collector)
             next(batches)
-            storage.extend(storage.get(slice(None)), ids="fresh")  # as many as a batch has
+            storage.extend(storage.get(slice(None)), ids="fresh")  # as many rows as a batch
             monkeypatch.setattr(storage.reader.engine, "append", full)
             with pytest.raises(StorageFull):
                 next(batches) if way == "iterate" else collector.collect(12)

@@ -86,7 +86,7 @@ def test_rows_left_by_an_error_may_be_more_than_a_ring_takes_at_once(tmp_path: P
 
 @pytest.mark.parametrize("count", [8, 9, 10, 18, 19, 40])
 def test_a_sink_writes_more_rows_than_a_ring_has_piece_by_piece(tmp_path: Path, count: int) -> None:
-    """As workers leave them, of whom one raised: the ledger goes with the last piece."""
+    """Workers leave such writes if one of them raises. The last piece carries the ledger."""
     numbers = torch.arange(count)
     rows = {("x",): numbers * 2.0, IDS: numbers // 5, ("collector", "step"): numbers % 5}
     with MemmapStorage(tmp_path / "data", max_size=9) as storage:
@@ -115,7 +115,7 @@ def test_ids_are_never_used_again_though_their_rows_are_gone(tmp_path: Path) -> 
     with MemmapStorage(path, mode="append") as storage:
         assert storage.record is not None
         assert json.loads(storage.record[1])["next_id"] == largest + 1
-        # Rows without the largest id: as if its trajectory had been the first to go.
+        # Remove the rows with the largest id, as if the ring had overwritten that trajectory first.
         engine = storage.reader.engine
         assert engine is not None
         column = engine.space.columns.arrays[engine.schema.keys.index(IDS)]
@@ -225,7 +225,7 @@ def test_a_run_names_the_seeds_of_its_lanes(tmp_path: Path) -> None:
 
 
 def buffered(device: str) -> ReplayBuffer:
-    """A run into a buffer on a device; every row is checked."""
+    """Collect into a buffer on a device and check every row."""
     buffer = ReplayBuffer(storage=LazyTensorStorage(300, device=device), batch_size=32)
     batches, collector = collect(
         OracleTorchEnv(3, LENGTHS), ByObservation(), frames_per_batch=50, total_frames=275, seed=0,

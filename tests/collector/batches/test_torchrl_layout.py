@@ -1,4 +1,7 @@
-"""`layout="torchrl"` beside TorchRL's own collector: keys, dtypes, shapes, names and every bit."""
+"""Batches with `layout="torchrl"` equal those of TorchRL's own collector.
+
+The tests compare keys, dtypes, shapes, names and every bit.
+"""
 
 from __future__ import annotations
 
@@ -56,14 +59,14 @@ pytestmark = [
 
 
 class Upright(torch.nn.Module):
-    """Pushes a pole back, or swings a pendulum, by what is seen alone."""
+    """Policy that pushes a pole back or swings a pendulum, depending only on the observation."""
 
     def __init__(self, *, box: bool) -> None:
         super().__init__()
         self.box = box
 
     def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """An action, and a column beside it."""
+        """Return the action and an additional column."""
         push = observation[..., -2:].sum(-1)
         if self.box:
             return push.clamp(-2, 2).unsqueeze(-1), push
@@ -101,7 +104,7 @@ def primed(cls: Any) -> EnvBase:
 
 
 class WithoutTruncated(OracleTorchEnv):
-    """Declares done and terminated alone."""
+    """Oracle that declares only `done` and `terminated`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -139,7 +142,7 @@ SOURCES: dict[str, tuple[Callable[[], EnvBase], Callable[[], Any], int]] = {
     "serial agents": (serial_agents, lambda: agents_act, 3),
 }
 KINDS = ("one", "counted", "batched", "lstm", "no truncated", "agents", "serial agents")
-"""Sources of which each has flags, lanes or states in another form."""
+"""Sources that differ in the form of their flags, lanes or states."""
 
 
 def theirs(source: str, **kwargs: Any) -> list[TensorDictBase]:
@@ -158,7 +161,7 @@ def ours(source: str, **kwargs: Any) -> list[TensorDictBase]:
 
 
 def assert_theirs(batch: TensorDictBase, wanted: TensorDictBase) -> None:
-    """`batch` is `wanted`, but for the numbers of trajectories and columns of our own."""
+    """Check that `batch` equals `wanted`, except for trajectory ids and our own columns."""
     assert batch.batch_size == wanted.batch_size
     assert batch.names == wanted.names
     got, expected = set(batch.keys(True)), set(wanted.keys(True))
@@ -172,7 +175,8 @@ def assert_theirs(batch: TensorDictBase, wanted: TensorDictBase) -> None:
         elif key == IDS:
             assert one.dtype == other.dtype
             assert one.shape == other.shape
-            if (GROUP, "action") not in expected:  # there an agent's end begins another one
+            # there the end of an agent begins another trajectory
+            if (GROUP, "action") not in expected:
                 assert torch.equal(one.diff(dim=-1) == 0, other.diff(dim=-1) == 0)
         else:
             assert one.dtype == other.dtype, key
@@ -231,10 +235,11 @@ def test_split_trajectories_are_torchrls(source: str) -> None:
     split = ours(source, **budget, split_trajs=True)
     for batch, wanted in zip(split, theirs(source, **budget, split_trajs=True), strict=True):
         assert batch.batch_size == wanted.batch_size
-        assert batch.names == [None, "time"]  # TorchRL's are gone where it had to pad
+        assert batch.names == [None, "time"]  # TorchRL drops the names if it pads
         assert torch.equal(batch[MASK], wanted[MASK])
         rows, others = batch[batch[MASK]], wanted[wanted[MASK]]
-        # TorchRL's estimators would run on into zeros: done is True where a cut is followed by any.
+        # TorchRL's estimators would continue into the padding, so `done` is True at cuts before
+        # padding.
         full = bool(batch[MASK].all())
         for key in (key for key in others.keys(True, True) if key != IDS):
             if key[-1] == "done" and key[0] == "next" and not full:
@@ -245,11 +250,11 @@ def test_split_trajectories_are_torchrls(source: str) -> None:
                 assert torch.equal(rows[key], others[key]), key
 
 
-# --- what is computed from them ------------------------------------------------------------------
+# --- values computed from batches ----------------------------------------------------------------
 
 
 def chooser(observed: int) -> ProbabilisticActor:
-    """A stochastic policy that is evaluated at its mode."""
+    """Return a stochastic policy that is evaluated at its mode."""
     loc = TensorDictModule(torch.nn.Linear(observed, 2), ["observation"], ["loc"])
     scale = TensorDictModule(lambda loc: loc.abs() + 1, ["loc"], ["scale"])
     return ProbabilisticActor(
@@ -285,7 +290,7 @@ def test_targets_and_metrics_are_those_of_torchrls_batches(source: str, name: st
     estimate = estimators(pairs[0][0]["observation"].shape[-1])[name]
     for pair in pairs:
         found = []
-        for batch in (each.clone() for each in pair):  # torch rounds by where tensors begin, too
+        for batch in (each.clone() for each in pair):  # torch's rounding depends on alignment, too
             if name == "vtrace":
                 batch[estimate.tensor_keys.sample_log_prob] = (
                     -batch["observation"].sum(-1).abs() / 100 - 2
@@ -300,7 +305,7 @@ def test_targets_and_metrics_are_those_of_torchrls_batches(source: str, name: st
             assert torch.equal(one, other)
 
 
-# --- no rectangle --------------------------------------------------------------------------------
+# --- padded batches ------------------------------------------------------------------------------
 
 
 def vec(mode: AutoresetMode = AutoresetMode.NEXT_STEP) -> GymnasiumVectorEnv:
@@ -574,7 +579,7 @@ def test_an_id_is_one_system_however_many_processes_step_it() -> None:
 
 
 def test_flags_of_groups_are_followed_between_yields(tmp_path: Path) -> None:
-    """What `collect` stores in between is looked at too."""
+    """Rows that `collect` stores between yields are checked too."""
     with SyncCollector(
         AgentsEnv(3, LENGTHS), agents_act, frames_per_batch=3, total_frames=90,
         layout="torchrl", storage=tmp_path / "s",

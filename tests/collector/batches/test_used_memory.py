@@ -1,4 +1,4 @@
-"""Batches of much memory: it is used again when a batch was dropped, and never before."""
+"""The memory of large batches is reused after a batch was dropped, and never before."""
 
 from __future__ import annotations
 

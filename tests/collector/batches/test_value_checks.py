@@ -1,4 +1,4 @@
-"""What flowed from slot to slot is looked at once, and every value that lies is found."""
+"""Values that pass from slot to slot are checked once, and every wrong value is found."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYOUT = {
 
 
 def filled(data: st.DataObject, *, shared: bool) -> tuple[Slab, int]:
-    """A slab as an environment fills it in place, with a few values that lie."""
+    """Fill a slab as an environment does in place, with a few wrong values."""
     used = data.draw(st.integers(FEW_SLOTS + 1, 12))
     lanes = data.draw(st.integers(1, 4))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -40,7 +40,7 @@ def filled(data: st.DataObject, *, shared: bool) -> tuple[Slab, int]:
         after[at] = np.where(lies[at, :, None], [0.5, 7.0], 0.5)
         if at + 1 < used and not shared:
             first = np.where(begins[at + 1, :, None], [np.nan, 0.5], 0.25)
-            # What a lane sees behind what is no transition is its environment's to say.
+            # The environment chooses the observation of a lane after a slot without a transition.
             root[at + 1] = np.where((ended | ~slab.transitions[at])[:, None], first, after[at])
     return slab, used
 
@@ -71,7 +71,7 @@ def test_what_has_another_range_is_looked_at_everywhere() -> None:
 
 
 def test_of_no_slots_nothing_lies() -> None:
-    half = SlabColumn(torch.float16, (2,))  # the extension looks at no such column
+    half = SlabColumn(torch.float16, (2,))  # the extension does not check such columns
     slab = Slab(4, 2, {**LAYOUT, SEEN: half, NEXT_SEEN: half}, flowing=[SEEN])
     checks = RangeChecks(
         [Range(k, np.float16(-1), np.float16(1), False) for k in slab.columns], "raise"

@@ -1,4 +1,4 @@
-"""Checkpoints as files: plain values, whole after a kill, damage told, nothing executed."""
+"""Checkpoint files hold plain values, survive kills, report damage and execute nothing."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
     dtype, shape = draw(dtypes), draw(st.lists(st.integers(0, 3), max_size=3))
     size = int(np.prod(shape, dtype=int)) * dtype.itemsize
     raw = bytearray(draw(st.binary(min_size=size, max_size=size)))
-    if dtype.kind in "U?" or dtype.names:  # whose bytes are not free
+    if dtype.kind in "U?" or dtype.names:  # arbitrary bytes are not valid here
         raw = bytearray(size)
     array = np.ndarray(shape, dtype, raw)
     return draw(
@@ -150,7 +150,7 @@ leaves = (
 
 
 def said(value: Any) -> Any:
-    """All of a value that can be compared with ==, with the types of all that is in it."""
+    """Return everything in a value that == can compare, with the types of all its parts."""
     kind = type(value)
     if kind is float or kind is complex:
         return kind, np.array(value).tobytes()
@@ -165,7 +165,7 @@ def said(value: Any) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         dtype = value.dtype
         order = value.flags.f_contiguous and not value.flags.c_contiguous
-        padded = dtype.names or dtype.char in "gG"  # with bytes that are of no value
+        padded = dtype.names or dtype.char in "gG"  # has padding bytes, which carry no value
         of = str(value.tolist()) if padded else value.tobytes()
         return kind, (dtype, dtype.char, str(dtype), value.shape, order), of
     if isinstance(value, dict):
@@ -221,7 +221,10 @@ def test_what_is_shared_stays_shared() -> None:
 
 
 def test_a_checkpoint_of_format_1_loads() -> None:
-    """With the types that it kept: a scalar of NumPy was saved as a number, for one."""
+    """Values have the types that format 1 preserved.
+
+    It saved NumPy scalars as numbers, for example.
+    """
 
     class Rms:
         def load_state_dict(self, state: Any) -> None:
@@ -352,7 +355,7 @@ def test_what_cannot_come_back_is_refused_by_name(value: Any, tmp_path: Path) ->
 
     save_checkpoint(tmp_path / "c", number=1)
     before = listed(tmp_path)
-    mapped = isinstance(value, MemoryMappedTensor)  # as a buffer of TorchRL's has in its state
+    mapped = isinstance(value, MemoryMappedTensor)  # the state of a TorchRL buffer has them
     if not mapped:
         with pytest.raises(StateError, match=r"thing\['deep'\]\[1\].*: expected "):
             save_checkpoint(tmp_path / "c", thing=Part())
@@ -494,7 +497,7 @@ IMPOSSIBLE: dict[str, tuple[tuple[Any, ...], Any]] = {
 
 
 def replaced(value: Any, place: tuple[Any, ...], new: Any) -> Any:
-    """Return a value with another one at a place in it."""
+    """Return a copy of `value` with another value at `place`."""
     if not place:
         return new
     items = value.copy() if isinstance(value, dict) else list(value)
@@ -506,7 +509,7 @@ def replaced(value: Any, place: tuple[Any, ...], new: Any) -> Any:
 
 
 def put_state(path: Path, state: Any) -> None:
-    """Replace the state in a checkpoint, with checks that fit."""
+    """Replace the state in a checkpoint and update its checksums."""
     torch.save(state, path / folder.STATE)
     found = json.loads((path / folder.ABOUT).read_text())
     found |= {"nbytes": (path / folder.STATE).stat().st_size}
@@ -517,7 +520,10 @@ def put_state(path: Path, state: Any) -> None:
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_numbers_that_nothing_can_go_on_from(name: str, tmp_path: Path) -> None:
-    """Generators would read outside of their numbers, or draw 2**40 times; rows stay."""
+    """With these numbers, generators would read out of bounds or draw 2**40 times.
+
+    Rows are kept.
+    """
     with MemmapStorage(tmp_path / "rows") as storage:
         options: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 20, "total_frames": 80}
         collector = SyncCollector("CartPole-v1", seed=0, storage=storage, **options)
@@ -548,7 +554,7 @@ def test_numbers_that_nothing_can_go_on_from(name: str, tmp_path: Path) -> None:
 
 
 def collector_over(storage: MemmapStorage, several: bool, **options: Any) -> SyncCollector:
-    """Return a collector of two policies, or of one and an environment that has a state."""
+    """Return a collector of two policies, or of one policy and an environment with a state."""
     torch.manual_seed(3)
     policies: Any = [([0], Chooser()), ([1], Chooser())]
     return SyncCollector(
@@ -598,7 +604,7 @@ OTHERS = (None, [], "x", -7, {}, torch.zeros(3, 3), MISSING)
 
 @pytest.mark.parametrize("kind", PLACES)
 def test_states_of_another_shape_change_nothing(kind: str, tmp_path: Path) -> None:
-    """States that policies, environments or counts cannot load are refused before rows go back."""
+    """The collector refuses states that cannot be loaded before it rewinds any rows."""
     several = kind in ("several", "generators")
     with MemmapStorage(tmp_path / "rows") as storage:
         collector = collector_over(storage, several)
@@ -662,7 +668,7 @@ def test_a_full_disk_leaves_the_ones_that_are_there(
 
 @pytest.mark.parametrize("size", [0, 1, 2_000, 100_000, 399_000, 600_000])
 def test_a_file_that_may_not_grow_so_large(size: int, tmp_path: Path) -> None:
-    """At each call that writes; torch's own error of it is a RuntimeError."""
+    """The limit applies to each write in turn. torch reports it as a RuntimeError."""
     save_checkpoint(tmp_path / "c", number=1)
     before = listed(tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -698,10 +704,10 @@ def test_any_call_of_the_system_may_fail(
         raise OSError(code, os.strerror(code))
 
     class File:
-        """A file that fails in one call."""
+        """File that fails in one call."""
 
         def __init__(self, file: Any) -> None:
-            self.file, self.left = file, 3  # writes that are made before one fails
+            self.file, self.left = file, 3  # writes before one fails
 
         def write(self, content: Any) -> int:
             self.left -= call == "write"
@@ -751,7 +757,7 @@ def test_two_processes_save_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def save_often(path: Path, told: Told) -> None:
-    """Save checkpoint after checkpoint, each of rows that were committed before; say which is."""
+    """Save several checkpoints of committed rows, and report the newest one."""
     with MemmapStorage(path / "rows", mode="append") as storage:
         for _ in range(3):
             storage.extend(oracle(storage.head, 20))
@@ -760,7 +766,7 @@ def save_often(path: Path, told: Told) -> None:
 
 
 def kill_while_saving(base: Path, points: int, seed: int) -> list[int]:
-    """Kill a saver at lines all over; how many rows the newest checkpoint had each time."""
+    """Kill a saver at many lines, and return how many rows the newest checkpoint had each time."""
     (base / "start").mkdir()
     with MemmapStorage(base / "start" / "rows") as storage:
         storage.extend(oracle(0, 20))
@@ -772,7 +778,7 @@ def kill_while_saving(base: Path, points: int, seed: int) -> list[int]:
         shutil.copytree(base / "start", work)
         told.head = 20
         line = 0
-        if number:  # one in each part of the run, so that few meet all of it
+        if number:  # one kill in each part of the run, so that few kills cover all of it
             first = 1 + (number - 1) * total // points
             line = pick.randrange(first, max(first, number * total // points) + 1)
 

@@ -1,4 +1,4 @@
-"""A run restarted from a checkpoint: the rows, counts, ids, versions and numbers that it had."""
+"""A run restarted from a checkpoint has the same rows, counts, ids, versions and random numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ from worker_kit import QUICK
 
 TOTAL, BATCH, LANES = 241, 10, 3
 EVERY = 10 * int(os.environ.get("TALLYROLL_RESTART_EVERY", "7"))
-"""Transitions between two checkpoints; with 1 a run is restarted from each of 22."""
+"""Transitions between two checkpoints.
+
+With TALLYROLL_RESTART_EVERY=1, the run is restarted from each of 22 checkpoints.
+"""
 IDS, VERSION = ("collector", "traj_ids"), ("collector", "policy_version")
 
 
@@ -79,7 +82,7 @@ MAKERS: dict[str, tuple[Any, Any]] = {
 
 
 class Step(torch.nn.Module):
-    """A learner with one number, which counts its updates."""
+    """Learner whose only parameter counts its updates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +90,7 @@ class Step(torch.nn.Module):
 
 
 def rows_of(path: Path) -> dict[int, Any]:
-    """Every row that there is, by number, as bytes."""
+    """Return every row as bytes, by row number."""
     with open_storage(path) as storage:
         rows, span = storage.in_order(), storage.span
         keys = sorted(rows.keys(include_nested=True, leaves_only=True), key=str)
@@ -101,7 +104,10 @@ def rows_of(path: Path) -> dict[int, Any]:
 
 
 def run(collector: Any, policy: Any, learner: Step, folder: Path, until: int) -> dict[int, Any]:
-    """Collect, learn and save in turn; what the next random numbers were at each checkpoint."""
+    """Collect, learn and save in turn.
+
+    Return the next random numbers at each checkpoint.
+    """
     drawn: dict[int, Any] = {}
     while collector.ledger.stored < until:
         collector.collect(min(BATCH, until - collector.ledger.stored))
@@ -150,7 +156,7 @@ def test_a_run_restarts_from_each_of_its_checkpoints(name: str, tmp_path: Path) 
                 assert draw() == drawn[at]
                 assert loaded.values == {"note": "x"}
                 assert (loaded.transitions, loaded.rewound) == (at, head - at)
-                reserve = max(reserve, head)  # rows whose slots were used
+                reserve = max(reserve, head)  # rows whose slots were reused
                 left = max(0, reserve - ring) if ring else 0
                 assert loaded.gone == max(0, min(left, at) - max(0, at - ring))
                 reserve = min(reserve, at + ring)
@@ -185,7 +191,7 @@ def test_a_run_restarts_from_each_of_its_checkpoints(name: str, tmp_path: Path) 
         assert storage.head == TOTAL
         firsts = [entry["first_row"] for entry in storage.runs]
         for first, stop in itertools.pairwise([*firsts, TOTAL]):
-            if make is sync and not ring:  # each restart makes the lanes' episodes again
+            if make is sync and not ring:  # each restart repeats the lanes' episodes
                 check_rows(storage.get(slice(first, stop)), LENGTHS)
     assert not verify(path).findings
 
@@ -272,7 +278,7 @@ def test_a_replay_buffer_over_the_ring_writes_where_it_is_to(tmp_path: Path) -> 
 
 
 def test_counts_after_a_kill_between_the_rewind_and_what_follows(tmp_path: Path) -> None:
-    """The rewound storage alone, as a process leaves it that is killed then."""
+    """The process is killed after it has rewound the storage, before it restores the counts."""
     policy = linear()
     with sync(tmp_path / "rows", policy, seed=5) as collector:
         run(collector, policy, Step(), tmp_path / "saved", 120)
@@ -294,7 +300,7 @@ def test_counts_after_a_kill_between_the_rewind_and_what_follows(tmp_path: Path)
     assert not verify(tmp_path / "rows").findings
 
 
-# --- what does not fit ----------------------------------------------------------------------------
+# --- mismatches -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -353,7 +359,7 @@ def test_refused_with_nothing_changed(saved: Path, tmp_path: Path) -> None:
 
 
 def test_other_lanes_are_refused_and_any_workers_go_on(tmp_path: Path) -> None:
-    """Rows of lanes that a run does not have would be of no lane; who steps them is free."""
+    """A run must have the lanes of its rows. The number of workers may change."""
     options = {"frames_per_batch": 20, "total_frames": 80, "seed": 5}
     for name in ("rows", None):
         place = None if name is None else tmp_path / name

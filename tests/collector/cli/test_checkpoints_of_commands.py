@@ -1,6 +1,6 @@
-"""``--checkpoint``: a command that is killed, or asked to end, goes on from its newest one.
+"""``--checkpoint``: a killed or interrupted command continues from its newest checkpoint.
 
-``TALLYROLL_KILLS`` says how many are killed, 6 by default.
+``TALLYROLL_KILLS`` is the number of kills, 6 by default.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ COLLECT = (
 
 
 def check(folder: Path) -> int:
-    """Every row is right and is there once, under each run's lanes; how many there are."""
+    """Check that each row is correct and occurs once in the lanes of its run.
+
+    Return the number of rows.
+    """
     with open_storage(folder / "data") as storage:
         firsts = [run["first_row"] for run in storage.runs]
         for first, stop in zip(firsts, [*firsts[1:], storage.head], strict=True):
@@ -70,7 +73,7 @@ def test_killed_or_asked_to_end_it_goes_on(server: WarmServer, tmp_path: Path) -
             continue
         head = check(tmp_path)
         ended.append(status)
-        if status == 128 + which:  # it had its time to save
+        if status == 128 + which:  # it had time to save
             assert newest(tmp_path) == head
             assert "Go on with" in command.err
             assert "--checkpoint saved" in command.err

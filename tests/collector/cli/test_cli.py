@@ -36,12 +36,12 @@ from warm_cli import LENGTHS, Command, WarmServer
 
 ORACLE = "warm_cli:Oracle-v0"
 AT_ONCE = 10.0
-"""Seconds within which a command ends that would go on for a minute; busy machines need some."""
+"""Seconds within which a signalled command must end. The value allows for busy machines."""
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, empty."""
+    """Change to an empty directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     return tmp_path
@@ -61,7 +61,7 @@ def rows_in(path: Path | str) -> int:
 
 
 def files(folder: Path) -> dict[str, bytes | None]:
-    """Everything below a folder, whatever it is."""
+    """Return the content of every file below a folder, and None for everything else."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))
@@ -251,7 +251,7 @@ def test_resume_goes_on_after_a_run_of_a_script(here: Path) -> None:
 def test_an_option_that_a_resumed_run_lacks_is_no_usage_error(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whether it has workers stands in its manifest."""
+    """The manifest records whether the run has workers."""
     assert tallyroll(*cartpole()) == 0
     capsys.readouterr()
     assert tallyroll("collect", "--resume", "--out", "data", "--frames", 200, "--mode", "sync") == 1
@@ -547,7 +547,7 @@ def test_a_time_beyond_what_clocks_show(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("attr", ["act", "Actor"])
 def test_a_policy_of_a_file(server: WarmServer, tmp_path: Path, attr: str, workers: int) -> None:
-    """A module beside it is found, and its name is not that of a module of the library."""
+    """The policy may import its neighbors, and its name does not shadow a module of the library."""
     (tmp_path / "my code").mkdir()
     (tmp_path / "my code" / "beside.py").write_text("def zeros(td): return td.long() * 0\n")
     (tmp_path / "my code" / "wave.py").write_text("raise RuntimeError('not the library')\n")
@@ -635,7 +635,7 @@ def test_an_error_in_mid_run_keeps_the_rows_and_says_how_to_go_on(
 
 
 def test_a_lock_file_that_was_removed(server: WarmServer, tmp_path: Path) -> None:
-    """The last run may be that of the writer that came in."""
+    """The last run may be that of the writer that took the lock."""
     command = server.start(tmp_path, *endless("--frames-per-batch", 10))
     deadline = time.monotonic() + 30
     lock = tmp_path / "data" / "tallyroll.lock"
@@ -672,7 +672,7 @@ def test_code_that_a_storage_names_is_not_run(
 
 @pytest.mark.parametrize("attr", ["act", "make", "Greedy", "Box.best"])
 def test_a_policy_from_the_current_directory(here: Path, server: WarmServer, attr: str) -> None:
-    """In a process of its own once, of which that is the directory."""
+    """One case uses a process of its own, started in that directory."""
 
     def run(*words: object) -> None:
         if attr == "act":
@@ -712,7 +712,7 @@ def check_oracle(path: Path) -> None:
 
 
 def stop_in_the_middle(command: Command, number: signal.Signals) -> float:
-    """Signal a command once it has rows; how long it took to end."""
+    """Signal a command once it has rows, and return how long it took to end."""
     deadline = time.monotonic() + 30
     while not (command.folder / "data/manifest.json").exists() or not rows_in(
         command.folder / "data"
@@ -795,7 +795,7 @@ def test_a_signal_before_anything_was_made(server: WarmServer, tmp_path: Path) -
 
 
 def test_a_signal_before_an_appended_run_began(server: WarmServer, tmp_path: Path) -> None:
-    """To resume would go on with the run before it."""
+    """Resuming would continue the previous run instead."""
     server.run(tmp_path, *cartpole())
     (tmp_path / "sleepy.py").write_text(
         "import sys, time\nsys.stderr.write('importing')\nsys.stderr.flush()\ntime.sleep(60)\n"
@@ -842,7 +842,7 @@ def test_handlers_are_put_back(here: Path) -> None:
     ] == before
 
 
-# --- a process of its own, cold -------------------------------------------------------------------
+# --- a separate process, cold ---------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -861,7 +861,7 @@ def test_python_minus_m(tmp_path: Path) -> None:
 
 
 def read_terminal(controller: int, done: Callable[[], bool]) -> str:
-    """What is written to a terminal until `done` says so and it is quiet."""
+    """Read a terminal until `done` returns True and no more text arrives."""
     text = b""
     while True:
         ready, _, _ = select.select([controller], [], [], 0.1)
@@ -889,7 +889,7 @@ def test_a_terminal_shows_a_bar(server: WarmServer, tmp_path: Path) -> None:
 
         shown = read_terminal(controller, done)
         ended.append(command.wait())
-        os.set_blocking(controller, False)  # what it wrote after its last row
+        os.set_blocking(controller, False)  # read what it wrote after its last row
         with contextlib.suppress(OSError):
             while more := os.read(controller, 65536):
                 shown += more.decode(errors="replace")
@@ -922,7 +922,7 @@ def test_elsewhere_there_is_a_line_now_and_then(
 
 @pytest.fixture
 def collected(here: Path) -> Path:
-    """Two runs, the second one resumed."""
+    """Collect two runs, and resume the second one."""
     assert tallyroll(*cartpole("data", 500), "--num-envs", 3, "--seed", 0, "--quiet") == 0
     assert tallyroll(*cartpole("data", 211), "--append", "--seed", 1, "--quiet") == 0
     more = ("collect", "--resume", "--frames", 300, "--out", "data", "--quiet")
@@ -931,7 +931,7 @@ def collected(here: Path) -> Path:
 
 
 def by_hand(path: Path) -> tuple[list[float], list[int], int]:
-    """Returns and lengths of the trajectories that ended, and how many did not."""
+    """Return the returns and lengths of finished trajectories, and the number of open ones."""
     sums: dict[int, list[float]] = {}
     returns, lengths = [], []
     with open_storage(path) as storage:
@@ -979,7 +979,7 @@ def test_inspect_json(collected: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_inspect_says_at_which_rows_a_run_was_resumed(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Among all rows, of which those of an earlier run come first."""
+    """The numbers count all rows, including those of earlier runs."""
     given: dict[str, Any] = {"frames_per_batch": 5, "seed": 1}
     with MemmapStorage(here / "data") as storage:
         for frames, resume in ((7, False), (10, False), (12, True), (15, True), (19, True)):
@@ -1028,7 +1028,7 @@ def test_inspect_while_a_process_writes(server: WarmServer, tmp_path: Path) -> N
             seen = json.loads(server.run(tmp_path / "look", "inspect", "../data", "--json").out)
             looks.append(seen["trajectories"]["open"])
         assert 0 < seen["rows"] <= rows_in(tmp_path / "data")
-        assert 1 <= max(looks) <= 3  # now and then every lane has just ended
+        assert 1 <= max(looks) <= 3  # sometimes all lanes have just ended
         assert seen["trajectories"]["cut"] == 0
         assert seen["ledger"]["stored"] >= seen["rows"]
     finally:
@@ -1140,7 +1140,7 @@ def test_inspect_of_something_else(
 
 
 def test_inspect_for_a_reader_that_is_gone(server: WarmServer, tmp_path: Path) -> None:
-    """It ends without a word, as where `head` has seen enough."""
+    """The command ends silently, as in a pipe to `head`."""
     server.run(tmp_path, *cartpole())
     pipe = full_pipe(tmp_path, "pipe")
     try:
@@ -1364,7 +1364,7 @@ def act(td):
 
 
 def full_pipe(folder: Path, name: str) -> int:
-    """A pipe of that name, which takes no more; its reading end."""
+    """Create a named pipe and fill it. Return its reading end."""
     os.mkfifo(folder / name)
     ours = os.open(folder / name, os.O_RDWR | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
@@ -1374,7 +1374,7 @@ def full_pipe(folder: Path, name: str) -> int:
 
 
 def rows_that_grow(folder: Path) -> int:
-    """Rows of a storage to which some were added while it was looked at."""
+    """Wait until rows are added between two looks at the storage, and return their number."""
     deadline, first = time.monotonic() + 60, 0
     while time.monotonic() < deadline:
         if (folder / "data" / "manifest.json").exists() and (now := rows_in(folder / "data")):
@@ -1390,7 +1390,7 @@ def rows_that_grow(folder: Path) -> int:
 def test_output_that_is_not_read(
     server: WarmServer, tmp_path: Path, stream: str, workers: int
 ) -> None:
-    """The run goes on without it, and ends when it is told to."""
+    """The run continues without the output, and ends on request."""
     (tmp_path / "noisy.py").write_text(NOISY.format(stream=stream))
     pipe = full_pipe(tmp_path, "pipe")
     try:
@@ -1442,7 +1442,7 @@ logging.getLogger("noisy").addHandler(logging.StreamHandler())  # it keeps the s
 def test_what_is_printed_at_exit_and_not_read(
     server: WarmServer, tmp_path: Path, stream: str
 ) -> None:
-    """A command that was told to end does not block in it."""
+    """A command that was asked to end does not block on the output."""
     (tmp_path / "noisy.py").write_text(LOGS + NOISY.format(stream=stream))
     (tmp_path / "script.py").write_text(PRINTS_AT_EXIT.format(stream=stream))
     pipe = full_pipe(tmp_path, "pipe")
@@ -1481,7 +1481,8 @@ def test_after_a_signal_no_write_waits_for_room(monkeypatch: pytest.MonkeyPatch)
             for stopped in (False, True):
                 if stopped:
                     signal.raise_signal(signal.SIGTERM)
-                for _ in range(2):  # of each, the first write waits
+                # only the first write to each wrapper waits, and only before the signal
+                for _ in range(2):
                     ours = unblocked(stream)
                     print("a line", file=ours, flush=True)
                     print("another", file=ours, flush=True)
@@ -1489,7 +1490,7 @@ def test_after_a_signal_no_write_waits_for_room(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_interpreter_looks_for_no_garbage_when_a_command_has_ended() -> None:
-    """That takes longer than all else after a signal."""
+    """Garbage collection would take longer than everything else after a signal."""
     script = (
         "import atexit, gc, sys\n"
         "atexit.register(lambda: print(gc.get_freeze_count()))\n"
@@ -1517,7 +1518,7 @@ def test_output_whose_reader_is_gone(server: WarmServer, tmp_path: Path, stream:
 
 
 def test_all_streams_closed(here: Path) -> None:
-    """No file of the storage gets the number of a stream, and then what is written to it."""
+    """No file of the storage gets the descriptor of a closed stream, which would receive output."""
     done = shell(here, f"{CLI} collect CartPole-v1 --frames 50 --out data <&- >&- 2>&-")
     assert done.returncode == 1
     assert rows_in(here / "data") == 50

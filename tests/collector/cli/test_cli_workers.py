@@ -1,4 +1,4 @@
-"""``tallyroll collect --workers``, in real processes."""
+"""``tallyroll collect --workers`` in real processes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from tallyroll.storage import open_storage
 from warm_cli import Command, WarmServer
 
 AT_ONCE = 5.0
-"""Seconds within which a process that was signalled is gone, and its workers with it."""
+"""Seconds within which a signalled process and its workers must be gone."""
 WHILE_IT_STARTS = 30.0
-"""The same of workers that start, which look for their parent when they have imported torch, and of
-their parent, which gives them up to 5 seconds."""
+"""Same limit for starting workers and their parent.
+
+Workers check their parent once they have imported torch, and the parent waits up to 5 seconds for
+them.
+"""
 MINE = """
 import time
 import gymnasium
@@ -58,21 +61,21 @@ def act(td):
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
-    """A folder with a user's modules."""
+    """Create a folder with a user's modules."""
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "agent.py").write_text(AGENT)
     return tmp_path
 
 
 def mine(frames: int, workers: int, *more: object, **kwargs: object) -> tuple[object, ...]:
-    """A command line; keyword arguments are the environment's."""
+    """Build a command line; keyword arguments go to the environment."""
     words = ("collect", "mine:Mine-v0", "--frames", frames, "--workers", workers, "--seed", 3)
     given = ("--env-kwargs", json.dumps(kwargs)) if kwargs else ()
     return (*words, *given, "--frames-per-batch", 50, *more)
 
 
 def workers_of(command: Command) -> list[psutil.Process]:
-    """Its workers that live."""
+    """Return the live workers of a command."""
     try:
         children = psutil.Process(command.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -110,7 +113,7 @@ def rows_in(path: Path) -> int:
 
 
 def wait_for_rows(command: Command, rows: int = 1) -> list[psutil.Process]:
-    """Wait until so many are committed; returns the workers that live then."""
+    """Wait until `rows` rows are committed, and return the live workers."""
     deadline = time.monotonic() + 60
     while rows_in(command.folder / "data") < rows:
         assert time.monotonic() < deadline, command.err
@@ -119,7 +122,7 @@ def wait_for_rows(command: Command, rows: int = 1) -> list[psutil.Process]:
 
 
 def require_resumable(server: WarmServer, command: Command, extra: int = 70) -> str:
-    """Do as the command said last, in one process; returns the report."""
+    """Run the printed resume command in one process, and return its report."""
     committed = rows_in(command.folder / "data")
     assert committed > 0
     (resume,) = (line for line in command.err.splitlines() if line.startswith("    tallyroll"))
@@ -134,7 +137,7 @@ def require_resumable(server: WarmServer, command: Command, extra: int = 70) -> 
 
 
 def test_workers_collect_what_one_process_would(server: WarmServer, here: Path) -> None:
-    """With a policy and an environment of modules in the current directory."""
+    """The policy and the environment come from modules in the current directory."""
     more = ("--num-envs", 3, "--policy", "agent:act", "--out")
     done = server.run(here, *mine(501, 2, *more, "two"))
     assert "\n501 frames of mine:Mine-v0, " in done.out
@@ -187,7 +190,7 @@ def test_a_signal_to_the_group_commits_what_is_complete(
 
 
 def test_a_signal_while_workers_start(server: WarmServer, here: Path) -> None:
-    """While the server that forks them starts: a fork takes no time."""
+    """The signal arrives while the fork server starts, because a fork itself is too short."""
     command = server.start(here, *mine(77, 1, "--out", "data"))
     deadline = time.monotonic() + 30
     while not (living := psutil.Process(command.pid).children()):
@@ -254,7 +257,7 @@ def test_a_worker_that_hangs_is_ended(server: WarmServer, here: Path) -> None:
 
 
 def test_respawns_reach_the_collector(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they do there, tests of workers say."""
+    """The tests of workers check the effect of respawns."""
     given: list[dict[str, Any]] = []
 
     class Noted(MultiprocessCollector):
@@ -304,7 +307,10 @@ def test_a_killed_worker_is_replaced_as_often_as_it_was_asked_for(
 
 
 def test_workers_in_threads_make_the_same_rows_and_go_on(here: Path, server: WarmServer) -> None:
-    """Without a process, the command acts for them; what is left out of --resume is as it was."""
+    """The command calls the policy in its own process.
+
+    `--resume` keeps the options that it omits.
+    """
     words = ("--num-envs", 4, "--policy", "agent:act", "--out")
     central = ("--transport", "thread", "--policy-placement", "central")
     threads = server.start(here, *mine(200, 2, *central, *words, "threads"))

@@ -59,7 +59,7 @@ class WithKwargs(First):
 def here(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """The current directory, empty, with systems installed."""
+    """Change to an empty directory with systems installed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, MINE, sys.modules[__name__])
     install(

@@ -1,4 +1,4 @@
-"""What a hostile storage says reaches a terminal as text, and as nothing that it obeys."""
+"""Text from a hostile storage reaches a terminal as text, without control characters."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ WORD = "Innocent-v0"
 
 
 def bare(text: str, keep: str = "\n") -> list[str]:
-    """The characters of a text that a terminal does not just print."""
+    """Return the unprintable characters of a text."""
     return sorted({each for each in text if not each.isprintable() and each not in keep})
 
 
 def told(*words: object) -> tuple[int | str | None, str, str]:
-    """Exit status, stdout and stderr of a command."""
+    """Return the exit status, stdout and stderr of a command."""
     out, err = io.StringIO(), io.StringIO()
     status: int | str | None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -60,7 +60,7 @@ def told(*words: object) -> tuple[int | str | None, str, str]:
 
 @cache
 def collected() -> dict[str, bytes]:
-    """The files of a storage that a collector filled."""
+    """Return the files of a storage that a collector filled."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows")
         with SyncCollector(
@@ -73,9 +73,9 @@ def collected() -> dict[str, bytes]:
 
 
 def crafted(path: Path, name: str, evil: str) -> Path:
-    """A storage whose manifest says ``evil`` wherever it may say what it likes.
+    """Create a storage with ``evil`` in its manifest wherever free text is allowed.
 
-    ``name`` is the part that is poisoned, ``all`` for every one.
+    ``name`` is the part to poison, or ``all`` for every part.
     """
     content = collected()
     path.mkdir()
@@ -145,7 +145,7 @@ def test_a_manifest_can_still_be_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", CODES)
 def test_a_command_is_proposed_only_if_it_does_what_it_shows(tmp_path: Path, code: str) -> None:
-    """Pasting one with a hidden character would run something else than what is seen."""
+    """A pasted command with a hidden character would differ from the visible one."""
     for out, proposed in ((tmp_path / f"o{CODES[code]}", False), (tmp_path / "it's; safe", True)):
         try:
             out.mkdir()
@@ -167,7 +167,7 @@ def test_a_command_is_proposed_only_if_it_does_what_it_shows(tmp_path: Path, cod
 
 @pytest.mark.parametrize("name", ["env", "policy", "mode"])
 def test_a_name_that_cannot_be_one_is_refused(tmp_path: Path, name: str) -> None:
-    """It would come back in errors of those who get it: Gymnasium's, a module's."""
+    """The name would reappear in errors of Gymnasium or of the user's module."""
     path = crafted(tmp_path / "rows", "none", "")
     file = path / "manifest.json"
     manifest = json.loads(file.read_text())
@@ -206,7 +206,7 @@ def test_names_of_files_and_columns(tmp_path: Path, kind: str) -> None:
 
 
 def test_findings(tmp_path: Path) -> None:
-    """A finding quotes what it found, one line a place."""
+    """A finding quotes the file's text, with one line per place."""
     path = crafted(tmp_path / "none", "none", "")
     meta = path / "meta.json"
     found = json.loads(meta.read_text())
@@ -228,7 +228,7 @@ def test_warnings_while_a_command_runs(tmp_path: Path, monkeypatch: pytest.Monke
     before, shown = warnings.formatwarning, []
 
     def warn(*_: object, **__: object) -> None:
-        # As Python does it, of which pytest keeps the rest.
+        # pytest keeps the rest of Python's own behavior.
         shown.append(warnings.formatwarning(UserWarning(EVIL), UserWarning, "x.py", 1))  # type: ignore[arg-type]
         raise KeyboardInterrupt
 
@@ -257,13 +257,13 @@ def test_on_a_terminal_only_colours_of_our_own(tmp_path: Path) -> None:
 
 
 class Terminal(io.StringIO):
-    """Reports are made as for a terminal."""
+    """Stream that reports as a terminal does."""
 
     def isatty(self) -> bool:
         return True
 
 
-# --- the functions --------------------------------------------------------------------------------
+# --- escaping functions ---------------------------------------------------------------------------
 
 
 def test_visible() -> None:

@@ -1,4 +1,4 @@
-"""``tallyroll info``, where all is well, and where packages are missing or broken."""
+"""``tallyroll info`` with working, missing and broken packages."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ FINE = "__version__ = '3.4'"
 
 
 def package(folder: Path, name: str, code: str) -> None:
-    """A package whose import runs the code."""
+    """Create a package whose import runs `code`."""
     (folder / name).mkdir(parents=True)
     (folder / name / "__init__.py").write_text(code)
 
 
-# --- what an import may do ------------------------------------------------------------------------
+# --- effects of imports ---------------------------------------------------------------------------
 
 BROKEN = {
     "raise ImportError('libfoo.so:\\n  no such file')": "ImportError: libfoo.so: no such file",
@@ -80,7 +80,7 @@ def test_what_a_package_prints_is_dropped(
 
 def test_a_package_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(probe, "SECONDS", 6.0)  # the other one has to start in that time
+    monkeypatch.setattr(probe, "SECONDS", 6.0)  # the other package must start within that time
     mark = tmp_path / "pid"
     package(
         tmp_path,
@@ -109,7 +109,7 @@ def test_a_long_error_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_all_that_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one run: what is right is shown as packages say it, and systems by what they need."""
+    """One run lists versions as packages report them, and systems by the packages they need."""
     package(tmp_path, "needed", "raise ImportError('built for another ABI')")
     monkeypatch.syspath_prepend(str(tmp_path))
     install(tmp_path, monkeypatch, toy="toy_systems:Toy", wrong="toy_systems:ReadOnly")
@@ -158,7 +158,7 @@ def test_all_that_is_there(
 
 
 def test_without_torch_all_else_is_said(tmp_path: Path) -> None:
-    """And with an extension that does not load, a setting that is wrong, rich broken as well."""
+    """An extension does not load, a setting is wrong and rich is broken as well."""
     home = tmp_path / "home" / "ada"
     package(home / "site", "torch", f"raise ImportError('{home}/lib/libtorch.so: not there')")
     package(home / "site", "rich", "raise ImportError('broken')")
@@ -193,7 +193,7 @@ def test_the_command_itself_imports_nothing_that_may_be_broken(module: str) -> N
     assert done.stdout.strip() == "False"
 
 
-# --- its parts ------------------------------------------------------------------------------------
+# --- parts of the command -------------------------------------------------------------------------
 
 
 def test_systems_are_those_of_the_registry() -> None:
@@ -203,7 +203,7 @@ def test_systems_are_those_of_the_registry() -> None:
 def test_an_extension_of_other_sources_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file of its name that is no extension, in a copy of the package that lacks nothing else."""
+    """The copy of the package is complete, except that one extension file has the wrong content."""
     ours = Path(tallyroll.__file__).parent
     copy = tmp_path / "site" / "tallyroll"
     copy.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""`inspect` by run and by policy version, its runs and its trajectories, against plain Python."""
+"""`inspect` by run, policy version and trajectory, compared with plain Python."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Found = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs, the first of which updates its policy twice."""
+    """Collect two runs, of which the first updates its policy twice."""
     path = tmp_path_factory.mktemp("runs") / "rows"
     for seed, mode in ((1, "create"), (2, "append")):
         with (
@@ -47,7 +47,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def episodes_in(path: Path) -> list[Found]:
-    """Whole episodes, put together row by row."""
+    """Assemble whole episodes row by row."""
     going: dict[int, Found] = {}
     ended = []
     with open_storage(path) as storage:
@@ -97,7 +97,7 @@ def test_returns_by_run_and_by_version(path: Path, capsys: pytest.CaptureFixture
 def test_returns_of_several_policies_are_apart(
     rows: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the same version, and in a ring too, which has lost first rows of trajectories."""
+    """The policies have equal versions. The ring has lost the first rows of some trajectories."""
     path = tmp_path / "rows"
     with (
         MemmapStorage(path, max_size=rows) as storage,
@@ -171,7 +171,7 @@ def test_trajectories_alone(
 def test_rows_without_trajectories_and_storages_of_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rows of no collector have neither ids nor a place where they were made."""
+    """Rows that no collector made have neither trajectory ids nor a record of their origin."""
     with MemmapStorage(tmp_path / "plain") as storage:
         storage.extend(TensorDict({"x": torch.arange(3)}, [3]))
     facts = json.loads(shown(capsys, str(tmp_path / "plain"), "--json"))

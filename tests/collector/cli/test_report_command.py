@@ -1,4 +1,4 @@
-"""``tallyroll report``: what it prints, writes, says on stderr and exits with."""
+"""``tallyroll report``: its output, its page, its errors and its exit status."""
 
 from __future__ import annotations
 

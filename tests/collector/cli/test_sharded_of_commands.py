@@ -1,4 +1,4 @@
-"""``tallyroll collect --sharded``, and the commands that read what it makes."""
+"""``tallyroll collect --sharded`` and the commands that read its result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RUN = ["collect", "CartPole-v1", "--num-envs", "5", "--workers", "2", "--transpo
 
 
 def collect(out: Path, *more: str) -> int:
-    """Run the command, in this process."""
+    """Run the command in this process."""
     return main([*RUN, "--sharded", "--seed", "0", "--quiet", "--out", str(out), *more])
 
 

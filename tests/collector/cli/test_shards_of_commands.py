@@ -1,6 +1,6 @@
-"""``--shard``: jobs of an array that are killed and started again by the same command.
+"""``--shard``: jobs of an array are killed and restarted by the same command.
 
-``TALLYROLL_KILLS`` says how many are killed, 4 by default.
+``TALLYROLL_KILLS`` is the number of kills, 4 by default.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_kubernetes_and_slurm_give_the_same_command(tmp_path: Path) -> None:
     assert [each.removeprefix(str(tmp_path)) for each in wanted] == found
     args = make_parser().parse_args(found)
     assert (args.shard, args.resume, args.out) == ("5/8", True, "/data/part-5")
-    # The last job of an array unites them, and no other.
+    # Only the last job of an array merges them.
     merged = words_of(tmp_path, "sh", "-c", " ".join(merging.split()), command="merge")
     for task in ("7", "5"):
         more = {"SLURM_ARRAY_TASK_ID": task, "RUNS": str(tmp_path / "data")}
@@ -109,7 +109,7 @@ def test_killed_jobs_of_an_array_are_together_exactly_the_run(
         command.wait()
     for folder, words in zip(folders, jobs, strict=True):
         server.run(folder, *words)
-    server.run(folders[0], *jobs[0])  # queued once more, it has nothing to do
+    server.run(folders[0], *jobs[0])  # queued again, the job has nothing to do
     parts, entries = [], []
     for task, folder in enumerate(folders):
         path = folder / "runs" / f"part-{task}"
@@ -127,7 +127,7 @@ def test_killed_jobs_of_an_array_are_together_exactly_the_run(
 
 
 def alone() -> list[str]:
-    """Return what runs a command in a network of its own, as on another machine, if it may."""
+    """Return the prefix that runs a command without a network, or nothing if not permitted."""
     words = ["unshare", "-rn"]
     try:
         may = subprocess.run([*words, "true"], capture_output=True, timeout=20).returncode == 0
@@ -138,7 +138,7 @@ def alone() -> list[str]:
 
 @pytest.mark.timeout(180)
 def test_jobs_of_an_array_end_with_one_storage_of_all(tmp_path: Path) -> None:
-    """The script as Slurm runs it, a process a job; none sees another but in the folder."""
+    """The script runs as in Slurm: one process per job, and only a folder in common."""
     command = tmp_path / "commands" / "tallyroll"
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m tallyroll.collector.cli "$@"\n')
@@ -152,7 +152,7 @@ def test_jobs_of_an_array_end_with_one_storage_of_all(tmp_path: Path) -> None:
     }
     script, jobs = EXAMPLES / "cluster" / "shards_slurm.sh", []
     try:
-        for task in reversed(range(SHARDS)):  # the one that waits comes first
+        for task in reversed(range(SHARDS)):  # the job that waits starts first
             jobs.append(
                 subprocess.Popen(
                     [*alone(), "bash", script, "--frames", str(FRAMES), "--num-envs", str(LANES)],
@@ -178,12 +178,12 @@ def test_jobs_of_an_array_end_with_one_storage_of_all(tmp_path: Path) -> None:
 
 
 class TestWaiting:
-    """``merge --shards``: all shards of a run, or an error that names what is not there."""
+    """``merge --shards`` merges all shards of a run, or names the missing ones in an error."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def parts(cls, server: WarmServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """Shards 0 and 2 of 3, whole, and what the other is to be, beside them."""
+        """Collect shards 0 and 2 of 3 completely, and shard 1 in several states."""
         folder = tmp_path_factory.mktemp("parts")
         for index, name in ((0, "part-0"), (1, "later"), (2, "part-2")):
             server.run(folder, *COLLECT, "--shard", f"{index}/3", "--out", name, "--quiet")
@@ -250,7 +250,7 @@ class TestWaiting:
         assert "part-1 is shard 1/3 of run" in command.err
         assert "of 1500 transitions" in command.err
         (parts / "part-1").rename(parts / "begun")
-        command = self.merge(server, parts, "--shards", "4", "--wait")  # it does not wait for it
+        command = self.merge(server, parts, "--shards", "4", "--wait")  # does not wait for it
         assert command.wait() == 1
         assert "expected were 4 shards of one run" in command.err
 
@@ -318,7 +318,7 @@ def test_a_shard_is_shown_and_continued_as_itself_alone(server: WarmServer, tmp_
         command = server.start(tmp_path, *COLLECT, *words.split(), "--out", "data", "--resume")
         assert command.wait() == 1
         assert match in " ".join(command.err.split())
-    # What is left out stands in the manifest; a larger budget has its part of each lane.
+    # Omitted options come from the manifest. A larger budget takes its share from each lane.
     again = server.run(tmp_path, "collect", "--frames", 3100, "--out", "data", "--resume")
     assert "954 frames of CartPole-v1" in again.out
     server.run(tmp_path, *COLLECT, "--out", "whole")

@@ -1,4 +1,4 @@
-"""Mistyped commands, options and values; what ``--help`` shows; completion in shells."""
+"""Mistyped commands, options and values; output of ``--help``; completion in shells."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMANDS = ("collect", "completion", "envs", "info", "inspect", "verify")
 
 
 def refused(words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The lines with which a command is refused, which does nothing else."""
+    """Return the lines of stderr of a refused command, which must print nothing else."""
     with pytest.raises(SystemExit) as end:
         main(shlex.split(words))
     said = capsys.readouterr()
@@ -118,7 +118,7 @@ def test_every_example_is_a_command_that_is_taken(capsys: pytest.CaptureFixture[
     for command in ("", *COMMANDS):
         text = help_of(command, capsys).replace("\\\n", " ")
         for line in re.findall(r"^ +(tallyroll [a-z].*)$", text, re.MULTILINE):
-            # A variable of a shell is a number.
+            # A shell variable stands for a number.
             words = shlex.split(re.sub(r"\$\w+", "0", line), comments=True)
             ends = [at for at, word in enumerate(words) if word in ("|", ">", "&&")]
             examples.append(words[1 : min([*ends, len(words)])])
@@ -133,7 +133,7 @@ def test_every_example_is_a_command_that_is_taken(capsys: pytest.CaptureFixture[
 
 @pytest.fixture(scope="module")
 def scripts() -> dict[str, str]:
-    """The script for each shell, as the command prints it."""
+    """Return the script of each shell as the command prints it."""
     command = [sys.executable, "-m", "tallyroll.collector.cli", "completion"]
     return {
         shell: subprocess.run(
@@ -144,7 +144,7 @@ def scripts() -> dict[str, str]:
 
 
 def completed(script: str, folder: Path, *words: str) -> set[str]:
-    """The words that bash offers in place of the last one."""
+    """Return the words that bash offers for the last word."""
     (folder / "script").write_text(script)
     line = " ".join(map(shlex.quote, words))
     code = (

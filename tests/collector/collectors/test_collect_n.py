@@ -1,4 +1,4 @@
-"""`collect(n)` stores what iterating stores, bit for bit, and counts exactly."""
+"""`collect(n)` stores the same rows as iteration, bit for bit, and counts exactly."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LENGTHS = [[3, 1, 4], [1, 1, 2], [5], [2, 9]]
 
 
 def rows_of(storage: DiskStorage) -> TensorDictBase:
-    """All rows, by trajectory and step."""
+    """Return all rows, by trajectory and step."""
     slots = storage.slots_of(np.array(storage.span, np.int64))
     return flat(storage.get(torch.from_numpy(slots)).clone())
 
@@ -50,7 +50,7 @@ def stored_in(path: Path) -> TensorDictBase:
 
 
 def by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where no compiler was found."""
+    """Disable the extension, as if no compiler was available."""
     monkeypatch.setattr(fast_paths, "_off", frozenset({"kernel"}))
 
 
@@ -58,7 +58,7 @@ def by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def collects(config: Configuration) -> bool:
-    """Its rows are the same however they are asked for, and lie in files at the end."""
+    """Return True if the rows do not depend on the calls and end up in files."""
     on_disk = config.sink in ("memmap", "h5", "zarr", "buffer on disk", "memory and disk")
     lane = config.env.lane
     return on_disk and not config.phase and config.mode == "sync" and not lane.self_reset
@@ -68,10 +68,10 @@ NUMBERS = list(itertools.islice((n for n in itertools.count() if collects(config
 
 
 def calls_of(config: Configuration) -> Iterator[int]:
-    """How many transitions each call asks for; 0 is a batch of the iterator."""
+    """Yield the number of transitions of each call. 0 stands for a batch of the iterator."""
     rng = np.random.default_rng(config.number)
     lanes, frames = config.env.lanes, config.frames_per_batch
-    # What is discarded, not stepped or reset with each batch depends on where batches end.
+    # Surplus and resets at each batch depend on the ends of batches.
     fixed = config.reset_at_each_iter or config.surplus != "carry"
     while True:
         n = int(rng.choice([lanes, 1, frames, int(rng.integers(1, 40)), 0]))
@@ -79,7 +79,7 @@ def calls_of(config: Configuration) -> Iterator[int]:
 
 
 def collecting(self: Any, run: Run, collector: Collector, leave: int) -> None:
-    """In the place of iterating."""
+    """Collect by calls of `collect` instead of iteration."""
     batches = iter(collector)
     for n in calls_of(self.config):
         before = collector.ledger.stored
@@ -111,14 +111,14 @@ def test_the_same_rows_as_iterating_the_slowest_way(
     assert type(one.error) is type(other.error), (one.error, other.error)
     for left, right in zip(iterated.stored, collected.stored, strict=True):
         rows = [flat(each) for each in (left, right)]
-        if one.error is not None:  # how much came before it depends on where batches end
+        if one.error is not None:  # the number of earlier rows depends on the ends of batches
             few = min(map(len, rows))
             rows = [each[:few] for each in rows] if len(rows[0]) == len(rows[1]) else []
         if rows:
             assert_same(*rows)
     if one.error is None:
-        # With a budget of episodes some slots are stepped at once, and what is behind its end is
-        # discarded: how much depends on how many rows were asked for.
+        # A budget of episodes lets the collector step several slots in one call and discard those
+        # after its end. Their number depends on the number of requested rows.
         several = config.total_episodes is not None
         ahead = ("slots", "executed", "discarded", "reset_slots", "policy_calls_on_reset_slots")
         for name, count in one.counts.items():
@@ -298,7 +298,7 @@ def test_a_stopped_run_stores_what_it_has(tmp_path: Path) -> None:
 
 
 class Stopping(ByObservation):
-    """Ends the run from within its ``at``-th call."""
+    """Policy that ends the run from within its ``at``-th call."""
 
     collector: Any = None
 
@@ -360,7 +360,7 @@ def test_random_actions_go_on_where_a_saved_state_was() -> None:
     first, state = actions(None, [3, 12])
     rest, _ = actions(state, [3] * 5)
     whole, _ = actions(None, [30])
-    # The environments begin anew, and their actions are those that come next.
+    # A loaded state resets the environments and continues the sequence of actions.
     assert first + rest == whole
 
 
@@ -512,7 +512,7 @@ def test_workers_that_run_ahead_store_exactly_as_many(tmp_path: Path) -> None:
 def test_the_length_counts_the_batches_still_to_come(
     total: int, per_batch: int, lanes: int, tmp_path: Path
 ) -> None:
-    """After `collect`, in the middle of an iteration, and after a resume."""
+    """The length is checked after `collect`, during an iteration and after a resume."""
     options: dict[str, Any] = {"num_envs": lanes, "frames_per_batch": per_batch}
     options |= {"total_frames": total, "storage": tmp_path / "rows"}
     with SyncCollector("CartPole-v1", seed=0, **options) as collector:

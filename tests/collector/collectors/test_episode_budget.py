@@ -1,4 +1,4 @@
-"""Episodes are told as they were; a budget in episodes takes those that start first."""
+"""Episodes are reported correctly; a budget of episodes takes those that start first."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SPENDS_SLOTS = (AutoresetMode.NEXT_STEP.value, "native")
 def first_started(
     count: int, lanes: int, lengths: Any, *, reset_slots: bool
 ) -> list[tuple[int, int]]:
-    """(lane, episode) of the episodes that start first, by (slot, lane)."""
+    """Return the (lane, episode) pairs that start first, ordered by (slot, lane)."""
     starts = []
     for lane in range(lanes):
         slot = 0

@@ -1,4 +1,4 @@
-"""Evaluation takes the episodes that start first, and leaves everything else as it was."""
+"""Evaluation takes the episodes that start first, and leaves everything else unchanged."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from tallyroll.collector.errors import ArgumentError
 from collect_kit import ByObservation
 from oracles import OracleTorchEnv, length_of, make_oracle_vec
 
-# Lane 0's episodes are short, lane 2's are long: taking those that end first would take lane 0's.
+# Episodes are short in lane 0 and long in lane 2. Taking those that end first would take only lane
+# 0's.
 LENGTHS = [[1], [4], [30]]
 
 
 def first_started(episodes: int) -> list[tuple[int, int]]:
-    """(lane, length) of the episodes that start first, by slot and lane, without reset slots."""
+    """Return the (lane, length) pairs that start first, by slot and lane, without reset slots."""
     clock, started, found = [0, 0, 0], [0, 0, 0], []
     while len(found) < episodes:
         lane = min(range(3), key=lambda each: (clock[each], each))
@@ -77,11 +78,11 @@ def test_how_many_is_a_whole_number(episodes: int) -> None:
         evaluate(None, "CartPole-v1", episodes=episodes)
 
 
-# --- the policy is as before ----------------------------------------------------------------------
+# --- the policy is unchanged ----------------------------------------------------------------------
 
 
 class Layers(torch.nn.Module):
-    """Each call shows in buffers, and in what dropout drops."""
+    """Policy whose buffers and dropout show every call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +123,7 @@ def test_modes_and_buffers_are_as_before(wrapped: bool, training: bool) -> None:
 
 
 def test_buffers_of_odd_kinds_are_as_before() -> None:
-    """One with gradients, one whose values share memory, one of two names, one of no size yet."""
+    """One buffer has gradients, one shares memory, one has two names, and one is lazy."""
 
     class Odd(Layers):
         def __init__(self) -> None:

@@ -1,4 +1,7 @@
-"""Random runs: exactly N rows, batches exact, the first N in slot order, a balanced ledger."""
+"""Random runs store exactly the first N rows in slot order, in exact batches.
+
+The ledger of each run balances.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ few = settings(
 
 
 def make(driver: Driver, lanes: int, lengths: Any) -> tuple[Any, Any]:
-    """What a collector takes, and what knows how many steps were taken."""
+    """Return a source for a collector, and a function that returns the number of steps taken."""
     if driver == "native":
         native = OracleVectorEnv(lanes, lengths, ends="mixed")
         return native, lambda: native.steps_taken

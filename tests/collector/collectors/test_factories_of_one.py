@@ -1,4 +1,4 @@
-"""Functions that make a single Gymnasium environment, with `num_envs` lanes."""
+"""Factories of a single Gymnasium environment, with `num_envs` lanes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -80,7 +80,7 @@ def test_infos_resumes_and_evaluation(tmp_path: Path) -> None:
 
 
 class Closing(gym.Wrapper[Any, Any, Any, Any]):
-    """Counts what is made and not closed."""
+    """Environment that counts its open instances."""
 
     open = 0
 

@@ -1,8 +1,8 @@
-"""The ledger in a storage is that of the run at every moment: whatever ends there, goes on right.
+"""The ledger in a storage is that of the run at every moment, so that each run continues exactly.
 
-Each leg of a run is a process of its own, which is killed or ends well. It goes on with what is in
-the storage (``resume=True``), or with a state that an earlier one saved (``load_state_dict``).
-``TALLYROLL_LEDGERS`` says how many random chains of legs, 2 by default.
+Each leg of a run is a process of its own, which ends normally or is killed. It continues from the
+storage (``resume=True``) or from a state that an earlier leg saved (``load_state_dict``).
+``TALLYROLL_LEDGERS`` is the number of random chains of legs, 2 by default.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ Counts = dict[str, int]
 
 @dataclass
 class Model:
-    """What a run has delivered, as far as it goes on from there."""
+    """Rows that a run has delivered and that its next leg continues."""
 
     spans: list[tuple[int, Path, int, int]] = field(default_factory=list)
-    """Of each batch the leg, the storage, its first row and the one behind its last."""
+    """Leg, storage, first row and end of each batch."""
     stored: int = 0
     complete: int = 0
     incarnation: int = 0
@@ -57,7 +57,7 @@ class Model:
 
 
 def in_storage(path: Path) -> tuple[Counts | None, int]:
-    """The ledger in a storage, and its rows."""
+    """Return the ledger in a storage and the number of its rows."""
     with open_storage(path, mode="read") as storage:
         record = RunRecord.parse(storage.record)
         return (None if record is None else record.ledger), storage.head
@@ -74,7 +74,7 @@ def require(counts: Counts, model: Model) -> None:
 
 
 class Chain:
-    """Legs one after the other, and what they should have left."""
+    """Consecutive legs of a run, and the rows that they should have stored."""
 
     def __init__(self, folder: Path, source: str) -> None:
         self.source, self.folder = source, folder
@@ -84,7 +84,7 @@ class Chain:
         self.saved: list[tuple[Any, Model]] = []
 
     def run(self, leg: Leg) -> Counts:
-        """The ledger that it left behind."""
+        """Run a leg and return the ledger that it left."""
         state, before = None, None
         self.legs += 1
         if leg.start in ("load", "elsewhere"):
@@ -142,18 +142,18 @@ class Chain:
             model.spans.append((self.legs, self.path, head - rows, head))
         if first and before is not None:
             assert counts["discarded"] == before["discarded"] + before["carried"]
-        if not first or state:  # a new run, and one resumed, begin with their rows
+        if not first or state:  # a new run and a resumed one begin with their rows
             assert ledger == counts
         assert (run["seed"], run["incarnation"]) == (5, counts["incarnation"])
         assert run["first_row"] <= head
 
     def check(self) -> None:
-        """The rows that were delivered are all there, once, and trajectories are told right."""
+        """Check that each delivered row exists once, and that its trajectory is correct."""
         rows: dict[int, list[Any]] = {}
         for leg, path, start, stop in self.model.spans:
             with open_storage(path, mode="read") as storage:
                 rows.setdefault(leg, []).append(storage.get(slice(start, stop)).clone())
-        for each in rows.values():  # environments begin anew with every process
+        for each in rows.values():  # each process creates its environments again
             check_rows(torch.cat(each), LENGTHS, ends="mixed")
         every = torch.cat([batch for each in rows.values() for batch in each])
         assert len(every) == RUN["total_frames"] == self.model.stored
@@ -171,7 +171,7 @@ class Chain:
 
 @pytest.fixture(autouse=True, scope="module")
 def server() -> None:
-    """Processes that start quickly."""
+    """Start the fork server, so that processes start quickly."""
     warm_fork_server()
 
 
@@ -225,7 +225,10 @@ def test_random_chains(seed: int, tmp_path: Path) -> None:
 def test_without_a_record_the_rows_are_counted(
     record: bytes, size: int | None, tmp_path: Path
 ) -> None:
-    """Ends of which a ring holds no row any more are not known; what is there is counted once."""
+    """The ring no longer holds some episode ends, which are not counted.
+
+    Existing ends are counted once.
+    """
     options = {**RUN, "oracle": {}}
     with MemmapStorage(tmp_path / "s", max_size=size) as storage:
         collect_all(
@@ -248,7 +251,7 @@ def test_without_a_record_the_rows_are_counted(
 
 
 def test_starts_of_workers_count_where_a_run_is_resumed(tmp_path: Path) -> None:
-    """A worker that was replaced had seeds of the next incarnation, of which no row may tell."""
+    """The replaced worker used seeds of the next incarnation, of which there may be no row."""
     options = {**RUN, "storage": tmp_path / "s", "on_worker_death": "respawn"}
     with worker_collector(DISABLED, 2, ByObservation(), seed=5, **options) as collector:
         batches = iter(collector)
@@ -265,7 +268,7 @@ def test_starts_of_workers_count_where_a_run_is_resumed(tmp_path: Path) -> None:
 
 
 def test_rows_that_a_record_counts_and_that_are_gone_are_lost(tmp_path: Path) -> None:
-    """As after a power cut, where the record reached the disk and the last rows did not."""
+    """After a power cut, the record may have reached the disk without the last rows."""
     with MemmapStorage(tmp_path / "s") as storage:
         collect_all(
             sync_collector(NEXT, ByObservation(), storage=storage, seed=5, **RUN), batches=3

@@ -58,7 +58,7 @@ DRIVERS: dict[str, Any] = {
 
 
 class RecordingPolicy(ByObservation):
-    """Writes a column of its own, 7 everywhere."""
+    """Policy that also writes a column filled with 7."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class RecordingPolicy(ByObservation):
         return super().forward(td).set("told", torch.full((*td.batch_size, 2), 7.0))
 
 
-# --- where options are stated -------------------------------------------------------------------
+# --- places of options --------------------------------------------------------------------------
 
 
 def test_the_command_takes_the_values_that_collectors_take() -> None:
@@ -247,7 +247,7 @@ def test_leaving_early_gives_up_what_is_carried() -> None:
     collector.shutdown()
 
 
-# --- what becomes of a batch --------------------------------------------------------------------
+# --- layout and values of a batch ---------------------------------------------------------------
 
 
 def test_postproc_changes_what_is_yielded_and_stored(tmp_path: Any) -> None:

@@ -1,4 +1,4 @@
-"""Environments that the program steps or resets between two batches end no trajectory unnoticed."""
+"""A program that steps or resets environments between batches ends no trajectory unnoticed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ WAYS = "iterating", "few slots", "collect"
 
 
 class Run:
-    """A collector that goes on in one of three ways."""
+    """Collector that continues in one of three ways."""
 
     def __init__(self, env: Any, way: str, **options: Any) -> None:
         storage = MemmapStorage(max_size=1000) if way != "iterating" else None
@@ -137,7 +137,7 @@ def test_a_lane_that_begins_an_episode_shows_another_reset_by_what_it_draws() ->
             return self.at + self.t / 8, 0.0, self.t == 4, False, {}
 
     env = SyncVectorEnv([NextStarts] * 2, autoreset_mode=AutoresetMode.SAME_STEP)
-    run = Run(env, "iterating", frames_per_batch=8)  # all lanes begin an episode after each
+    run = Run(env, "iterating", frames_per_batch=8)  # all lanes begin an episode after each batch
     run.go_on()
     lane_of(env).reset()
     with pytest.raises(StateError, match="lane 1"):
@@ -249,7 +249,7 @@ def test_attributes_that_steps_and_resets_assign() -> None:
 
 
 class Counting(gym.Env[Any, Any]):
-    """Counts its steps, and all else that it does."""
+    """Environment that counts its steps and all its other calls."""
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}  # noqa: RUF012
     observation_space = gym.spaces.Box(-1, 2000, (1,), np.float64)

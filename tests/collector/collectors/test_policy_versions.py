@@ -1,4 +1,4 @@
-"""The version of a policy's weights goes on where a run does, and no number names two of them."""
+"""A run continues the version numbers of its policy, and no number names two sets of weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KINDS = {
 
 
 def collect(make: Any, path: Any, frames: int, updates: int, **kwargs: Any) -> Collector:
-    """A run that updates its weights between batches."""
+    """Collect a run that updates its weights between batches."""
     given = {"frames_per_batch": 2 * LANES, "total_frames": frames, "storage": path, **kwargs}
     collector: Collector = make(Versioned().set_to(1), **given)
     with collector:
@@ -46,7 +46,7 @@ def collect(make: Any, path: Any, frames: int, updates: int, **kwargs: Any) -> C
 
 
 def versions_of(path: Path) -> list[list[int]]:
-    """Of the rows of each entry among the runs of the manifest, in their order."""
+    """Return the policy versions in the rows of each run of the manifest."""
     with open_storage(path) as storage:
         versions = storage.get(slice(None))["collector", "policy_version"].numpy()
         runs = storage.manifest["runs"]
@@ -72,7 +72,7 @@ def test_it_goes_on_where_the_run_does(kind: str, tmp_path: Path) -> None:
             assert (first, second, third) == ([0, 1, 2], [3, 4], [5])
         with MemmapStorage(path, mode="append") as storage:
             collect(make, storage, 20, 1)
-        assert versions_of(path)[-1][0] == 0  # another run
+        assert versions_of(path)[-1][0] == 0  # a separate run
         collect(make, path, 40, 0, resume=True)
     *_, other, again = versions_of(path)
     assert again == [other[-1] + 1]
@@ -96,7 +96,7 @@ def test_it_goes_on_in_other_ways(way: str, tmp_path: Path) -> None:
             make = partial(NamedColumn, factory(DISABLED, 0, LANES))
         with make(Versioned().set_to(1), **given) as collector:
             assert collector.policy_version == 4
-            if way == "killed":  # before it had a row, and again
+            if way == "killed":  # once before the first row, and once more
                 assert storage.manifest["runs"][-1]["policy_version"] == 4
             next(iter(collector))
         rows = storage.get(storage.index_of(np.arange(40, 40 + 2 * LANES)))
@@ -108,7 +108,7 @@ def test_it_goes_on_in_other_ways(way: str, tmp_path: Path) -> None:
 def test_a_state_that_goes_on_in_another_storage_says_its_version(
     at_once: bool, tmp_path: Path
 ) -> None:
-    """The entry of the manifest has it, whether the storage was begun before or not."""
+    """The manifest's entry has the version, whether the storage was empty or not."""
     given: dict[str, Any] = {"frames_per_batch": 2 * LANES, "total_frames": 120}
     make = KINDS["alone"]
     with make(Versioned().set_to(1), storage=tmp_path / "first", **given) as collector:

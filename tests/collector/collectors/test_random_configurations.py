@@ -1,11 +1,11 @@
-"""Random configurations of environments, policies and uses: every row true, or an error of ours.
+"""Random configurations either store correct rows or raise one of our errors.
 
-A number makes a configuration (`random_more.extended`), its lanes keep journals of what was truly
-done, and `random_judge.judge` compares every row with them. The whole campaign is::
+A number determines the configuration (`random_more.extended`). Its lanes keep journals of their
+steps, and `random_judge.judge` compares every row with the journals. Run the whole campaign with::
 
     TALLYROLL_CONFIGURATIONS=3000 pytest -n0 -k "random_configurations"
 
-``TALLYROLL_CONFIGURATION=17`` runs the one of that number alone.
+``TALLYROLL_CONFIGURATION=17`` runs only the configuration with that number.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_every_row_is_true_or_there_is_an_error_of_ours(number: int, tmp_path: P
 
 @pytest.mark.parametrize("settled", [False, True])
 def test_a_mask_by_another_name_binds_no_action(settled: bool, tmp_path: Path) -> None:
-    """Settled, the lane's `action_mask` is renamed, and random actions need not keep to it."""
+    """The lane's `action_mask` is renamed, so random actions need not obey it."""
     lane = LaneKind(names=("action_mask", "pos"), masked=True, reuse="one key")
     config = Configuration(0, EnvKind(lane), settled=settled, total_frames=60)
     assert not examined(config, tmp_path)

@@ -1,4 +1,4 @@
-"""Every refusal says what was wanted, what was got and what to do, before any file changes."""
+"""Each refusal names the expected value, the given one and the remedy, before any file changes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BUDGET: dict[str, Any] = {"frames_per_batch": 5, "total_frames": 10}
 
 @pytest.fixture
 def untouched(tmp_path: Path) -> Iterator[Path]:
-    """A path for a storage; afterwards nothing is there."""
+    """Yield a path for a storage, and check that nothing was created."""
     yield tmp_path / "s"
     assert list(tmp_path.iterdir()) == []
 
@@ -199,13 +199,13 @@ def test_a_policy_in_the_place_of_the_environment(policy: Any, needs: str, untou
 
 
 class Undeclared(OracleVectorEnv):
-    """Does not say how it resets itself."""
+    """Vector environment that does not declare its autoreset mode."""
 
     metadata: dict[str, Any] = {}  # noqa: RUF012  gymnasium declares it so
 
 
 class DisabledNative(OracleVectorEnv):
-    """Cannot be reset by mask, and does not reset itself."""
+    """Vector environment that neither resets by mask nor resets itself."""
 
     metadata: dict[str, Any] = {  # noqa: RUF012  gymnasium declares it so
         "autoreset_mode": AutoresetMode.DISABLED
@@ -243,7 +243,7 @@ def test_a_vector_adapter_takes_vectors_only() -> None:
 
 
 class WithSpaces(OracleEnv):
-    """Other spaces than the oracle's."""
+    """Oracle with other spaces."""
 
     def __init__(self, observation: Any = None, action: Any = None) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ def errors_of_storage(name: str) -> type[Exception]:
 
 
 def test_a_place_that_cannot_be_written() -> None:
-    # Root may write anywhere but here.
+    # Root may write everywhere except here.
     with pytest.raises(NotWritable, match="/proc/tallyroll cannot be created"):
         collect(torch_env(), storage="/proc/tallyroll", **BUDGET)
 
@@ -432,7 +432,7 @@ def test_a_torchrl_storage_goes_into_a_replay_buffer() -> None:
         SyncCollector(torch_env(), storage=LazyTensorStorage(9), **BUDGET)  # type: ignore[arg-type]
 
 
-# --- the tree, and what should never happen -----------------------------------------------------
+# --- the error tree, and internal errors --------------------------------------------------------
 
 
 def test_every_error_has_the_same_root() -> None:
@@ -488,7 +488,7 @@ def test_the_collector_closes_what_it_made_when_it_refuses() -> None:
 
 
 class Forgetful(OracleVectorEnv):
-    """SAME_STEP by its metadata, without the final observations."""
+    """Vector environment that declares SAME_STEP but returns no final observations."""
 
     metadata: dict[str, Any] = {  # noqa: RUF012  gymnasium declares it so
         "autoreset_mode": AutoresetMode.SAME_STEP
@@ -501,7 +501,7 @@ def test_same_step_without_final_observations_is_an_error() -> None:
 
 
 class Widening(OracleVectorEnv):
-    """Its observations become float64 from the first step on, with the declared shape."""
+    """Vector environment whose steps return float64 observations of the declared shape."""
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         obs, *rest = super().step(actions)
@@ -509,7 +509,7 @@ class Widening(OracleVectorEnv):
 
 
 class Shrinking(OracleVectorEnv):
-    """Its observations lose all but the first number, which would fill all places."""
+    """Vector environment whose steps return only the first number, which would be broadcast."""
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         obs, *rest = super().step(actions)
@@ -547,7 +547,7 @@ def test_vectors_that_are_known_to_be_wrong_are_refused(
 
 
 class Odd(OracleTorchEnv):
-    """With another observation column, or without a done at its root."""
+    """Environment with an additional observation column, or without `done` at its root."""
 
     def __init__(self, key: Any = None, spec: Any = None) -> None:
         super().__init__(3, LENGTHS)
@@ -594,7 +594,7 @@ def test_an_environment_without_a_done_of_its_own_is_refused(untouched: Path) ->
 def test_a_missing_package_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, env_id: str, extra: str
 ) -> None:
-    # As if it had never been there: both may be installed, and imported by another test.
+    # Hide the modules: they may be installed, and another test may have imported them.
     for name in [*sys.modules]:
         if name.startswith("gymnasium.envs.mujoco"):
             monkeypatch.delitem(sys.modules, name)
@@ -621,10 +621,10 @@ def test_info_keys_are_several() -> None:
 
 
 class TwoObjectives(OracleVectorEnv):
-    """Rewards are vectors."""
+    """Vector environment whose rewards are vectors."""
 
     def step(self, actions: Any) -> Any:
-        """Step, with each reward twice."""
+        """Step, and repeat each reward."""
         obs, reward, *rest = super().step(actions)
         return obs, np.stack([reward, reward], 1), *rest
 

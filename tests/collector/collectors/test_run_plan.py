@@ -1,4 +1,4 @@
-"""The plan of a run: each way and why, as runs truly go, and every way switched off."""
+"""The plan of a run states each path and its reason, matches the run, and can be switched off."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ NO_COMMIT_IN_ONE |= {"counts_agents", "few_float_rewards"}
 NO_COMMIT_IN_ONE |= {"wide_bounds", "computed", "waits_for_disk", "has_engine", "extension"}
 
 
-# --- pure -----------------------------------------------------------------------------------------
+# --- pure functions -------------------------------------------------------------------------------
 
 
 def other(traits: Any, name: str) -> Any:
-    """The traits, of which the one of that name is another."""
+    """Return the traits with a different value of trait `name`."""
     value = getattr(traits, name)
     if isinstance(value, bool):
         return replace(traits, **{name: not value})
@@ -134,7 +134,8 @@ def test_each_trait_alone_is_in_the_way_and_is_said(
         assert (decision.way != fast) == (each.name in names), each.name
         assert bool(decision.because) == (each.name in names)
         said.add(decision.because)
-    assert len(said - {""}) >= len(names) - 1  # two say the same of writes and actions
+    # two decisions give the same reason for writes and actions
+    assert len(said - {""}) >= len(names) - 1
 
 
 def test_where_nothing_is_stored_there_is_no_faster_way() -> None:
@@ -155,7 +156,7 @@ def test_observations_of_two_slots_are_sent_once_where_that_pays() -> None:
         assert sent(one_memory=True) == Decision("once")
 
 
-# --- as runs go -----------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 def lane() -> gymnasium.Env[Any, Any]:
@@ -173,11 +174,11 @@ def leans(observation: torch.Tensor) -> torch.Tensor:
 
 
 class Changed(SyncVectorEnv):
-    """A subclass, which may step otherwise."""
+    """Subclass that may step differently."""
 
 
 class Hooked(TensorDictModule):
-    """A subclass, which may do more."""
+    """Subclass that may do more."""
 
 
 def module(kind: type[TensorDictModule] = TensorDictModule) -> TensorDictModule:
@@ -336,7 +337,7 @@ def test_each_way_is_switched_off_alone_and_rows_are_the_same(way: str, tmp_path
         "sequential": {"steps"},
         "wrappers": set(),
         "step-write": {"writes"},
-        "fast-collect": {"batches", "commits"},  # or the reasons for the slower way
+        "fast-collect": {"batches", "commits"},  # or the reasons for the slower path
         "once": set(),
         "address": set(),
     }

@@ -1,4 +1,4 @@
-"""While a collector writes a run, nobody else adds rows: they would be counted as its own."""
+"""While a collector writes a run, other writers cannot add rows, which would count as its own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def collector(kind: str, **to: Any) -> Any:
 
 
 def elsewhere(storage: DiskStorage) -> TensorDictBase:
-    """Rows of a trajectory that nobody has yet."""
+    """Return a row of a trajectory that is not in the storage."""
     rows = storage.get(np.arange(1))
     rows[IDS] = torch.tensor([1_000_000])
     return rows
@@ -123,7 +123,7 @@ def test_a_checkpoint_is_not_loaded_into_a_run(tmp_path: Path) -> None:
 
 
 def test_ids_vouched_for_by_one_thread_are_checked_for_another(tmp_path: Path) -> None:
-    """A collector writes through a buffer in one thread, and someone else in another."""
+    """A collector writes through a buffer in one thread, and another writer uses another thread."""
     with MemmapStorage(tmp_path / "rows") as storage:
         with collector("sync", storage=storage) as run:
             for _ in run:

@@ -19,7 +19,7 @@ from oracles import OracleTorchEnv, OracleVectorEnv, make_oracle_vec
 
 
 def stochastic(td: TensorDictBase) -> TensorDictBase:
-    """Draws from torch's generator."""
+    """Act by torch's generator."""
     return td.set("action", torch.randint(0, 2, td.batch_size))
 
 
@@ -108,7 +108,8 @@ def test_setting_the_seed_again_begins_the_same_data_again() -> None:
         collector.set_seed(1)
         other = next(batches)
         collector.stop()
-    # The environment's episode counter goes on: the noise, the actions and the rest are as before.
+    # The environment's episode counter continues. The noise, the actions and the rest are as
+    # before.
     assert torch.equal(one["observation"][:, 3], other["observation"][:, 3])
     assert torch.equal(one["action"], other["action"])
     assert one["collector", "traj_ids"].max() < other["collector", "traj_ids"].min()

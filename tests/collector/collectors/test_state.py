@@ -1,4 +1,4 @@
-"""A saved run goes on: the exact total, no id twice, no seed again, a balanced ledger."""
+"""A saved run continues to its exact total, repeats no id or seed, and keeps a balanced ledger."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ every_driver = pytest.mark.parametrize("driver", list(DRIVERS))
 def in_two_halves(
     driver: str, policy: Any = ByObservation, batches: int = 3, **kwargs: Any
 ) -> tuple[Batches, Batches, list[SyncCollector]]:
-    """Rows of a run that was left after some batches, of the run that went on, and both."""
+    """Interrupt a run after some batches and continue it.
+
+    Return the batches of both halves, and both collectors.
+    """
     kwargs = {"frames_per_batch": 7, "total_frames": 61, "seed": 3, **kwargs}
     make = partial(SyncCollector, policy=policy() if policy else None, **kwargs)
     first, second = [], []
@@ -230,7 +233,8 @@ def test_a_stored_run_is_resumed_from_its_path(driver: str, tmp_path: Any) -> No
 def test_resume_auto_begins_a_run_and_goes_on(path: str, tmp_path: Path) -> None:
     kwargs: dict[str, Any] = {"frames_per_batch": 7, "total_frames": 61, "resume": "auto"}
     batches = []
-    for stop in (0, 0, 3, 100):  # of nothing, of a run without rows, of one with rows, to its end
+    # resume nothing, a run without rows, and a run with rows; then run to the end
+    for stop in (0, 0, 3, 100):
         with SyncCollector(vec(), ByObservation(), storage=tmp_path / path, **kwargs) as one:
             while len(batches) < stop and (batch := next(iter(one), None)) is not None:
                 batches.append(batch)
@@ -302,7 +306,7 @@ def test_a_run_of_another_seed_environment_or_lanes_is_not_resumed(tmp_path: Any
 
 
 def test_a_run_without_rows_binds_no_later_one(tmp_path: Any) -> None:
-    """Where lanes or seed are others, the run before it goes on; or one begins."""
+    """With other lanes or another seed, the run before it continues, or a new run begins."""
     next_step = AutoresetMode.NEXT_STEP
 
     def run(lanes: int, seed: int | None, total: int, batches: int | None = None) -> Any:
@@ -319,12 +323,12 @@ def test_a_run_without_rows_binds_no_later_one(tmp_path: Any) -> None:
     again = GymnasiumVectorEnv(make_oracle_vec(2, LENGTHS, ends="mixed"))
     kwargs: dict[str, Any] = {"frames_per_batch": 7, "total_frames": 14, "storage": storage}
     left = SyncCollector(again, seed=9, **kwargs)
-    storage.close()  # as if it was killed: its record is not written
+    storage.close()  # like a kill: the record is not written
     with pytest.warns(UserWarning, match="was closed before its collector"):
         left.shutdown()
     ledger = run(3, None, 28)
     assert (ledger.stored, ledger.seed, ledger.incarnation) == (28, 4, 1)
-    assert ledger.reset_slots  # of both: its record was kept
+    assert ledger.reset_slots  # the sum of both runs, because the record was kept
     with MemmapStorage(tmp_path / "s", mode="read") as storage:
         assert [(each["first_row"], each["lanes"]) for each in storage.runs] == [(0, 3), (14, 3)]
         for half in (slice(14), slice(14, None)):

@@ -1,4 +1,4 @@
-"""An environment that another collector takes over gives the older one no rows that never were."""
+"""An environment that another collector takes over adds no false rows to the older collector."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_an_older_run_that_is_over_only_ends() -> None:
 
 @pytest.mark.parametrize("met", [True, False])
 def test_an_older_run_that_is_over_touches_the_environment_no_more(met: bool) -> None:
-    """Whether it ended before it lost the environment, or after that."""
+    """The older run ended before or after it lost the environment."""
     env = vector()
     older = SyncCollector(env, **BUDGET)
     for _ in older:
@@ -143,7 +143,7 @@ def test_nobody_takes_an_environment_that_is_being_stepped() -> None:
 
     def policy(td: Any) -> Any:
         calls.append(len(td))
-        if len(calls) == 4:  # the first is a trial, before anything is stepped
+        if len(calls) == 4:  # the first call is a trial before any step
             with pytest.raises(StateError, match="a collector is stepping this environment"):
                 caught.append(SyncCollector(env, **BUDGET))
             caught.append(None)

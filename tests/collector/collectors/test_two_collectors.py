@@ -1,6 +1,6 @@
-"""Collectors that are open at once over one storage: each id is one trajectory's, or it is refused.
+"""Collectors that share a storage give each trajectory its own id, or the write is refused.
 
-``TALLYROLL_INTERLEAVINGS`` says how many random orders are tried, 6 by default.
+``TALLYROLL_INTERLEAVINGS`` is the number of random orders, 6 by default.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ IDS, STEP, LANE = (("collector", name) for name in ("traj_ids", "step", "lane"))
 
 
 def collector(lanes: int, **kwargs: Any) -> Collector:
-    """Of so many lanes."""
+    """Return a collector of `lanes` lanes."""
     given = {"frames_per_batch": 3 * lanes - 1, "total_frames": 40, "seed": lanes, **kwargs}
     return SyncCollector(factory(DISABLED, 0, lanes), None, finals="kept", **given)
 
 
 def assert_ids_are_unique(path: Path) -> None:
-    """Each id is of one lane and one run, whose ids are ``base + k * lanes + lane``."""
+    """Check that each id belongs to one lane and one run.
+
+    The ids of a run are ``base + k * lanes + lane``.
+    """
     assert verify(path).sound, [str(each) for each in verify(path).findings]
     with open_storage(path) as storage:
         rows, runs = storage.get(slice(None)), storage.manifest["runs"]
@@ -55,7 +58,7 @@ def assert_ids_are_unique(path: Path) -> None:
 
 
 class Played:
-    """Random calls of collectors over one storage, of which some are refused."""
+    """Random calls of collectors over one storage, some of which are refused."""
 
     def __init__(self, seed: int, path: Path) -> None:
         self.chance, self.path = random.Random(seed), path
@@ -66,7 +69,7 @@ class Played:
             self.make()
 
     def make(self) -> None:
-        """Open one more."""
+        """Open one more collector."""
         given: dict[str, Any] = {"storage": self.storage}
         if self.chance.random() < 0.3:
             buffer = ReplayBuffer(storage=self.storage, batch_size=4)
@@ -84,30 +87,30 @@ class Played:
             self.open.append(collector(lanes, **given))
 
     def extend(self) -> None:
-        """Rows from elsewhere."""
+        """Append rows as another program would."""
         if self.storage.head:
             rows = self.storage.get(slice(0, min(5, self.storage.head)))
             self.storage.extend(rows, ids="renumber")
 
     def collect(self) -> None:
-        """Exactly so many."""
+        """Collect a random number of transitions."""
         each, n = self.chance.choice(self.open), self.chance.randint(1, 12)
         assert each.collect(n) <= n
 
     def iterate(self) -> None:
-        """One batch."""
+        """Collect one batch."""
         for batch in self.chance.choice(self.open):
             assert len(batch)
             break
 
     def close(self) -> None:
-        """One of them ends, and perhaps is dropped."""
+        """Shut down one collector, and sometimes drop it."""
         each = self.chance.choice(self.open)
         each.shutdown()
         self.open.remove(each)
 
     def play(self) -> None:
-        """All of it."""
+        """Make 25 random calls."""
         calls = [self.collect] * 5 + [self.iterate] * 5 + [self.close] * 2
         calls += [self.extend, self.make, self.resume]
         for _ in range(25):
@@ -218,7 +221,7 @@ def test_a_run_without_rows_is_not_taken_for_the_next(tmp_path: Path) -> None:
 
 
 def test_a_run_without_rows_leaves_no_count_to_a_later_one(tmp_path: Path) -> None:
-    """Each says itself how it began, and with which seed."""
+    """Each run records its own start and seed."""
     path = tmp_path / "rows"
     with MemmapStorage(path) as storage:
         collector(2, storage=storage, seed=5).shutdown()
@@ -244,7 +247,7 @@ def test_a_run_in_a_buffer_gives_its_ids_back_when_it_is_over() -> None:
 
 
 def test_one_that_was_dropped_without_an_end_is_over(tmp_path: Path) -> None:
-    """Even where only the garbage collector finds that it was."""
+    """Only the garbage collector may be able to detect a dropped collector."""
     gc.disable()
     try:
         with MemmapStorage(tmp_path / "rows") as storage:

@@ -1,4 +1,4 @@
-"""What an episode earned is told whole, also what was earned in transitions that were discarded."""
+"""An episode's return includes the rewards of discarded transitions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from worker_kit import (
 
 
 def whole_return(lane: int, episode: int) -> float:
-    """Of the policy that acts by the sum of what it observes."""
+    """Return the episode's return under the policy that acts by the sum of its observation."""
     steps = range(length_of(LENGTHS, lane, episode))
     return sum(reward_of(lane, episode, step, (lane + episode + step) % 2) for step in steps)
 
@@ -38,7 +38,7 @@ def whole_return(lane: int, episode: int) -> float:
 def test_returns_and_lengths_include_what_was_discarded(
     source: str, size: int, workers: int
 ) -> None:
-    """Episodes whose end is in a batch; some began, and some earned, in no batch at all."""
+    """Ends must be in a batch. Some episodes began, or earned rewards, outside of all batches."""
     options: dict[str, Any] = {"frames_per_batch": size, "total_frames": 150, "surplus": "discard"}
     with in_threads():
         if workers:

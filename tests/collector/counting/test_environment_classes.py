@@ -1,4 +1,4 @@
-"""Runs that are resumed with an environment of other classes warn."""
+"""A resumed run warns if the classes of its environment differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tallyroll.storage import open_storage
 
 
 class First(gymnasium.Env[Any, Any]):
-    """Ends after five steps; every reward is 1."""
+    """Environment whose episodes have five steps and whose rewards are 1."""
 
     observation_space = spaces.Box(-1, 9, (1,), np.float32)
     action_space = spaces.Discrete(2)
@@ -38,13 +38,13 @@ class First(gymnasium.Env[Any, Any]):
 
 
 class Second(First):
-    """The same spaces, and other rewards."""
+    """Environment with the same spaces and other rewards."""
 
     reward = 100.0
 
 
 class Shifted(gymnasium.RewardWrapper[Any, Any]):
-    """Adds to each reward."""
+    """Wrapper that adds to each reward."""
 
     def reward(self, reward: Any) -> Any:
         return reward + 1
@@ -59,7 +59,7 @@ def make_second() -> Second:
 
 
 def run(path: Path, env: Any, frames: int, kind: Any = SyncCollector, **more: Any) -> list[str]:
-    """Collect until the run has ``frames`` rows; return the messages of warnings."""
+    """Collect until the run has ``frames`` rows, and return the messages of warnings."""
     resume: Any = "auto"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

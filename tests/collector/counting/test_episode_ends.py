@@ -1,4 +1,4 @@
-"""The number of an episode's last transition is the same however a run is asked for."""
+"""The number of an episode's last transition does not depend on how the run is collected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ends_of(collector: Collector) -> dict[int, int]:
 
 
 def one_by_one(source: str) -> dict[int, int]:
-    """Count the transitions of a run one at a time, and note which of them end an episode."""
+    """Collect a run one transition at a time, and note which transitions end an episode."""
     found: dict[int, int] = {}
     with (
         MemmapStorage(max_size=TOTAL) as storage,
@@ -108,7 +108,7 @@ def test_with_workers_in_step(source: str, wanted: dict[int, int], workers: int)
 
 
 def test_in_order_of_arrival() -> None:
-    """Each end has a number of its own, and the last one is within what is stored."""
+    """Each end has a distinct number, and none exceeds the number of stored rows."""
     with (
         in_threads(),
         worker_collector(

@@ -1,4 +1,4 @@
-"""Episodes that wait in a ring until someone asks are those that are logged at once."""
+"""The log gets the same episodes from a ring that is read later as from immediate logging."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ needs_compiler = pytest.mark.skipif(compiled() is None, reason="there is no comp
 
 @pytest.fixture(autouse=True)
 def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rings have no more room than they must have."""
+    """Give rings the smallest possible capacity."""
     monkeypatch.setattr(episode_ring, "LEAST_ROOM", 1)
 
 
@@ -58,7 +58,7 @@ def seen(log: EpisodeLog, path: Path) -> Any:
     return log.to_dict(), path.read_bytes(), arrays, [*log], repr(log), log.total, log[-7:]
 
 
-# --- beside the longer way ------------------------------------------------------------------------
+# --- compared with the slow path ------------------------------------------------------------------
 
 
 @needs_compiler
@@ -169,7 +169,7 @@ def records(first: int, count: int) -> np.ndarray:
 
 
 def note(ring: EpisodeRing, count: int) -> None:
-    """Write so many further records, as the extension does."""
+    """Write `count` further records as the extension does."""
     counts, room = ring.counts, ring.counts.room
     assert counts.noted - counts.taken + count <= room
     for record in records(counts.noted, count):
@@ -220,11 +220,14 @@ def test_blocks_and_the_ring_are_in_order(data: st.DataObject) -> None:
 
 
 def taken_with(what: str, place: int) -> int:
-    """Take 9 episodes, and do something at a place in between; return the number of places."""
+    """Take 9 episodes with an action at one place in between.
+
+    Return the number of places.
+    """
     count = 0
     log = EpisodeLog(4)
     ring = log.ring(3)
-    for noted in (5, 4):  # those of the second time lie at the end of the ring, and where it begins
+    for noted in (5, 4):  # the second batch of records wraps around the end of the ring
         log.take()
         note(ring, noted)
 
@@ -240,7 +243,7 @@ def taken_with(what: str, place: int) -> int:
             note(ring, 6)
             log.take()
 
-    places = traced if what == "raise" else at_checks  # only there a handler may come
+    places = traced if what == "raise" else at_checks  # handlers can only run there
     with suppress(Interruption), places(PACKAGE, look):
         log.take()
     total = 27 if what == "more" and 0 < place <= count else 9
@@ -254,7 +257,10 @@ def taken_with(what: str, place: int) -> int:
 
 @pytest.mark.parametrize("what", ["read", "more", "raise"])
 def test_a_handler_may_come_anywhere(what: str) -> None:
-    """It reads the log, or collects more episodes and reads these; or any instruction raises."""
+    """The handler reads the log, or collects more episodes and reads them.
+
+    In the third case, any instruction raises.
+    """
     places = taken_with(what, 0)
     assert places > (150 if what == "raise" else 15)
     for place in range(1, places + 1):

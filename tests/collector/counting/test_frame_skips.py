@@ -17,7 +17,7 @@ from tallyroll.collector.counting.ledger import known_ticks
 
 
 class Plain(gymnasium.Env[Any, Any]):
-    """Ends after seven steps."""
+    """Environment whose episodes have seven steps."""
 
     observation_space = spaces.Box(0, 999, (1,), np.float64)
     action_space = spaces.Discrete(2)
@@ -33,14 +33,14 @@ class Plain(gymnasium.Env[Any, Any]):
 
 
 class Simulated(Plain):
-    """Reports its steps of physics, as MuJoCo's environments do."""
+    """Environment that reports its physics steps as MuJoCo environments do."""
 
     def __init__(self, frame_skip: Any) -> None:
         self.frame_skip = frame_skip
 
 
 class Skips(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Reports a number as `MaxAndSkipEnv` of Stable-Baselines3 does."""
+    """Wrapper that reports a number as `MaxAndSkipEnv` of Stable-Baselines3 does."""
 
     def __init__(self, env: Any, skip: Any) -> None:
         super().__init__(env)
@@ -48,11 +48,11 @@ class Skips(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class ActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Reports no number."""
+    """Wrapper that reports no number."""
 
 
 class Repeats(Plain):
-    """Reports a method and numbers that are none of frames, and cannot be pickled."""
+    """Environment with unrelated attributes of similar names, which cannot be pickled."""
 
     repeat = 3
 
@@ -64,7 +64,7 @@ class Repeats(Plain):
 
 
 class Holder(gymnasium.Env[Any, Any]):
-    """Keeps an environment of another library, which a process does not show."""
+    """Wrapper of another library's environment, which hides it from other processes."""
 
     def __init__(self, env: Any) -> None:
         self._env, self.reset, self.step = env, env.reset, env.step
@@ -72,14 +72,14 @@ class Holder(gymnasium.Env[Any, Any]):
 
 
 class Worldly(Plain):
-    """Has its simulator in an attribute, as VMAS does."""
+    """Environment with its simulator in an attribute, as in VMAS."""
 
     def __init__(self, substeps: int) -> None:
         self.world = SimpleNamespace(_substeps=substeps)
 
 
 class Configured(Plain):
-    """Has a configuration like Isaac Lab's."""
+    """Environment with a configuration like Isaac Lab's."""
 
     def __init__(self, decimation: int) -> None:
         self.cfg = SimpleNamespace(decimation=decimation)

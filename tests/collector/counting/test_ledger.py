@@ -1,4 +1,4 @@
-"""The ledger as a value: it is read, set, compared, copied and counted up like any dataclass."""
+"""The ledger is a value: it can be read, set, compared, copied and added to like a dataclass."""
 
 from __future__ import annotations
 
@@ -88,13 +88,14 @@ def test_entries_add_up_by_name(posted: list[LedgerEntry]) -> None:
 
 
 def test_an_entry_is_posted_whole_or_not_at_all() -> None:
-    """An exception is raised at each instruction in turn."""
+    """The test raises an exception at each instruction in turn."""
     entry = LedgerEntry(*range(1, 1 + len(LedgerEntry._fields)))
     whole = some()
     post(whole, entry)
     outcomes = []
     with traced(INSIDE, lambda _: None):
-        post(some(), entry)  # Python 3.13 tells of the instructions of a code from its next call on
+        # Python 3.13 traces the instructions of a code object from its next call on
+        post(some(), entry)
     for number in range(1, 1000):
         ledger, count = some(), 0
 

@@ -1,4 +1,4 @@
-"""The ledger is compared with what was counted on the way: a row lost or doubled is an error."""
+"""The ledger is compared with running counts: a lost or duplicated row is an error."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ Step = str
 
 
 class Once:
-    """Changes what comes by the next time that it is armed, and then no more."""
+    """Function that changes the next value after it is armed, and then no more."""
 
     def __init__(self, change: Change) -> None:
         self._change, self._armed, self._lock = change, False, threading.Lock()
         self.done = False
 
     def arm(self) -> None:
-        """Change the next one that can be changed."""
+        """Arm the change of the next suitable value."""
         self._armed = not self.done
 
     def __call__(self, value: Any) -> Any:
@@ -72,7 +72,7 @@ class Once:
 
 
 def account_without(account: Account) -> Account | None:
-    """One transition that was executed is not marked."""
+    """Unmark one executed transition."""
     at = np.argwhere(account.transitions)
     if not len(at):
         return None
@@ -82,7 +82,7 @@ def account_without(account: Account) -> Account | None:
 
 
 def account_twice(account: Account) -> Account | None:
-    """One reset slot is marked as a transition."""
+    """Mark one reset slot as a transition."""
     at = np.argwhere(~account.transitions)
     if not len(at):
         return None
@@ -92,14 +92,14 @@ def account_twice(account: Account) -> Account | None:
 
 
 def block_without(block: Block) -> Block | None:
-    """The last row is no more."""
+    """Drop the last row."""
     if not len(block):
         return None
     return replace(block, index=block.index[:-1], lane=block.lane[:-1])
 
 
 def block_twice(block: Block) -> Block | None:
-    """The last row comes again."""
+    """Duplicate the last row."""
     if not len(block):
         return None
     index, lane = (np.append(each, each[-1:]) for each in (block.index, block.lane))
@@ -107,20 +107,20 @@ def block_twice(block: Block) -> Block | None:
 
 
 def part_of(rows: list[int], part: Part) -> Part:
-    """Some rows of a part."""
+    """Return some rows of a part."""
     at = torch.arange(len(part))[rows] if rows else torch.arange(len(part) - 1)
     return Part({key: column[at] for key, column in part.rows.items()}, {})
 
 
 def part_without(part: Part | SlabPart) -> Part | SlabPart:
-    """The last row is no more."""
+    """Drop the last row."""
     if isinstance(part, SlabPart):
         return replace(part, index=np.asarray(part.index)[:-1])
     return part_of([], part)
 
 
 def part_twice(part: Part | SlabPart) -> Part | SlabPart:
-    """The last row comes again."""
+    """Duplicate the last row."""
     if isinstance(part, SlabPart):
         index = np.asarray(part.index)
         return replace(part, index=np.append(index, index[-1:]))
@@ -128,12 +128,12 @@ def part_twice(part: Part | SlabPart) -> Part | SlabPart:
 
 
 def pieces_without(pieces: list[Any]) -> list[Any]:
-    """The last row of each piece is no more."""
+    """Drop the last row of each piece."""
     return [{key: column[:-1] for key, column in piece.items()} for piece in pieces]
 
 
 def pieces_twice(pieces: list[Any]) -> list[Any]:
-    """The first piece comes again."""
+    """Duplicate the first piece."""
     return [pieces[0], *pieces]
 
 
@@ -152,7 +152,7 @@ changes = pytest.mark.parametrize(("step", "what"), CHANGES)
 
 @contextmanager
 def tampered(step: Step, what: str) -> Iterator[Once]:
-    """Where rows pass in that step of their way, one is lost or doubled once it is armed."""
+    """Patch a step of the pipeline to lose or duplicate a row once it is armed."""
     once = Once(CHANGES[step, what])
 
     def wrapped(original: Callable[..., Any], collect: type = object) -> Callable[..., Any]:
@@ -185,7 +185,10 @@ RUNS: dict[str, Callable[..., Collector]] = {
 
 
 def collect(run: str, once: Once, **kwargs: Any) -> tuple[int, Collector, pytest.ExceptionInfo]:
-    """Rows that were yielded until the error came."""
+    """Collect until the error.
+
+    Return the number of yielded rows, the collector and the error.
+    """
     source = {"source": NEXT, "lanes": LANES, "frames_per_batch": BATCH, "total_frames": 200}
     with in_threads(), RUNS[run](policy=ByObservation(), **{**source, **kwargs}) as collector:
         rows: list[int] = []
@@ -198,7 +201,7 @@ def collect(run: str, once: Once, **kwargs: Any) -> tuple[int, Collector, pytest
 
 
 def iterate(collector: Collector, rows: list[int], once: Once, after: int = BATCH) -> None:
-    """Note how many rows are yielded; arm after so many."""
+    """Record the lengths of yielded batches, and arm the change after `after` rows."""
     for batch in collector:
         rows.append(len(batch))
         if sum(rows) == after:
@@ -266,7 +269,7 @@ def test_a_storage_that_takes_fewer_rows_than_it_is_given(lanes: int, tmp_path: 
 def test_after_an_error_that_error_is_raised_and_the_other_is_its_note(
     mode: str, step: Step, tmp_path: Path
 ) -> None:
-    # The tenth batch would be transitions 91 to 100, of which the fifth is the bad one.
+    # The tenth batch has the transitions 91 to 100. The fifth of them is bad.
     create = faulty_vec(0, LANES, what="nan", lane=1, at=31)
     kwargs = {"frames_per_batch": BATCH, "total_frames": 200, "storage": tmp_path / "rows"}
     with in_threads(), tampered(step, "lost") as once:
@@ -278,7 +281,7 @@ def test_after_an_error_that_error_is_raised_and_the_other_is_its_note(
         with made as collector:
             rows: list[int] = []
             with pytest.raises(TransitionError, match="observation lies outside") as raised:
-                # A lease is of four slots, and one is ahead.
+                # A lease has four slots, and one lease is ahead.
                 iterate(collector, rows, once, after=80 if mode == "async" else 90)
     assert once.done
     assert any("transitions were not stored" in note for note in raised.value.__notes__)
@@ -303,7 +306,7 @@ def test_unsound_transitions_are_counted_as_discarded(
         with made as collector, pytest.raises(TransitionError):
             list(collector)
     ledger = collector.ledger
-    # Slot 40 is the bad one; with a storage the 40 before it are rescued.
+    # Slot 40 is bad. With a storage, the 40 slots before it are rescued.
     assert ledger.stored == (40 * LANES if stores else 100)
     assert balanced(ledger)
     assert ledger.discarded == ledger.executed - ledger.stored > 0
@@ -311,7 +314,10 @@ def test_unsound_transitions_are_counted_as_discarded(
 
 
 class Broken(OracleEnv):
-    """Lane 1 raises in its tenth step, and lane 0 in its fourth, when both have come there."""
+    """Environment whose lane 1 raises in its tenth step, and lane 0 in its fourth.
+
+    The two lanes wait for each other before they raise.
+    """
 
     ahead, behind = threading.Event(), threading.Event()
 

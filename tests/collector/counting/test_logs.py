@@ -1,4 +1,4 @@
-"""Logs of runs: rows at multiples, each once, whatever ends a run; and collecting goes on."""
+"""Logs have each row at a multiple once, however a run ends, and collecting continues."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_refused_numbers_cost_no_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("linked", [False, True])
 def test_names_may_come_in_any_row(tmp_path: Path, linked: bool) -> None:
-    """A new name is an empty cell in the rows before, and in rows that lack it."""
+    """A new name leaves an empty cell in earlier rows and in rows without it."""
     path, rows = tmp_path / "run.csv", []
     if linked:
         (tmp_path / "elsewhere").mkdir()
@@ -128,7 +128,7 @@ def test_names_may_come_in_any_row(tmp_path: Path, linked: bool) -> None:
 
 
 def test_numbers_wait_for_the_row_that_is_due(tmp_path: Path) -> None:
-    """Calls between two rows add to each other; a value is written once."""
+    """Calls between two rows accumulate, and each value is written once."""
     path = tmp_path / "run.csv"
     with collector(94) as run, RunLog(run, path, every=25) as rows:
         for number, _ in enumerate(run):
@@ -215,12 +215,12 @@ def test_a_file_that_got_columns_is_locked_as_before(tmp_path: Path) -> None:
     CsvLog(str(path)).close()
 
 
-# --- going on -------------------------------------------------------------------------------------
+# --- continuing a run -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("left", ["", "6", "60,1.0,6", "a row too few"])
 def test_a_resumed_run_goes_on_after_its_rows(tmp_path: Path, left: str) -> None:
-    """A kill left half a line, or committed rows of the storage after the last of the log."""
+    """A kill left half a line, or rows of the storage that the log lacks."""
     path, storage = tmp_path / "run.csv", tmp_path / "rows"
     log(collector(50, storage=storage), path)
     content = path.read_text()
@@ -235,7 +235,7 @@ def test_a_resumed_run_goes_on_after_its_rows(tmp_path: Path, left: str) -> None
 
 
 def test_rows_of_lost_transitions_are_cut_off(tmp_path: Path) -> None:
-    """As after a power cut: the log has rows that the storage lost."""
+    """After a power cut, the log may have rows that the storage lost."""
     path, storage = tmp_path / "run.csv", tmp_path / "rows"
     log(collector(50, storage=storage), path, every=10)
     content = path.read_text()
@@ -301,11 +301,14 @@ def test_an_extra_that_is_not_there(monkeypatch: pytest.MonkeyPatch, name: str) 
         RunLog(run, f"{name}:x")
 
 
-# --- what cannot be written -----------------------------------------------------------------------
+# --- rows that cannot be written ------------------------------------------------------------------
 
 
 def test_collecting_goes_on_where_a_row_cannot_be_written(tmp_path: Path) -> None:
-    """The system writes a part of a line, and refuses the rest; later it takes all."""
+    """The system first writes a part of a line and refuses the rest.
+
+    Later it accepts all writes.
+    """
     path = tmp_path / "run.csv"
     with MemmapStorage(tmp_path / "rows") as storage:
         run = collector(50, storage=storage)

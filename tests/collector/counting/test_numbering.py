@@ -1,4 +1,4 @@
-"""The arithmetic alone: which slots are transitions, their order, numbers, seeds and counts."""
+"""Pure arithmetic: which slots are transitions, their order, numbers, seeds and counts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_rows_stand_lane_by_lane_in_time(taken: Any) -> None:
 
 @st.composite
 def blocks(draw: st.DrawFn) -> tuple[int, list[tuple[list[int], list[bool]]]]:
-    """Lanes, and blocks of (lane of each row, ended of each row)."""
+    """Draw a number of lanes, and blocks of (lane of each row, ended of each row)."""
     lanes = draw(st.integers(1, 4))
     found = []
     for _ in range(draw(st.integers(1, 5))):
@@ -139,7 +139,7 @@ def test_a_lane_that_is_interrupted_skips_an_id() -> None:
     state = LaneState.fresh(3, 10)
     number(state, np.array([0, 1], np.int32), np.array([False, True]), np.zeros(2), np.zeros(2))
     assert state.traj_id.tolist() == [10, 14, 12]
-    assert state.interrupt(np.array([True, True, True])) == 1  # two have no row yet
+    assert state.interrupt(np.array([True, True, True])) == 1  # two lanes have no row yet
     assert state.traj_id.tolist() == [13, 17, 15]
     assert not state.open.any()
     assert state.first_id == 10
@@ -156,13 +156,13 @@ def test_seeds_differ_by_lane_and_start_and_never_change() -> None:
     }
     assert len(set(seeds.values())) == len(seeds)
     assert all(0 <= seed < 2**31 for seed in seeds.values())
-    # Pinned: data that were made with a seed can be made again by a later version.
+    # Pinned, so that later versions reproduce data from a seed.
     assert [lane_seed(0, lane, 0) for lane in range(3)] == [1941048836, 1805848317, 1961512366]
     assert driver_seed(0, 0).generate_state(1) != driver_seed(0, 1).generate_state(1)
 
 
 def test_lanes_that_would_be_alike_get_seeds_that_differ() -> None:
-    # Found by search: in 31 bits, of 3000 lanes two are alike in one of 480 runs.
+    # Found by search: among 3000 lanes with 31 bits, two seeds coincide in one of 480 runs.
     seed, lower, upper = 2061, 654, 694
     alike = lane_seed(seed, lower, 0)
     assert lane_seed(seed, upper, 0) == alike
@@ -179,7 +179,7 @@ def test_seeds_differ_and_do_not_depend_on_how_many_lanes_follow(
     seed: int, lanes: int, incarnation: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(numbering, "SEED_MASK", 0xF)  # so that many are alike
+        patch.setattr(numbering, "SEED_MASK", 0xF)  # makes many seeds coincide
         seeds = lane_seeds(seed, lanes, incarnation)
         assert len(set(seeds)) == lanes
         for fewer in range(lanes):
@@ -233,7 +233,7 @@ def test_the_gate_admits_the_first_started_in_any_pieces(
 def test_the_gate_foresees_what_it_will_admit(
     total: int, lengths: list[list[int]], reset_slots: bool, data: st.DataObject
 ) -> None:
-    """Slot by slot, whichever lanes step, with a slot for each reset or without."""
+    """The prediction is checked slot by slot, with and without reset slots."""
     lanes = len(lengths)
     gate = EpisodeBudget(total, lanes)
     episode, left = [0] * lanes, [own[0] for own in lengths]

@@ -1,4 +1,4 @@
-"""The entry of a run says where, when and by which code it was made; exports do not say where."""
+"""The entry of a run records where, when and by which code it was made; exports omit the place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from worker_kit import DISABLED, LANES, factory
 
 @pytest.fixture(autouse=True)
 def git_is_asked_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of what conftest.py puts there for all tests."""
+    """Restore the function that conftest.py replaces for all tests."""
     monkeypatch.setattr(host_info, "git_of_folder", host_info.git_of_folder.__wrapped__)
 
 

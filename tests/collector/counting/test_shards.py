@@ -1,4 +1,4 @@
-"""Parts of a run, by a plain list of its transitions in slot order."""
+"""Shards of a run, compared with a plain list of its transitions in slot order."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +22,7 @@ def test_shards_have_all_lanes_and_the_first_transitions_of_slot_order(
     for own in parts:
         mine = [lane for lane in slot_order if lane in own]
         assert among_first(count, lanes, own) == len(mine)
-        # The first so many of its own slot order are these very ones.
+        # They are also the first transitions in the shard's own slot order.
         assert mine == [own.start + number % len(own) for number in range(len(mine))]
 
 

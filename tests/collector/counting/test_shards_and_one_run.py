@@ -1,6 +1,6 @@
-"""Shards of a run together are the one run: rows by id and step, ids, seeds, counts.
+"""The shards of a run equal the whole run: rows by id and step, ids, seeds and counts.
 
-``TALLYROLL_SHARDS`` says how many runs are drawn, 12 by default.
+``TALLYROLL_SHARDS`` is the number of random runs, 12 by default.
 """
 
 import os
@@ -48,11 +48,11 @@ def test_random_openings_end_with_the_one_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["discrete", "masked"])
 def test_workers_of_a_shard_act_at_random_as_the_one_run(tmp_path: Path, kind: str) -> None:
-    """Numbers are drawn by the parent, or, where a mask is looked at, by each worker."""
+    """The parent draws the actions, or each worker does if there is a mask."""
     Sharded(kind, 6, 2, 100, by_policy=False, workers=2).check(tmp_path)
 
 
-@pytest.mark.slow  # a job of threads, above, is pickled as one of processes
+@pytest.mark.slow  # the threaded case above pickles its job in the same way as processes
 def test_processes_step_the_lanes_of_a_shard(tmp_path: Path) -> None:
     options: dict[str, Any] = {"frames_per_batch": 30, "total_frames": 203, "seed": 2}
     for shard, kind, more in (
@@ -179,7 +179,7 @@ def test_a_storage_of_a_shard_is_sound_and_says_which_it_is(tmp_path: Path) -> N
     ("of", "workers"), [(2, 0), (3, 2), (7, 0)], ids=["two", "workers", "a lane each"]
 )
 def test_several_policies_by_lane(tmp_path: Path, of: int, workers: int) -> None:
-    """A shard may have no lane of one; random beginnings are spread over the lanes of each."""
+    """A shard may have no lane of a policy. Random openings are spread over each policy's lanes."""
     run = Sharded(
         "discrete", 7, of, 120, by_policy=True, several=20, workers=workers, batches=(64, 9, 30)
     )
@@ -192,7 +192,7 @@ def test_several_policies_by_lane(tmp_path: Path, of: int, workers: int) -> None
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_shard_of_several_policies_goes_on(tmp_path: Path, mode: str) -> None:
     opened = OnePolicy(chooses("discrete"), init_random_frames=20)
-    total, parts = {  # the more, so that a worker that is late begins all of its lanes
+    total, parts = {  # large enough for a late worker to begin all its lanes
         "sync": (120, [35, 34, 51]),
         "async": (2800, [800, 800, 1200]),
     }[mode]

@@ -1,4 +1,4 @@
-"""Vectors whose lanes have different bounds: each lane is checked against its own."""
+"""Vectors whose lanes have different bounds are checked lane by lane."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUDGET: dict[str, Any] = {"frames_per_batch": 16, "total_frames": 160, "seed": 0
 
 
 class Wide(gym.Env[Any, Any]):
-    """Shows both bounds of its own space; lane ``k`` has ``k + 1`` times those of lane 0.
+    """Environment that reaches both bounds of its space, which is ``k + 1`` times that of lane 0.
 
     Args:
         lane: k.
@@ -140,7 +140,7 @@ def test_verify_checks_each_row_against_its_lane(
     assert verify(good).sound
     with SyncCollector(vector(1, kind), storage=bad, **BUDGET, validate="off") as c:
         c.collect(160)
-    # Rows of a run that was not validated are left out: here they are looked at.
+    # Rows of a run that was not validated are skipped by default; this test includes them.
     monkeypatch.setattr(record_checks, "UNCHECKED", "")
     report = verify(bad)
     assert {each.check for each in report.findings} == {"spaces"}
@@ -148,7 +148,7 @@ def test_verify_checks_each_row_against_its_lane(
 
 
 class Steered(VectorEnv[Any, Any, Any]):
-    """A vector of its own, whose lanes take and show different numbers."""
+    """Native vector environment whose lanes accept and return different numbers."""
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
     num_envs = LANES
@@ -186,7 +186,7 @@ def _all(share: float, lane: int | None = None) -> Any:
     calls = count()
 
     def policy(td: Any) -> Any:
-        later = next(calls) > 3  # the first are looked at before the run
+        later = next(calls) > 3  # the first values are checked before the run
         return td.set("action", tops * (shares if later else 0.5))
 
     return policy

@@ -1,7 +1,8 @@
-"""Each value that an environment returns is in its row as it is, or an error says why it is not.
+"""Each value of an environment is stored exactly, or an error names the reason.
 
-The oracle is the environment, stepped by hand. Cells of a grid (spaces, forms of values, modes) are
-equal to it, bit for bit, or refused with key, lane, step, what was expected and what came.
+The oracle is the environment, stepped by hand. Each cell of a grid (spaces, forms of values, modes)
+equals it bit for bit, or is refused. The error names the key, lane, step, expected value and actual
+value.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ def same(value: Any) -> Any:
 
 
 class Given(gym.Env[Any, Any]):
-    """What it observes is ``value(episode, step)``, in a ``form``; rewards and flags as well."""
+    """Environment that observes ``value(episode, step)`` in a ``form``.
+
+    Rewards and flags have forms, too.
+    """
 
     action_space = spaces.Discrete(2)
 
@@ -103,7 +107,7 @@ def vec(mode: AutoresetMode, *args: Any, lanes: int = 2, **kwargs: Any) -> SyncV
 
 
 def leaves(value: Any, key: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    """By key, as an observation has them in a row."""
+    """Flatten an observation by the keys of its columns."""
     if isinstance(value, dict):
         return {k: v for name, part in value.items() for k, v in leaves(part, (*key, name)).items()}
     if isinstance(value, tuple):
@@ -114,7 +118,7 @@ def leaves(value: Any, key: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
 
 
 def require_equal(rows: Any, env: Given) -> None:
-    """Rows are those of the environment, stepped by hand."""
+    """Check that the rows equal those of the environment, stepped by hand."""
     first = rows["collector", "traj_ids"].numpy() // 2
     for row, episode, time in zip(rows, first, rows["collector", "step"].tolist(), strict=True):
         for prefix, at in ((), time), (("next",), time + 1):
@@ -146,7 +150,7 @@ PLAIN: dict[str, spaces.Space[Any]] = {
 
 
 def each(form: Form) -> Form:
-    """``form`` of every leaf."""
+    """Apply ``form`` to every leaf."""
 
     def deep(value: Any) -> Any:
         if isinstance(value, dict):
@@ -190,7 +194,7 @@ FORMS: dict[str, Form] = {
 
 @pytest.mark.parametrize("space", PLAIN)
 def test_an_observation_is_in_its_row_as_it_is_or_refused(space: str) -> None:
-    """Forms have the modes by turns, so that each space and each form meets all of them."""
+    """Forms and modes rotate, so that each space and each form meets all modes."""
     refused = set()
     for number, (name, form) in enumerate(FORMS.items()):
         mode = MODES[(number + list(PLAIN).index(space)) % len(MODES)]
@@ -269,11 +273,11 @@ FLAGS: dict[str, tuple[Form, bool]] = {
 
 
 MODES_AND_TWIN = [*MODES, None]
-"""None: the mode with reset slots, without the extension."""
+"""None stands for the mode with reset slots, without the extension."""
 
 
 def by_turns(names: Iterable[str]) -> list[tuple[str, AutoresetMode | None]]:
-    """Return each name with one of the modes, by turns, and without the extension."""
+    """Pair each name with a mode in rotation, and with None, which disables the extension."""
     return [
         pair
         for turn, name in enumerate(names)
@@ -295,9 +299,9 @@ def single_slots(mode: AutoresetMode, **kwargs: Any) -> Any:
 
 
 def outcomes(mode: AutoresetMode, check: Callable[[Any], None], **kwargs: Any) -> list[str]:
-    """Of each way, "" where the rows are right, else the error.
+    """Return the error of each way to collect, or "" if the rows are right.
 
-    The ways: batches, single slots, an observation in a Dict, and lanes stepped in part.
+    The ways are batches, single slots, an observation in a Dict, and partial steps.
     """
     deep = spaces.Dict(observation=spaces.Box(-9, 9, (2,), np.float32))
     ways = [
@@ -399,7 +403,7 @@ def test_what_a_later_reset_returns_is_looked_at() -> None:
 @pytest.mark.parametrize("run", ["sync", "async"])
 def test_workers_say_lane_and_step(run: str) -> None:
     make = partial(vec, MODES[0], lanes=1, reward=lambda time: [time], after=3)
-    # Leases count no steps; nor is it known of a worker that is ahead of others.
+    # Leases do not count steps, and the step is unknown for a worker that is ahead of others.
     step = "(, step 2 of its trajectory)?" if run == "sync" else ""
     wanted = rf"^next/reward at lane [01]{step}: expected one number, got \[3\] \(list\)"
     with in_threads(), pytest.raises(ValueRefused, match=wanted):
@@ -470,7 +474,7 @@ def test_digits_are_rounded_and_said_once() -> None:
 
 
 class Odd(toy_systems.Toy):
-    """Its rewards and flags are in other arrays."""
+    """System that returns rewards and flags in other arrays."""
 
     def __init__(self, reward: Form = same, flag: Form = same) -> None:
         super().__init__(2)
@@ -540,7 +544,7 @@ def below_zero(episode: int, time: int) -> Any:
 
 
 def two_lengths(mode: AutoresetMode) -> SyncVectorEnv:
-    """Lanes that are reset one by one."""
+    """Return lanes that end, and reset, at different times."""
     make = partial(Given, value=below_zero)
     lanes: list[Any] = [make, lambda: gym.wrappers.TimeLimit(make(), LENGTH - 1)]
     return SyncVectorEnv(lanes, autoreset_mode=mode)
@@ -561,7 +565,7 @@ ZEROS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("run", ["policy", "opening", "threads"])
 @pytest.mark.parametrize("kind", ZEROS)
 def test_the_sign_of_zero_is_kept_under_transforms(kind: str, run: str) -> None:
-    """TensorDicts that know their device are cloned by adding 0."""
+    """TensorDict clones tensors by adding 0 if it has a device."""
     policy = TensorDictModule(
         lambda seen: (torch.zeros(seen.shape[:-1], dtype=torch.int64), seen * 1),
         in_keys=["observation"],
@@ -601,7 +605,7 @@ def test_a_state_goes_on_as_it_was_written(kind: Any, mode: AutoresetMode, tmp_p
     assert bool((torch.signbit(written) & (written == 0)).any())
 
 
-# --- wide unsigned integers, and nothing at all ---------------------------------------------------
+# --- wide unsigned integers, and None -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", ["", ".h5", ".zarr"])

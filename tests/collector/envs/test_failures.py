@@ -1,4 +1,4 @@
-"""Environments that fail without saying why: dead processes, and the API of gym before 0.26."""
+"""Failures without an explanation: dead processes, and the API of gym before 0.26."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tallyroll.storage import open_storage
 pytestmark = [
     pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*ERROR:UserWarning"),  # the logger of Gymnasium
+    pytest.mark.filterwarnings("ignore:.*ERROR:UserWarning"),  # Gymnasium's logger
 ]
 MAIN = os.getpid()
 
 
 class Counts(gym.Env[Any, Any]):
-    """Episodes of five steps; an observation is (episode, step)."""
+    """Environment with episodes of five steps that observes (episode, step)."""
 
     observation_space: gym.Space[Any] = gym.spaces.Box(-1, 1e9, (2,), np.float64)
     action_space = gym.spaces.Discrete(3)
@@ -51,7 +51,7 @@ class Counts(gym.Env[Any, Any]):
 
 
 class Dies(Counts):
-    """Ends its process: by an exit code, or by a signal where ``how`` is negative."""
+    """Environment that ends its process by exit code ``how``, or by signal ``-how`` if negative."""
 
     def __init__(self, how: int, at: str) -> None:
         self._how, self._at = how, at
@@ -127,7 +127,7 @@ def made(vector: str, how: int = KILLED, at: str = "step") -> Any:
 @pytest.mark.parametrize("vector", VECTORS)
 @pytest.mark.parametrize("at", MOMENTS)
 def test_a_dead_process_is_named(vector: str, at: str, tmp_path: Path) -> None:
-    """Codes and signals differ by moment, so that neither can be a constant."""
+    """Codes and signals differ by moment, so that constants cannot pass."""
     how = {"construction": 1, "first reset": 3, "step": KILLED, "later reset": -signal.SIGSEGV}[at]
     says = {1: "exited with code 1", 3: "exited with code 3", KILLED: "was ended by SIGKILL"}
     with pytest.raises(EnvironmentDied, match=says.get(how, "by SIGSEGV .*native code")) as caught:
@@ -147,7 +147,7 @@ def test_a_dead_process_is_named(vector: str, at: str, tmp_path: Path) -> None:
     require_none_left()
     if at == "step":
         with open_storage(tmp_path / "rows") as storage:
-            assert len(storage) == 3 * (5 + 2)  # lanes in step, up to the one that died
+            assert len(storage) == 3 * (5 + 2)  # all lanes, up to the one that died
             assert set(storage.column("observation")[:, 0].tolist()) == {0, 1}
 
 
@@ -166,7 +166,7 @@ class Raises(Counts):
 
 
 def test_an_exception_of_another_lane_is_a_note() -> None:
-    """It ends its process too, with code 0; that lane did not die."""
+    """The exception also ends its process, with code 0. That lane did not die."""
     vector = partial(asynchronous, Raises, partial(Dies, KILLED, "step"))
     with pytest.raises(EnvironmentDied) as caught:
         drain(SyncCollector(vector, frames_per_batch=3, total_frames=99))
@@ -227,12 +227,12 @@ def test_a_process_that_is_killed_between_steps(vector: str, then: str) -> None:
 
 
 class Forks(Dies):
-    """Has a process of its own, which keeps the lane's pipe open for as long as it lives."""
+    """Environment with a child process that keeps the lane's pipe open."""
 
     def __init__(self, pipe: Any, how: int, at: str) -> None:
         super().__init__(how, at)
         if os.getpid() != MAIN and os.fork() == 0:
-            pipe.recv_bytes()  # ends with the test
+            pipe.recv_bytes()  # returns when the test ends
             os._exit(0)
 
 
@@ -304,7 +304,10 @@ class NoSeed(Counts):
 
 
 class OldSeed(Counts):
-    """As gym before 0.26 has it: four values, a bare observation, and a method for seeds."""
+    """Environment with the API of gym before 0.26.
+
+    It returns four values and a bare observation, and has a method for seeds.
+    """
 
     def seed(self, seed: int | None = None) -> list[int | None]:
         return [seed]

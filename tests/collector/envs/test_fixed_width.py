@@ -31,7 +31,10 @@ SIZES = {"said": 12, "var": (6, 2)}
 
 
 class Odd(EnvBase):
-    """Says lane, episode and step in all that ``shows`` names; episodes end after 2 + lane."""
+    """Environment that encodes lane, episode and step in each of `shows`.
+
+    Episodes have 2 + lane steps.
+    """
 
     def __init__(self, *shows: str, lanes: int | None = None, first: int = 0) -> None:
         super().__init__(batch_size=() if lanes is None else (lanes,))
@@ -90,7 +93,7 @@ class Odd(EnvBase):
         )
 
     def _set_seed(self, seed: int | None) -> None:
-        """It draws nothing."""
+        """Ignore the seed, because nothing is random."""
 
 
 def told(numbers: Any) -> str:
@@ -134,7 +137,7 @@ def test_strings_and_lengths_become_columns(name: str) -> None:
         if name != "outside":
             var = rows[(*at, "var")]
             assert var.shape[1:] == (6, 2)
-            if name != "lanes":  # there the longest lane's length is that of all
+            if name != "lanes":  # the longest lane determines the length of all lanes there
                 assert torch.equal(var.sum((1, 2)), 2 * (seen[:, 2] + 1))
 
 
@@ -202,7 +205,7 @@ def masked(lane: int = 0, lanes: int | None = None) -> TransformedEnv:
     ],
 )
 def test_masks_are_honoured(make: Any) -> None:
-    """Illegal actions raise in the environment."""
+    """The environment raises at illegal actions."""
     rows = run(make)
     assert rows["action_mask"].gather(-1, rows["action"][:, None]).all()
 
@@ -220,7 +223,7 @@ def test_recorders_record_what_torchrls_rollout_lets_them_record(lanes: int | No
             env.rollout(40 // (lanes or 1), break_when_any_done=False)
         pictures = [int(picture.flatten()[0]) for picture in video.obs]
         seen.append((pictures, [td["observation"].tolist() for td in tds.td]))
-    for one, other in zip(*seen, strict=True):  # TorchRL's rollout ends before a last reset
+    for one, other in zip(*seen, strict=True):  # TorchRL's rollout ends before the last reset
         assert len(other) <= len(one) <= len(other) + (lanes or 1)
         assert one[: len(other)] == other
     assert len(seen[0][0]) > 40
@@ -239,5 +242,5 @@ def test_a_recorder_dumps_each_episode() -> None:
     rows = run(TransformedEnv(Odd("pixels"), recorder))
     ends = int(rows["next", "done"].sum())
     assert len(Logger.videos) == ends == 20
-    for episode, video in enumerate(Logger.videos):  # its first observation, and two steps
+    for episode, video in enumerate(Logger.videos):  # first observation and two steps
         assert video[0, :, 0, 0, 0].tolist() == [episode * 10 + step for step in range(3)]

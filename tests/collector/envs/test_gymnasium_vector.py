@@ -1,4 +1,4 @@
-"""`GymnasiumVectorEnv` is a right TorchRL environment too, and each space has its column."""
+"""`GymnasiumVectorEnv` is also a correct TorchRL environment, and each space has its column."""
 
 from __future__ import annotations
 
@@ -123,17 +123,17 @@ def test_a_native_vector_is_never_reset_in_part() -> None:
 )
 def test_each_space_has_its_spec_and_its_column(space: Any, spec: Any, shape: Any) -> None:
     class Sampling(gym.Env[Any, Any]):
-        """Observations sampled from a space, actions from the same one."""
+        """Environment that samples its observations and actions from one space."""
 
         observation_space = action_space = space
 
         def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-            """Reset."""
+            """Return a sampled observation."""
             super().reset(seed=seed)
             return space.sample(), {}
 
         def step(self, action: Any) -> Any:
-            """An observation that is the action."""
+            """Return the action as the observation."""
             assert space.contains(action), action
             return action, 0.0, bool(self.np_random.random() < 0.3), False, {}
 
@@ -171,7 +171,7 @@ def test_gymnasiums_vector_wrappers_go_underneath(mode: AutoresetMode) -> None:
 
 def test_a_subclass_of_a_sync_vector_is_one() -> None:
     class Own(SyncVectorEnv[Any, Any]):
-        """A user's own."""
+        """Subclass in a user's code."""
 
     makes = [partial(OracleEnv, lane, LENGTHS) for lane in range(3)]
     batches, _ = collect(Own(makes), ByObservation(), frames_per_batch=9, total_frames=60)
@@ -246,11 +246,11 @@ def test_an_instance_is_not_closed_when_its_collector_is_gone() -> None:
         assert not vector.closed
 
 
-# --- workers that reset a lane once more ----------------------------------------------------------
+# --- workers that reset a lane twice --------------------------------------------------------------
 
 
 class Counting(gym.Env):
-    """Observes episode and step; episodes last 2, 3 or 4 steps."""
+    """Environment that observes episode and step. Its episodes have 2, 3 or 4 steps."""
 
     observation_space = spaces.Box(-1, np.inf, (2,), np.float32)
     action_space = spaces.Discrete(3)
@@ -294,7 +294,7 @@ FORGETS = "may reset a lane whose episode ended once more after a reset; .*DISAB
     ),
 )
 def test_workers_without_shared_memory(mode: AutoresetMode, slots: Any, more: Any) -> None:
-    """In NEXT_STEP they forget resets, so that what resets lanes beside them is refused."""
+    """NEXT_STEP workers forget resets, so options that reset lanes are refused."""
     vector = unshared(mode)
     try:
         forgets = mode is AutoresetMode.NEXT_STEP and (slots == "avoid" or bool(more))
@@ -313,7 +313,7 @@ def test_workers_without_shared_memory(mode: AutoresetMode, slots: Any, more: An
 def test_a_vector_that_forgets_resets_is_not_collected_from_again() -> None:
     vector = unshared()
     try:
-        check_counting(vector, 4)  # with the last of which both lanes end
+        check_counting(vector, 4)  # both lanes end with the last of these rows
         with pytest.raises(EnvironmentRefused, match=FORGETS):
             check_counting(GymnasiumVectorEnv(vector), 4)
     finally:
@@ -322,7 +322,7 @@ def test_a_vector_that_forgets_resets_is_not_collected_from_again() -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_worker_function_may_forget_resets(shared: bool) -> None:
-    """Unless it is said that it honours them."""
+    """A user may declare that the function honors resets."""
     vector = unshared(worker=_async_worker, shared_memory=shared)
     try:
         with pytest.raises(EnvironmentRefused, match=FORGETS):

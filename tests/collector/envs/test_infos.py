@@ -1,7 +1,7 @@
-"""Infos as columns: every stored value is the one that the environment gave, or there is an error.
+"""Each stored info equals the environment's, or the collector raises an error.
 
-The oracle's infos tell lane, episode and step, in several dtypes and shapes, some of them only
-sometimes; rows are compared with what a plain function of these three says.
+The oracle's infos encode lane, episode and step in several dtypes and shapes, some of them only at
+some steps. A plain function of these three computes the expected rows.
 """
 
 import warnings
@@ -36,7 +36,7 @@ LENGTHS = [3, 1, 4, 2]
 
 
 def told(lane: int, episode: int, step: int, ended: bool) -> dict[str, Any]:
-    """What the oracle's info says ``step`` steps into an episode."""
+    """Return the oracle's info at ``step`` of an episode."""
     code = 10_000 * lane + 100 * episode + step
     info: dict[str, Any] = {
         "code": code,
@@ -61,7 +61,7 @@ def told(lane: int, episode: int, step: int, ended: bool) -> dict[str, Any]:
 
 
 class Telling(OracleEnv):
-    """An oracle whose infos say where it is."""
+    """Oracle whose infos encode its position."""
 
     def _info(self) -> dict[str, Any]:
         return told(self.lane, self.episode, self.step_in_episode, self._ended)
@@ -84,7 +84,7 @@ FILLS = {"move": -1.5, "some": 7, "is_success": False, "group/odd": 0}
 
 
 def check_told(rows: TensorDictBase, names: Any = ()) -> None:
-    """Every info of every row is what the oracle told there."""
+    """Check that every info of every row equals the oracle's."""
     lanes, episodes, steps = decode("float", {"observation": rows["observation"].numpy()})
     for row, (lane, episode, step) in enumerate(zip(lanes, episodes, steps, strict=True)):
         for at, root in ((step, ()), (step + 1, ("next",))):
@@ -207,7 +207,7 @@ def test_episode_statistics_of_the_vector_wrapper_stand_at_ends(mode: AutoresetM
 
 @pytest.mark.parametrize("having", [[0], [0, 1], [1, 2], [], None])
 def test_a_group_of_a_wrapper_is_shown_of_lanes_that_go_on(having: list[int] | None) -> None:
-    """In SAME_STEP; in lanes that ended it is of the step that ended them, and not of the reset."""
+    """In SAME_STEP mode, the group of an ended lane belongs to its last step, not to its reset."""
     infos = InfoColumns([Info("episode/r", dtype="float64", fill=-1)], 3)
     values, ended, rows = np.array([5.0, 6.0, 7.0]), np.arange(3) == 0, infos.new_rows()
     info: dict[str, Any] = {"episode": {"r": values}}
@@ -224,7 +224,7 @@ def test_a_group_of_a_wrapper_is_shown_of_lanes_that_go_on(having: list[int] | N
 
 
 class Saying(OracleEnv):
-    """An oracle with ``info["x"]`` of a list, one entry a step of the first lane; None: absent."""
+    """Oracle whose ``info["x"]`` follows a list by the step of lane 1; None omits it."""
 
     def __init__(self, lane: int, values: list[Any], lengths: Any = (6,)) -> None:
         super().__init__(lane, lengths)
@@ -257,7 +257,7 @@ BAD = {
 def test_a_value_that_does_not_fit_is_an_error_that_says_where(
     mode: AutoresetMode, case: str, alone: bool
 ) -> None:
-    """Also where another lane's value of the same step made the array that it has to go into."""
+    """The array may also come from the value of another lane in the same step."""
     values, problem, advice = BAD[case]
     lanes = [1] if alone else [0, 1, 2]
     makes = [partial(Saying, lane, values) for lane in lanes]
@@ -329,7 +329,7 @@ KINDS = ["?", "u1", "i1", "i2", "i4", "i8", "u8", "f2", "f4", "f8", "c8", "c16"]
 
 @pytest.mark.parametrize("target", [kind for kind in KINDS if kind != "u8"])
 def test_a_cast_keeps_values_or_says_so(target: str) -> None:
-    """Against Python's numbers, whose comparisons are exact."""
+    """The expected results come from Python's numbers, whose comparisons are exact."""
     to = np.dtype(target)
     for source in KINDS:
         values = []
@@ -367,7 +367,7 @@ def test_a_cast_keeps_values_or_says_so(target: str) -> None:
 
 
 class Drawing(OracleEnv):
-    """Its observations are drawn from its seed; it counts what was made."""
+    """Oracle that draws observations from its seed and counts its instances."""
 
     made = 0
 

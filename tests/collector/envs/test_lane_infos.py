@@ -1,4 +1,4 @@
-"""Infos of lanes beside what Gymnasium's vector makes of them; columns with and without C."""
+"""Infos of lanes equal Gymnasium's vector infos, and columns are the same with and without C."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_columns_are_the_same_with_and_without_the_extension(
     for how, name, has, lanes, last in steps:
         some = np.ones(LANES, np.bool_) if lanes is None and how == "write_final" else lanes
         calls.append((how, infos_of(how, name, has), some))
-        if last:  # as a step of the same kind follows
+        if last:  # the next step is of the same kind
             calls.append(calls[-1])
     info = Info("x", dtype="float64", shape=shape, fill=fill)
     ours, theirs = (columns_of(off, info, calls) for off in ((), ("kernel",)))

@@ -1,4 +1,4 @@
-"""Final observations that a vector in SAME_STEP mode leaves out for one of the lanes that ended."""
+"""Vectors in SAME_STEP mode that omit the final observation of one of the ended lanes."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ LENGTHS = np.array([3, 3, 5])
 
 
 class Leaves(VectorEnv[Any, Any, Any]):
-    """Three lanes that observe their step; ``how`` names what lane 1 lacks at its end."""
+    """Vector of three lanes that observe their step; ``how`` names what lane 1 omits at its end."""
 
     num_envs = 3
 

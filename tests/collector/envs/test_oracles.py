@@ -1,4 +1,4 @@
-"""The oracles are right: raw Gymnasium, driven by hand, agrees with the plain models."""
+"""The oracles agree with plain models when raw Gymnasium drives them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def lengths_by_rule(lane: int, episode: int) -> int:
 
 
 def as_columns(kind: Kind, obs: Any) -> dict[Key, np.ndarray]:
-    """The columns of a raw, batched or single Gymnasium observation, copied."""
+    """Return copies of the columns of a raw, batched or single Gymnasium observation."""
     if kind == "dict":
         code = obs["inner"]["code"]
         raw: dict[Key, Any] = {"pos": obs["pos"], "img": obs["img"], ("inner", "code"): code}
@@ -61,7 +61,7 @@ def lane_of(columns: dict[Key, np.ndarray], lane: int) -> dict[Key, np.ndarray]:
 def drive(
     envs: VectorEnv[Any, Any, Any], kind: Kind, mode: AutoresetMode, slots: int
 ) -> TensorDict:
-    """Step by hand and keep the transitions, slot order, as the rows of a TensorDict."""
+    """Step by hand, and return the transitions in slot order as rows of a TensorDict."""
     obs = as_columns(kind, envs.reset(seed=0)[0])
     pending = np.zeros(envs.num_envs, bool)
     rows = []
@@ -97,7 +97,7 @@ def as_row(row: dict[Any, Any]) -> TensorDict:
 
 
 def torch_rows(env: OracleTorchEnv, steps: int) -> TensorDict:
-    """Rows lane by lane, in time within the lane."""
+    """Return rows lane by lane, ordered in time."""
     return env.rollout(steps, break_when_any_done=False, auto_cast_to_device=False).reshape(-1)
 
 
@@ -259,7 +259,7 @@ def test_expected_ledger_is_what_gymnasium_does(mode: AutoresetMode) -> None:
 
 
 def good_rows() -> TensorDict:
-    """Two lanes, 8 rows each, with bookkeeping columns."""
+    """Return two lanes of 8 rows each, with bookkeeping columns."""
     rows = torch_rows(OracleTorchEnv(2, [3, 1, 4], kind="dict", ends="mixed"), 8)
     lane, episode, step = rows["pos"].long().unbind(-1)
     rows["collector"] = TensorDict(

@@ -22,7 +22,10 @@ LANES = 3
 
 
 class Late(OracleEnv):
-    """The info of lane 1 does not fit at one (episode, step); "some" is there at even steps."""
+    """Oracle whose info of lane 1 does not fit at one (episode, step).
+
+    "some" exists at even steps only.
+    """
 
     def __init__(self, lane: int, at: tuple[int, int] = (-1, -1), **kwargs: Any) -> None:
         super().__init__(lane, LENGTHS, ends="mixed", **kwargs)
@@ -45,7 +48,7 @@ PLACES = [
     for step in range(LENGTHS[episode % 3] + 1)
     if (episode, step) != (0, 0)
 ]
-"""All but what the first reset gave, which is looked at before a step."""
+"""All cases except the first reset, which is checked before any step."""
 RUN: dict[str, Any] = {
     "surplus": "never_step",
     "info_keys": [Info("x", "int64"), Info("where", "int64"), Info("some", "int64", fill=-1)],
@@ -57,7 +60,7 @@ RUN: dict[str, Any] = {
 @pytest.mark.parametrize("size", [1, 2, 4, 5])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_row_has_the_infos_of_its_step(size: int, workers: int) -> None:
-    """With 1 and 2 no slot is ever whole, with 4 and 5 each second one is."""
+    """Sizes 1 and 2 never have a whole slot; in 4 and 5, every second slot is whole."""
     options = {**RUN, "frames_per_batch": size}
     if workers:
         makes = [partial(late, (-1, -1), first, own) for first, own in ((0, 1), (1, 2))]
@@ -88,7 +91,7 @@ def test_each_row_has_the_infos_of_its_step(size: int, workers: int) -> None:
 def test_a_value_that_does_not_fit_is_told_with_its_step(
     at: tuple[int, int], size: int, tmp_path: Path
 ) -> None:
-    """The step is that of its trajectory, in whole slots and in others."""
+    """The step is counted within the trajectory, for whole and partial slots."""
     episode, step = at
     where = f"step {step - 1} of its" if step else "in the reset before step 0 of its"
     options = {**RUN, "frames_per_batch": size, "storage": tmp_path / "s"}

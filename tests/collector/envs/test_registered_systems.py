@@ -1,4 +1,4 @@
-"""Systems of a third party: an entry point, and nothing else of the project is told of them."""
+"""Third-party systems need an entry point, and no other change of the project."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def registered(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 
 def chains(rows: TensorDictBase) -> None:
-    """Rows continue one another within trajectories, and say lane, episode and step."""
+    """Check that rows of a trajectory are consecutive and encode lane, episode and step."""
     obs, after = rows["observation"].numpy(), rows["next", "observation"].numpy()
     ids, step = rows["collector", "traj_ids"].numpy(), rows["collector", "step"].numpy()
     lane = rows["collector", "lane"].numpy()
@@ -63,7 +63,7 @@ def chains(rows: TensorDictBase) -> None:
 def test_what_is_installed_meanwhile_is_found(registered: Path, monkeypatch: Any) -> None:
     assert "toy" in registry.names()
     assert "later" not in registry.names()
-    time.sleep(0.02)  # file systems tell times apart in so many ticks
+    time.sleep(0.02)  # exceeds the time resolution of file systems
     distribution(registered, "more", later="toy_systems:Toy")
     made = registry.find("later:Toy")
     assert made is not None
@@ -154,7 +154,7 @@ def test_random_frames_of_lanes_that_arrive_are_exact() -> None:
 
 
 def test_what_a_lane_did_stands_in_its_row() -> None:
-    """Lanes come back in any order: the sum of actions in the observation says what they did."""
+    """Lanes arrive in any order. The sum of actions in the observation shows what they did."""
     with SyncCollector(
         "toy:Arrivals", None, num_envs=7, frames_per_batch=50, total_frames=400, seed=9
     ) as collector:

@@ -1,4 +1,4 @@
-"""What finds environments that return the same memory from each call, and leaves no trace."""
+"""The probe finds environments that return the same memory from each call, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SAME = AutoresetMode.SAME_STEP
 
 
 class Drawing(OracleEnv):
-    """Moves every global generator, and counts those that are open."""
+    """Oracle that advances every global generator and counts its open instances."""
 
     open: ClassVar[int] = 0
 
@@ -39,19 +39,19 @@ class Drawing(OracleEnv):
         type(self).open += 1
 
     def step(self, action: Any) -> Any:
-        """Draw, and step."""
+        """Draw random numbers and step."""
         random.random(), np.random.rand(), torch.rand(())
         return super().step(action)
 
     def close(self) -> None:
-        """One less is open."""
+        """Count one open instance fewer."""
         type(self).open -= 1
 
 
 def test_a_probe_leaves_no_trace() -> None:
     vector = SyncVectorEnv([partial(Drawing, 0, LENGTHS)] * 2, autoreset_mode=SAME)
     before = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
-    env = GymnasiumVectorEnv(vector)  # TorchRL closes one that nothing refers to
+    env = GymnasiumVectorEnv(vector)  # TorchRL closes an environment without references
     refuse_reused(env)
     assert random.getstate() == before[0]
     assert (np.random.get_state()[1] == before[1]).all()
@@ -62,7 +62,7 @@ def test_a_probe_leaves_no_trace() -> None:
 
 
 class Failing(OracleEnv):
-    """Cannot be stepped by a stranger."""
+    """Oracle that cannot be stepped by the probe."""
 
     def step(self, action: Any) -> Any:
         """Fail."""
@@ -79,7 +79,10 @@ def test_a_probe_that_fails_says_so_where_nothing_else_looks() -> None:
 
 
 def child(steps: list[Any], resets: list[Any], *, ends: int = 10**9) -> Child:
-    """One that returns these arrays in turn; each is filled anew with a number never used."""
+    """Return a child that returns these arrays in turn.
+
+    It fills each array with a number that it never used before.
+    """
     calls = {"step": 0, "reset": 0, "all": 0}
 
     def call(kind: str, arrays: list[Any]) -> Call:
@@ -168,7 +171,7 @@ def test_contents_are_copies() -> None:
     assert contents(value) != before
 
 
-# --- how a step is taken --------------------------------------------------------------------------
+# --- ways to take a step --------------------------------------------------------------------------
 
 
 def test_which_environments_split() -> None:
@@ -182,7 +185,7 @@ def test_which_environments_split() -> None:
 
 
 def test_copies_are_made_only_where_they_are_needed() -> None:
-    """What the environment is handed is what it returned, once it was seen not to matter."""
+    """Once copies prove unnecessary, the environment gets back the values that it returned."""
     for habit, needed in ((None, False), ("all", True)):
         env = TransformedEnv(plain(habit), StepCounter())
         way = way_of(env)

@@ -1,4 +1,4 @@
-"""Environments that return the same memory from each call: their rows are true, or refused."""
+"""Rows of environments that return the same memory from each call are correct, or refused."""
 
 from __future__ import annotations
 
@@ -41,13 +41,16 @@ from worker_kit import collect_all, start
 
 NEXT, SAME, DISABLED = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED
 WAYS = ("views", "in turn", "resets", "after resets", "nonsense")
-"""Otherwise: views of one tensor, two in turn, in resets only, copies of what lies where resets
-write and steps too, and nonsense for the lanes that a reset by mask leaves alone."""
+"""Further habits of environments.
+
+Views of one tensor, two tensors in turn, reuse in resets only, copies of memory that both resets
+and steps write to, and nonsense for the lanes that a reset by mask excludes.
+"""
 EVERY = (*HABITS, *WAYS)
 
 
 class Change(Transform):
-    """How far an observation is from the one that the step began with."""
+    """Transform that computes the difference of an observation from the previous one."""
 
     def __init__(self, key: str) -> None:
         super().__init__(in_keys=[key], out_keys=["change"])
@@ -78,14 +81,14 @@ def serial(habit: str | None, kind: Kind = "float", **kwargs: Any) -> EnvBase:
 
 
 class Unseeded(GymWrapper):
-    """TorchRL's wrapper resets in order to seed, which would begin another episode."""
+    """TorchRL's wrapper without its seeding, which resets and would begin another episode."""
 
     def _set_seed(self, seed: int | None) -> None:
         pass
 
 
 class Telling(OracleEnv):
-    """Its infos hold an array, the same one each time where it reuses."""
+    """Oracle whose infos hold an array, the same one each time if `reuse_info` is True."""
 
     def __init__(self, *args: Any, reuse_info: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -103,7 +106,7 @@ def wrapped(habit: str | None, kind: Kind = "float") -> EnvBase:
     env = Unseeded(lane, categorical_action_encoding=True)
     spec = [Unbounded((2,), dtype=torch.float32)]
     env.set_info_dict_reader(default_info_dict_reader(["told"], spec=spec))
-    lane.episode = -1  # the wrapper resets while it is made
+    lane.episode = -1  # the wrapper resets during its construction
     return env
 
 
@@ -123,12 +126,12 @@ def rows(make: Callable[[], Any], kind: Kind = "float", **kwargs: Any) -> Tensor
 
 
 def assert_true(make: Any, habit: str, kind: Kind = "float", **kwargs: Any) -> None:
-    """Bit by bit the rows of the same environment that returns copies."""
+    """Compare the rows bit by bit with those of the same environment returning copies."""
     wanted = rows(partial(make, None, kind), kind, **kwargs)
     assert_same(wanted, rows(partial(make, habit, kind), kind, **kwargs))
 
 
-# --- a step apart from its reset: right -----------------------------------------------------------
+# --- separate reset: correct ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("habit", EVERY)
@@ -218,7 +221,7 @@ def test_a_parallel_environment_whose_resets_are_calls_of_their_own() -> None:
     assert_true(make, "all")
 
 
-# --- one call for both: refused -------------------------------------------------------------------
+# --- one call for step and reset: refused ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("habit", ["all", "one key", "flags", "views", "in turn"])
@@ -271,13 +274,13 @@ def test_infos_that_an_asynchronous_vector_sends_too_late() -> None:
     wanted = rows(partial(make, SyncVectorEnv, False), info_keys=["told"])
     assert_same(wanted, rows(partial(make, SyncVectorEnv, True), info_keys=["told"]))
     assert_same(wanted, rows(partial(make, AsyncVectorEnv, False), info_keys=["told"]))
-    rows(partial(make, AsyncVectorEnv, True))  # nothing that it tells becomes a column
+    rows(partial(make, AsyncVectorEnv, True))  # none of its infos becomes a column
     with pytest.raises(EnvironmentRefused, match="AsyncVectorEnv"):
         rows(partial(make, AsyncVectorEnv, True), info_keys=["told"])
 
 
 class Holding(VectorEnv[Any, Any, Any]):
-    """A vector around a vector that does not say so."""
+    """Vector around another vector, without the attributes of a wrapper."""
 
     def __init__(self, inner: VectorEnv) -> None:
         self.inner = inner
@@ -294,13 +297,13 @@ def test_a_vector_is_looked_for_in_what_lies_around_it() -> None:
 
 
 class SameStepVector(OracleVectorEnv):
-    """A native vector in SAME_STEP mode; its final observations are copies, or views."""
+    """Native vector in SAME_STEP mode, whose final observations are copies or views."""
 
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": SAME}  # type: ignore[misc]
     copies = True
 
     def step(self, actions: Any) -> Any:
-        """Step, and reset what ended."""
+        """Step and reset ended lanes."""
         obs, reward, terminated, truncated, info = super().step(actions)
         reward, terminated, truncated = reward.copy(), terminated.copy(), truncated.copy()
         ended = self._to_reset.copy()
@@ -327,7 +330,7 @@ def test_final_observations_that_are_views_of_the_first_ones_are_refused() -> No
 
 
 class Common(OracleEnv):
-    """All lanes return the same array."""
+    """Oracle whose lanes all return the same array."""
 
     array: ClassVar[Any] = np.zeros(3, np.float32)
 

@@ -1,4 +1,4 @@
-"""Rewards that float32 changes to other numbers: a warning, or a column of float64."""
+"""A reward that float32 cannot hold exactly gives a warning, or a column of float64."""
 
 import warnings
 from collections.abc import Callable
@@ -25,7 +25,7 @@ OTHERS = [0.1, 0.2, -0.7, 1e7 + 0.25]
 
 
 class Paid(gymnasium.Env[Any, Any]):
-    """Five steps an episode; the third pays ``special``, the others `OTHERS`."""
+    """Environment with five steps per episode: the third pays ``special``, the others `OTHERS`."""
 
     observation_space = spaces.Box(0, 9, (1,), np.float64)
     action_space = spaces.Discrete(2)
@@ -46,7 +46,7 @@ class Paid(gymnasium.Env[Any, Any]):
 
 
 class Paid2(Paid):
-    """Pays a vector."""
+    """Environment whose reward is a vector."""
 
     reward_space = spaces.Box(-1e9, 1e9, (2,), np.float64)
 
@@ -85,7 +85,7 @@ WAYS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def collected(way: str, path: Path | None = None, **more: Any) -> tuple[Any, list[str]]:
-    """Rows of a run, of a lane after the other, and the texts of its warnings."""
+    """Return the rows of a run lane by lane, and the texts of its warnings."""
     kind, make, kwargs = WAYS[way]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""Lanes stepped in turn beside the vector's own methods, compiled and in Python."""
+"""Lanes stepped in turn, compiled and in Python, are compared with the vector's own methods."""
 
 import copy
 import gc
@@ -37,7 +37,10 @@ from tallyroll.storage import fast_paths
 
 
 class Scripted(gymnasium.Env):
-    """Observes (episode, step, action); ends after so many steps, truncated in odd episodes."""
+    """Environment that observes (episode, step, action).
+
+    Episodes have ``length`` steps and are truncated if their number is odd.
+    """
 
     def __init__(self, length: Any = 3, dtype: Any = np.float32, space: Any = None) -> None:
         self.observation_space = gymnasium.spaces.Box(0, 200, (3,), dtype)
@@ -64,7 +67,7 @@ class Scripted(gymnasium.Env):
 
 @pytest.fixture(params=["as installed", "in Python"], autouse=True)
 def way(request: Any, monkeypatch: Any) -> None:
-    """Both are the same where there is no compiler."""
+    """Both cases are equal if no compiler is available."""
     if request.param == "in Python":
         monkeypatch.setattr(fast_paths, "_off", frozenset({"kernel"}))
 
@@ -83,7 +86,7 @@ def started(env: Any, **options: Any) -> Any:
 
 
 def why_not(env: Any) -> str:
-    """Why the plan leaves the lanes of ``env`` to the vector."""
+    """Return the reason for which the plan leaves the lanes of ``env`` to the vector."""
     return stepping_vector(traits_of(env, infos=False, many_rewards=False)).because
 
 
@@ -94,7 +97,7 @@ def step(turns: Any, action: Any) -> Any:
 
 
 def step_into(turns: Any, action: Any, kind: str, shared: bool) -> Any:
-    """The same by way of a slot, whose rewards are of this kind."""
+    """Step by way of a slot whose rewards have dtype ``kind``."""
     env = turns._env
     lanes, row = env.num_envs, np.zeros_like(env._observations)
     root = row if shared else np.ones_like(row)
@@ -144,7 +147,7 @@ def test_steps_are_those_of_the_vector(
     slot: Any,
     marks: bool,
 ) -> None:
-    """Also where the vector's own methods are called in between."""
+    """The vector's own methods are called in between."""
     ours, theirs = (vector(lengths, mode, dtype=dtype, space=space) for _ in range(2))
     turns = started(ours, reset_slots=marks and mode is AutoresetMode.NEXT_STEP)
     slot = slot if turns.fills_slots else None
@@ -196,7 +199,7 @@ class Narrow(Scripted):
 
 
 class Integers(Scripted):
-    """As long as what is declared."""
+    """Environment whose observations are int64, as wide as declared."""
 
     def step(self, action: Any) -> Any:
         obs, *rest = super().step(action)
@@ -272,7 +275,7 @@ def test_what_a_step_returned_is_not_changed_by_a_reset() -> None:
 
 
 def test_lanes_that_are_views_of_one_world_are_seen_after_the_last_step() -> None:
-    """As the vector sees them."""
+    """The result is the same as from the vector."""
 
     def made() -> Any:
         world = np.zeros((2, 3), np.float32)
@@ -283,7 +286,7 @@ def test_lanes_that_are_views_of_one_world_are_seen_after_the_last_step() -> Non
                 return world[self.length], {}
 
             def step(self, action: Any) -> Any:
-                if self.length:  # the last one moves the world on
+                if self.length:  # the last lane advances the world
                     world[:] += 1
                 return world[self.length], 0.0, False, False, {}
 
@@ -382,7 +385,7 @@ def test_as_many_actions_as_lanes(count: Any) -> None:
 
 
 def test_references_are_given_back() -> None:
-    """What steps return is let go of, also after an error."""
+    """The results of steps are released, also after an error."""
 
     class Marked(np.ndarray):
         pass
@@ -412,7 +415,7 @@ def test_references_are_given_back() -> None:
 
 
 class Overwriting(Scripted):
-    """Returns a view of one array, or the array itself, or every second number of it."""
+    """Environment that returns a view of an array, the array, or every second number of it."""
 
     form: Any = staticmethod(lambda array: array)
 
@@ -440,7 +443,7 @@ def test_a_final_observation_that_a_reset_overwrites_is_refused(form: Any) -> No
 
 
 def test_a_final_observation_apart_from_the_first_one_is_taken() -> None:
-    """Both are in one array, whose parts a lane returns in turn."""
+    """One array holds both observations, and the lane returns its halves in turn."""
     world = np.zeros((2, 3), np.float32)
 
     class Apart(Scripted):
@@ -547,7 +550,7 @@ def test_methods_that_somebody_put_in_are_called(name: Any) -> None:
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_a_system_steps_its_lanes_so(mode: Any, monkeypatch: Any) -> None:
-    """And its resets by mask, those with options of a caller's apart."""
+    """Resets by mask use the same path, except those with a caller's options."""
     env = vector((1, 3), mode)
     system = GymnasiumSystem(env, reset_slots="avoid" if mode.value == "NextStep" else "mask")
     system.reset(None, [1, 2])
@@ -740,7 +743,7 @@ def test_a_part_of_an_observation_that_is_missing_names_its_lane() -> None:
 
 
 class Keeping(VectorWrapper):
-    """Keeps what the vector in it returned, and how it looked then."""
+    """Wrapper that keeps the returned values of its vector, and copies of them."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
@@ -753,7 +756,7 @@ class Keeping(VectorWrapper):
 
 
 def same(wanted: Any, found: Any) -> None:
-    """Values of the same types, dtypes, keys in the same order, and bits."""
+    """Check for equal types, dtypes, order of keys, and bits."""
     assert type(wanted) is type(found)
     if isinstance(wanted, dict):
         assert [*wanted] == [*found]
@@ -789,7 +792,7 @@ def test_within_wrappers_the_vector_returns_what_its_own_step_does(
     copies: Any,
     by_itself: Any,
 ) -> None:
-    """Also where it is stepped by hand in between."""
+    """The vector is also stepped by hand in between."""
     ours, theirs = (
         Keeping(vector(lengths, mode, made=Telling, form=form, infos=infos)) for _ in range(2)
     )
@@ -824,7 +827,7 @@ def test_within_wrappers_the_vector_returns_what_its_own_step_does(
         same(own_observations(theirs), own_observations(ours))
         same(theirs.unwrapped._observations, ours.unwrapped._observations)
     for returned, then in (*ours.given, *kept) if copies else ():
-        same(then, returned)  # nothing is written to again
+        same(then, returned)  # no returned value was overwritten
     for a, b in zip(ours.unwrapped.envs, theirs.unwrapped.envs, strict=True):
         assert repr(a.calls) == repr(b.calls)
 
@@ -889,11 +892,11 @@ WRAPPERS = {
         func=lambda reward: reward * 3,
     ),
 }
-"""Those that look at rewards and ends alone; "half" writes to the rewards that it gets."""
+"""Wrappers that only read rewards and ends; "half" also writes to the rewards."""
 
 
 def remembered(env: Any) -> list[Any]:
-    """What the wrappers around a vector remember of episodes, but for times."""
+    """Return the state of the wrappers around a vector, except for times."""
     found = []
     for each in wrappers_of(env):
         names = [name for name in states_of_lanes(each) if name != "episode_start_times"]
@@ -907,7 +910,7 @@ def remembered(env: Any) -> list[Any]:
 
 
 def began(env: Any) -> Any:
-    """The times at which the statistics of lanes began."""
+    """Return the times at which the statistics of lanes began."""
     found = [each for each in wrappers_of(env) if isinstance(each, RecordEpisodeStatistics)]
     return found[0].episode_start_times.copy() if found else np.zeros(env.num_envs)
 
@@ -934,7 +937,7 @@ def test_through_wrappers_all_is_as_by_their_own_steps(
     by_itself: Any,
     by_mask: Any,
 ) -> None:
-    """Also where the wrappers are stepped by hand in between, and what they remember."""
+    """The wrappers' state is compared too, also after manual steps in between."""
     columns = [Info("episode/r", dtype="float64", fill=-1), Info("episode/l", dtype=int, fill=0)]
     columns = [*(columns if "statistics" in chain else ()), *(INFOS[each][0] for each in infos)]
 
@@ -1002,7 +1005,7 @@ def test_an_info_of_a_lane_that_is_named_as_the_statistics_is_refused_by_their_w
 
 
 def test_an_interrupt_between_two_lines_leaves_a_vector_that_steps_itself() -> None:
-    """Of the step through wrappers, whose last line takes back what its first one put there."""
+    """The first line of the step through wrappers sets an attribute that its last line removes."""
     system = GymnasiumSystem(RecordEpisodeStatistics(vector((9, 9))))
     system.reset(None, [1, 2])
     system.step([np.array([1, 2])])

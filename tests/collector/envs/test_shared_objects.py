@@ -1,4 +1,4 @@
-"""Lanes that share an environment object are refused, wherever wrappers keep it."""
+"""Lanes that share an environment object are refused, however wrappers hold it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def single(lane: int = 0) -> OracleEnv:
 
 
 class Holder(gym.Env[Any, Any]):
-    """An environment that keeps another one under a name of its own, and is no `Wrapper`."""
+    """Environment that holds another one under any name, and is not a `Wrapper`."""
 
     def __init__(self, env: gym.Env[Any, Any], name: str = "base_env") -> None:
         vars(self)[name], self._name = env, name
@@ -52,7 +52,7 @@ class Holder(gym.Env[Any, Any]):
 
 
 class Slotted(Holder):
-    """Keeps it in a slot."""
+    """Environment that holds the other one in a slot."""
 
     __slots__ = ("kept",)
 
@@ -68,7 +68,7 @@ class Slotted(Holder):
 
 
 class Plain:
-    """No subclass of an environment, as a vector takes it too."""
+    """Environment without a base class, which vectors also accept."""
 
     metadata: ClassVar[dict[str, Any]] = {}
     render_mode = spec = None
@@ -79,11 +79,11 @@ class Plain:
         self.reset, self.step = env.reset, env.step
 
     def close(self) -> None:
-        """Close nothing."""
+        """Do nothing."""
 
 
 class Joined(VectorEnv[Any, Any, Any]):
-    """Vectors side by side."""
+    """Vector that concatenates other vectors."""
 
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.NEXT_STEP}
 
@@ -104,7 +104,7 @@ class Joined(VectorEnv[Any, Any, Any]):
 
 
 class Herd:
-    """One agent of a PettingZoo environment that inherits from none of its classes."""
+    """PettingZoo environment of one agent that inherits from none of its classes."""
 
     possible_agents: ClassVar[list[str]] = ["agent_0"]
     metadata: ClassVar[dict[str, Any]] = {"name": "herd"}
@@ -137,11 +137,11 @@ class Herd:
         return tuple({"agent_0": value} for value in values)
 
     def close(self) -> None:
-        """Close nothing."""
+        """Do nothing."""
 
 
 class View(gym.Env[Any, Any]):
-    """One lane of a simulator of many, which all views have."""
+    """Environment that is one lane of a simulator; all views share the simulator."""
 
     def __init__(self, simulator: VectorEnv[Any, Any, Any], lane: int) -> None:
         self.simulator, self.own = simulator, single(lane)
@@ -160,7 +160,7 @@ class View(gym.Env[Any, Any]):
 
 
 def lanes_of(wrap: Callable[[Any], Any], **options: Any) -> Any:
-    """A vector of three lanes, each of which wraps one environment."""
+    """Return a vector of three lanes, all of which wrap the same environment."""
     one = single()
     return SyncVectorEnv([lambda: wrap(one)] * 3, **options)
 
@@ -236,7 +236,7 @@ def test_a_factory_that_wraps_one_object_is_refused(wrap: Callable[[Any], Any]) 
 def test_workers_in_threads_have_environments_of_their_own(
     mode: Any, wrap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = ModuleType("module_of_one")  # its functions are pickled by their names
+    module = ModuleType("module_of_one")  # pickle finds its functions by name
     one = module.one = single()  # type: ignore[attr-defined]
     ways: dict[str, Callable[[], Any]] = {
         "same": lambda: one,
@@ -250,13 +250,13 @@ def test_workers_in_threads_have_environments_of_their_own(
     options: dict[str, Any] = {"transport": "thread", "mode": mode, **BUDGET}
     with pytest.raises(EnvironmentRefused, match="own for each worker"):
         MultiprocessCollector(make, num_workers=2, **options)
-    for _ in range(2):  # a worker that is closed gives its environment up
+    for _ in range(2):  # a closed worker releases its environment
         with MultiprocessCollector(make, num_workers=1, **options) as collector:
             assert sum(len(batch) for batch in collector) == 24
 
 
 def test_another_collector_of_wrapped_agents_is_noticed() -> None:
-    """The lanes are objects of no library's class, in the list of their system."""
+    """The lanes are objects without a library class, in the list of their system."""
     one = single()
     first = SyncCollector(PettingZooSystem([Herd(one)]), **BUDGET)
     with SyncCollector(PettingZooSystem([Herd(one)]), **BUDGET) as second:

@@ -1,4 +1,4 @@
-"""Environments that reset themselves without saying so, through collectors, and `finals=`."""
+"""Environments that reset themselves silently, through collectors and with `finals=`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_however_it_is_collected(source: str, way: str, tmp_path: Path) -> None:
 
 
 def refused(env: Any, folder: Path, **kwargs: Any) -> None:
-    """Collect, and compare what the error names with what is stored."""
+    """Collect, and compare the numbers in the error with the stored rows."""
     path = folder / "data"
     collector = SyncCollector(env, storage=path, **{**SMALL, **kwargs})
     batches: list[Any] = []
@@ -90,18 +90,18 @@ def refused(env: Any, folder: Path, **kwargs: Any) -> None:
 
 
 def loops(lane: int, episode: int, at: int) -> tuple[float, float]:
-    """A task that ends where it began, in each lane elsewhere."""
+    """Return the position in a task that ends where it began, at a different place in each lane."""
     return lane, at % 5
 
 
 def docks(lane: int, episode: int, at: int) -> tuple[float, float]:
-    """Goes to and fro between two docks, and is put elsewhere in the beginning."""
+    """Return the position in a task that moves between two docks, except for its first start."""
     place = (episode + (at == 5)) % 2 * 10
     return lane, 50 if episode == at == 0 else place if at in (0, 5) else 20 + at
 
 
 def home(lane: int, episode: int, at: int) -> tuple[float, float]:
-    """As `loops`, but begins elsewhere."""
+    """Return the position of `loops`, except for its first start."""
     return lane, 50 if episode == at == 0 else at % 5
 
 
@@ -120,7 +120,7 @@ RIGHT: dict[str, tuple[Any, int]] = {
 
 @pytest.mark.parametrize("task", [docks, home])
 def test_episodes_that_end_where_the_next_begins_are_warned_of(task: Any, tmp_path: Path) -> None:
-    """Their first resets alone are elsewhere, in each of the lanes."""
+    """In each lane, only the first reset begins elsewhere."""
     with pytest.warns(FinalsWarning, match="known beforehand where episodes begin"):
         collect(scripted(task, 5, lanes=20), **SMALL, storage=tmp_path / "data")
     assert verify(tmp_path / "data").sound
@@ -269,7 +269,7 @@ def test_verify_joins_a_run_that_was_resumed_often(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [(0, 1), (1,)])
 def test_through_workers(mode: Any, wrong: tuple[int, ...], tmp_path: Path) -> None:
     makes = [partial(vector, 3, rightly=worker not in wrong) for worker in (0, 1)]
-    # Without an end: on a busy machine one worker may be done before the other has begun.
+    # Without an end, because one worker may finish before the other begins on a busy machine.
     kwargs = {**SMALL, "total_frames": -1, "storage": tmp_path / "data"}
     with in_threads(), start(makes, mode=mode, **kwargs) as collector:
         with pytest.raises(SilentReset, match="of this run"):
@@ -296,7 +296,7 @@ def test_the_command_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_envs.py").write_text(MODULE)
-    # Gymnasium's checker and order enforcement see nothing wrong.
+    # Gymnasium's checker and order enforcement do not detect it.
     words = ["collect", "own_envs:SelfResetting-v0", "--frames-per-batch", "50", "--quiet"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -311,11 +311,11 @@ def test_the_command_line(
     assert main(["verify", "two", "--quiet"]) == 0
 
 
-# --- what is known to be wrong ----------------------------------------------------------------
+# --- known silent resets ----------------------------------------------------------------------
 
 
 def stand_in(module: str, name: str) -> type:
-    """A class of that module and name, which wraps something of the same."""
+    """Return a subclass of a class with this module and name, which wraps an inner object."""
 
     class Wrapped(OracleTorchEnv):
         def __init__(self, lanes: int | None = 2, **inner: Any) -> None:
@@ -339,7 +339,7 @@ def test_the_classes_are_torchrls() -> None:
 
 
 def around(env: Any) -> TransformedEnv:
-    """With a time limit that comes at the same time as its own."""
+    """Add a time limit that coincides with the environment's own."""
     return TransformedEnv(env, StepCounter(9), auto_unwrap=False)
 
 

@@ -1,4 +1,4 @@
-"""Toy systems of every kind pass the contract that ships; those that lie do not."""
+"""Toy systems of every kind pass the public contract tests, and faulty ones fail."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ TestGroups = contract_of(Groups)
 
 
 class Seeded(Toy):
-    """Each episode is drawn from a seed of its own, and its number is not observed."""
+    """System whose episodes are drawn from individual seeds and do not show their number."""
 
     rest: ClassVar[dict[str, Any]] = {"at_end": "final", "reset_seeds": True}
 
@@ -114,11 +114,11 @@ class TestGymnasiumDisabled(GymnasiumContract):
     mode = "Disabled"
 
 
-# --- systems that are not what they declare -------------------------------------------------------
+# --- systems that violate their declarations ------------------------------------------------------
 
 
 class ResetsItself(Toy):
-    """Declares that it waits for a reset, and begins the next episode within its step."""
+    """System that declares to wait for a reset, but begins the next episode within its step."""
 
     def finished(self, reward: Any, flags: Any, skipped: Any) -> Any:
         for lane in np.flatnonzero(self.over):
@@ -130,7 +130,7 @@ class ResetsItself(Toy):
 
 
 class SkipsUnsaid(First):
-    """Declares that it resets within its step, and takes a slot for that."""
+    """System that declares to reset within its step, but uses a slot for the reset."""
 
     def finished(self, reward: Any, flags: Any, skipped: Any) -> Any:
         step = Toy.finished(self, reward, flags, skipped)
@@ -144,7 +144,7 @@ class SkipsUnsaid(First):
 
 
 class NeverSkips(WithResetSlots):
-    """Declares reset slots, and steps in them."""
+    """System that declares reset slots, but steps in them."""
 
     def finished(self, reward: Any, flags: Any, skipped: Any) -> Any:
         for lane in np.flatnonzero(self.over):
@@ -180,7 +180,7 @@ class Undead(Groups):
 
 
 class ForgetsResets(WithResetSlots):
-    """Resets a lane whose episode ended once more, though it was reset meanwhile."""
+    """System that resets an ended lane again, although it was reset in the meantime."""
 
     rest: ClassVar[dict[str, Any]] = {"at_end": "reset_slot", "resets": "mask"}
 
@@ -196,7 +196,7 @@ class ForgetsWholeResets(ForgetsResets):
 
 
 class ForgetsResetsOfEnds(ForgetsResets):
-    """As Gymnasium's, where lanes are reset by mask right after their ends."""
+    """System that forgets resets by mask right after ends, like Gymnasium."""
 
     rest: ClassVar[dict[str, Any]] = {"at_end": "final"}
 
@@ -211,7 +211,7 @@ class ForgetsResetsOfEnds(ForgetsResets):
 
 
 class TakesNoSeeds(Seeded):
-    """Declares that its resets take seeds, and goes on with its generators."""
+    """System that declares seeds for resets, but continues its generators."""
 
     def start(self, lane: int) -> None:
         self.state[lane, 1] = -1
@@ -219,7 +219,7 @@ class TakesNoSeeds(Seeded):
 
 
 class TakesSeedsLate(Seeded):
-    """Takes the seed of the reset before."""
+    """System that uses the seed of the previous reset."""
 
     def start(self, lane: int) -> None:
         late, self.late = getattr(self, "late", self.next_seeds.copy()), self.next_seeds.copy()

@@ -1,4 +1,4 @@
-"""Systems that return what they must not: refused, or right all the same."""
+"""Systems that return invalid values are refused, or their rows are correct all the same."""
 
 from __future__ import annotations
 

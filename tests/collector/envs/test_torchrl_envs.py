@@ -1,4 +1,4 @@
-"""TorchRL environments as they are: transforms, workers, recurrent policies, auto-reset."""
+"""TorchRL environments without changes: transforms, workers, recurrent policies, auto-reset."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_its_specs_hold(base: str, transformed: bool) -> None:
 
 @pytest.mark.parametrize("base", [name for name in BASES if name != "parallel"])
 def test_transforms_follow_each_lane(base: str) -> None:
-    """InitTracker, StepCounter, RewardSum and CatFrames against what the rows themselves say."""
+    """InitTracker, StepCounter, RewardSum and CatFrames are recomputed from the rows."""
 
     def make() -> EnvBase:
         return TransformedEnv(
@@ -126,7 +126,7 @@ def test_normalisation_sees_each_observation(base: str) -> None:
         return TransformedEnv(BASES[base](), norm)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # VecNormV2 of batched environments
+        warnings.simplefilter("ignore", UserWarning)  # from VecNormV2 of batched environments
         rows = run(make, ByObservation())
     check_rows(rows, LENGTHS, ends="mixed", from_start=True)
     assert rows["normed"].isfinite().all()
@@ -135,7 +135,7 @@ def test_normalisation_sees_each_observation(base: str) -> None:
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_a_transform_sees_lanes_that_are_not_reset_as_they_are(mode: AutoresetMode) -> None:
-    """Statistics of all that it sees would count zeros else."""
+    """Statistics over all observations would otherwise count zeros."""
     as_they_are = []
 
     class Watches(Transform):
@@ -213,7 +213,7 @@ def test_a_recurrent_policy_is_refused_where_reset_masks_are_ignored() -> None:
         SyncCollector(OracleVectorEnv(3, LENGTHS), policy, frames_per_batch=5, total_frames=10)
 
 
-# --- environments of TorchRL's own --------------------------------------------------------------
+# --- TorchRL's own environments -----------------------------------------------------------------
 
 
 def categorical(**kwargs: Any) -> GymEnv:
@@ -307,7 +307,7 @@ def test_an_action_mask_is_honoured() -> None:
     from torchrl.envs import ActionMask
 
     class Masked(OracleTorchEnv):
-        """Only action lane % 2 is legal."""
+        """Oracle in which only action lane % 2 is legal."""
 
         def __init__(self) -> None:
             super().__init__(3, LENGTHS)
@@ -325,7 +325,7 @@ def test_an_action_mask_is_honoured() -> None:
 
 
 def test_chess_is_played_by_its_rules() -> None:
-    """Legal moves alone, by the mask; the test extra has `chess`."""
+    """The mask allows only legal moves. The test extra installs `chess`."""
     import chess
 
     def make() -> EnvBase:
@@ -346,7 +346,7 @@ def test_batches_of_transformed_vectors_are_those_of_torchrls_wrapper() -> None:
     def wrapped() -> EnvBase:
         vector = make_oracle_vec(3, LENGTHS, mode=DISABLED, ends="mixed")
         env = GymWrapper(vector, categorical_action_encoding=True)
-        env._set_seed = lambda seed: None  # it would reset
+        env._set_seed = lambda seed: None  # seeding would reset
         for lane in vector.envs:
             lane.episode = -1
         return TransformedEnv(env, Compose(InitTracker(), StepCounter(), RewardSum()))
@@ -361,7 +361,7 @@ def test_batches_of_transformed_vectors_are_those_of_torchrls_wrapper() -> None:
 
 @pytest.mark.parametrize("lanes", [None, 3])
 def test_hooks_behind_a_step_are_called(lanes: int | None) -> None:
-    """What they make of the observation is what the policy sees and the next row begins with."""
+    """The policy sees the observation that the hook returns, and the next row begins with it."""
     env = OracleTorchEnv(lanes, [[4]])
 
     def halved(td: TensorDictBase, following: TensorDictBase) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Gymnasium's vector wrappers that remember something, strings, and rewards of several numbers."""
+"""Gymnasium's vector wrappers that have a state, strings, and vector rewards."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(env: Any, **kwargs: Any) -> TensorDictBase:
 
 
 def slots_of(rows: TensorDictBase) -> list[list[int]]:
-    """Rows of each lane, in the order in which they were stepped."""
+    """Return the rows of each lane in the order of its steps."""
     order = np.lexsort((rows["collector", "step"], rows["collector", "traj_ids"]))
     lanes = rows["collector", "lane"].numpy()[order]
     return [order[lanes == lane].tolist() for lane in range(3)]
@@ -75,7 +75,7 @@ def test_statistics_of_episodes_are_each_lanes_own(mode: AutoresetMode, slots: A
 
 
 def test_rewards_are_normalised_by_each_lanes_own_return() -> None:
-    """After a reset by mask a lane's sum begins anew, and those of the others go on."""
+    """A reset by mask restarts the sum of its lanes and continues the others."""
     given = {"total_frames": 60, "frames_per_batch": 60}
     scaled = run(NormalizeReward(vec(AutoresetMode.DISABLED)), **given)
     plain = run(vec(AutoresetMode.DISABLED), **given)
@@ -94,7 +94,7 @@ def test_rewards_are_normalised_by_each_lanes_own_return() -> None:
 
 @each_way
 def test_normalised_rewards_in_every_mode(mode: AutoresetMode, slots: Any) -> None:
-    """Wherever a lane's own sum stands, the rows beside rewards are the environment's."""
+    """All columns except the reward are the environment's, wherever the wrapper keeps its sums."""
     rows = run(NormalizeReward(vec(mode)), reset_slots=slots)
     plain = run(vec(mode), reset_slots=slots)
     for key in plain.keys(True, True):
@@ -175,7 +175,7 @@ def test_infos_as_lists_are_refused_where_they_are_read() -> None:
 
 
 class Speaking(gym.Env[Any, Any]):
-    """Says episode and step; episodes last three steps."""
+    """Environment that observes episode and step as a string; episodes have three steps."""
 
     observation_space = spaces.Dict(
         {"said": spaces.Text(9, charset="ep s0123456789é"), "x": spaces.Box(0, 99, (2,))}
@@ -198,7 +198,7 @@ class Speaking(gym.Env[Any, Any]):
 
 
 class Saying(Speaking):
-    """A string is all that it observes."""
+    """Environment that observes only a string."""
 
     observation_space = Speaking.observation_space["said"]
 
@@ -216,7 +216,7 @@ def told(column: torch.Tensor) -> list[str]:
 @each_way
 def test_a_string_is_a_column_of_bytes(cls: Any, mode: AutoresetMode, slots: Any) -> None:
     if cls is not SyncVectorEnv and slots == "avoid" and mode is AutoresetMode.NEXT_STEP:
-        return  # is refused
+        return  # this combination is refused
     make = partial(cls, [Speaking] * 3, autoreset_mode=mode)
     rows = run(make, reset_slots=slots, total_frames=30)
     assert rows["said"].dtype is torch.uint8
@@ -263,11 +263,11 @@ def test_strings_that_do_not_fit() -> None:
         run(SyncVectorEnv([ActionContext]))
 
 
-# --- rewards of several numbers -------------------------------------------------------------------
+# --- vector rewards -------------------------------------------------------------------------------
 
 
 class Objectives(Speaking):
-    """As MO-Gymnasium declares it: ``reward_space``, and a reward for each objective."""
+    """Environment with a ``reward_space`` and a reward per objective, as in MO-Gymnasium."""
 
     observation_space = Speaking.observation_space["x"]
 
@@ -300,7 +300,7 @@ def test_a_reward_for_each_objective(mode: AutoresetMode, slots: Any, count: int
 def test_rewards_of_several_numbers_are_stored_in_one_call(
     mode: AutoresetMode, tmp_path: Path
 ) -> None:
-    """As by the slowest way, bit for bit, the returns of episodes too."""
+    """The rows and the returns of episodes equal those of the slowest path, bit for bit."""
 
     def run(name: str) -> Any:
         made = SyncVectorEnv([partial(Objectives, 3)] * 3, autoreset_mode=mode)

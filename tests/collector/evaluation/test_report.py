@@ -1,4 +1,4 @@
-"""Reports beside the ledgers, episodes and logs of the collectors; and all that cannot be read."""
+"""Reports agree with ledgers, episodes and logs of collectors, and name unreadable storages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_curves_are_those_of_the_logs_and_scores_their_ends(made: Any) -> None:
     folder, runs = made
     for run in report(folder).runs:
         rows, episodes, _ = runs[Path(run.path).name]
-        # In the same batches of 50: within one, rows lie lane by lane.
+        # Compared in batches of 50, because rows within a batch are ordered by lane.
         both = [
             sorted(zip((np.asarray(at) - 1) // 50, returns, strict=True))
             for at, returns in (
@@ -72,7 +72,7 @@ def test_groups_are_of_an_environment_and_a_label(made: Any) -> None:
     for group, policy in zip(found.groups, POLICIES, strict=True):
         scores = [np.mean(runs[f"{policy}-{seed}"][1]["total_return"][-5:]) for seed in SEEDS]
         assert [*group.scores.values()] == pytest.approx(scores)
-        for each in (group.mean, group.interquartile_mean):  # of three runs they are the same
+        for each in (group.mean, group.interquartile_mean):  # the two means of three runs are equal
             assert each is not None
             assert each.value == pytest.approx(np.mean(scores))
             assert (each.low, each.high) == pytest.approx((min(scores), max(scores)))
@@ -177,7 +177,7 @@ def test_a_run_that_was_killed_and_one_that_went_on(tmp_path: Path) -> None:
     assert {*run.ended_at.tolist()} <= {*ended.tolist()}
 
 
-# --- what cannot be read --------------------------------------------------------------------------
+# --- unreadable storages --------------------------------------------------------------------------
 
 
 def _empty_folder(path: Path) -> None:
@@ -298,7 +298,8 @@ def test_two_runs_of_a_storage_and_a_ring(tmp_path: Path) -> None:
     (ring,) = (run for run in found.runs if Path(run.place).name == "ring-1")
     assert (ring.stored, ring.state) == (FRAMES, "complete")
     assert 0 < len(ring.returns) < 15
-    assert {*ring.ended_at.tolist()} < {*first.ended_at.tolist()}  # those whose rows are all there
+    # only episodes with all their rows
+    assert {*ring.ended_at.tolist()} < {*first.ended_at.tolist()}
     assert min(ring.ended_at) > FRAMES - 100
     assert any("oldest rows were overwritten" in each.why for each in found.notes)
 
@@ -361,7 +362,7 @@ def test_a_file_that_is_no_report_stays(tmp_path: Path, made: Any) -> None:
         assert file.read_text() == "my own\n"
         write(file, force=True)
         first = file.read_text()
-        write(file)  # which is a report now
+        write(file)  # the file is a report now
         assert file.read_text()[:500] == first[:500] != "my own\n"
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path, tmp_path / "pipe"):

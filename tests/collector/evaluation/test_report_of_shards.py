@@ -1,4 +1,4 @@
-"""Shards of one run are one run of a report, beside the run that was collected as a whole."""
+"""A report shows the shards of one run as one run, next to a run collected as a whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FRAMES = 1501
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole run, and its three shards in the folder ``parts``."""
+    """Return a folder with a whole run, and with its three shards in ``parts``."""
     path = tmp_path_factory.mktemp("runs")
     for name, shard in (("whole", None), *((f"parts/{n}", f"{n}/3") for n in range(3))):
         with SyncCollector(
@@ -42,7 +42,7 @@ def test_all_shards_are_the_one_run(folder: Path, capsys: pytest.CaptureFixture[
     assert (run.asked, run.stored, run.state, run.seed) == (FRAMES, FRAMES, "complete", 0)
     assert run.episodes == whole.episodes > 50
     assert sorted(run.returns) == sorted(whole.returns)
-    # Within a batch rows lie lane by lane, in each storage by its own batches.
+    # Rows within a batch are ordered by lane, and each storage has its own batches.
     assert (np.diff(run.ended_at) >= 0).all()
     assert np.abs(run.ended_at - whole.ended_at).max() <= 160
     assert run.ended_at.max() > FRAMES - 160

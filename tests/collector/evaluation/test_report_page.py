@@ -1,4 +1,4 @@
-"""The page, parsed: what it shows, that it loads nothing, and that nothing in it is obeyed."""
+"""The page is parsed: its content, no external resources, and no injected markup."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_page_shows_the_numbers_and_loads_nothing(tmp_path: Path, made: Any)
     assert not {"link", "iframe", "object", "embed", "form", "base"} & {*parsed.tags}
     assert "url(" not in html
     assert "@import" not in html
-    # The one address is in the comment with which uPlot begins.
+    # The only address is in uPlot's initial comment.
     assert re.findall(r"\w+://[\w./]+", html) == ["https://github.com/leeoniya/uPlot"]
     (policy,) = (value for name, value in parsed.attributes if "script-src" in value)
     (data, json_text), *scripts = parsed.scripts

@@ -1,4 +1,4 @@
-"""Means, intervals and learning curves beside plain loops, known values and all draws there are."""
+"""Means, intervals and learning curves, compared with plain loops, known values and all draws."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def plain_interquartile_mean(*strata: Any) -> float:
 
 
 def test_interquartile_means_of_known_scores() -> None:
-    assert interquartile_mean(np.arange(1.0, 9.0)) == 4.5  # 3, 4, 5, 6
+    assert interquartile_mean(np.arange(1.0, 9.0)) == 4.5  # of 3, 4, 5, 6
     assert interquartile_mean(np.array([0.0, 10, 20, 1000])) == 15
-    assert interquartile_mean(np.array([1.0, 2, 9])) == 4  # of three nothing is left out
+    assert interquartile_mean(np.array([1.0, 2, 9])) == 4  # with three values, none is trimmed
     assert interquartile_mean(np.array([7.0]), np.array([0.0, 8, 900])) == 7.5
 
 
@@ -43,7 +43,7 @@ def test_interquartile_means_beside_a_loop(runs: int) -> None:
 @pytest.mark.parametrize("statistic", [mean, interquartile_mean])
 @pytest.mark.parametrize("runs", [(3,), (4,), (5,), (3, 2), (2, 2, 2)], ids=str)
 def test_intervals_beside_all_draws_that_there_are(statistic: Any, runs: tuple[int, ...]) -> None:
-    """Each stratum is drawn from its own runs; the ends are percentiles of what comes."""
+    """Each stratum is drawn from its own runs. The bounds are percentiles of all draws."""
     rng = np.random.default_rng(0)
     strata = [rng.normal(100 * number, 1, size) for number, size in enumerate(runs)]
     own = plain_interquartile_mean if statistic is interquartile_mean else _plain_mean
@@ -68,7 +68,7 @@ def test_intervals_of_few_and_of_equal_runs() -> None:
     assert (alone.value, alone.low, alone.high) == (5, None, None)
     same = estimate(interquartile_mean, [np.full(5, 2.5)])
     assert (same.value, same.low, same.high) == (2.5, 2.5, 2.5)
-    # Of three runs each end is one of them: one draw of 27 has it three times.
+    # With three runs, each bound is one of them: one of 27 draws has it three times.
     three = estimate(mean, [np.array([1.0, 2, 6])])
     assert (three.value, three.low, three.high) == (3, 1, 6)
     scores = [np.random.default_rng(0).normal(size=7)]
@@ -103,7 +103,7 @@ def test_the_curve_of_a_group() -> None:
     assert np.isnan([curve.low[0], curve.high[0]]).all()
     alone = group_curve([runs[:1]], at)
     assert (alone.value[2], alone.low, alone.high) == (10, None, None)
-    # One that ended early ends it for all, and one without episodes is no curve.
+    # A run that ended early ends the curve of all. A run without episodes has no curve.
     short = group_curve([[*runs, np.array([1, 2, np.nan])]], at)
     np.testing.assert_array_equal(np.isnan(short.value), [True, False, True])
     assert np.isnan(group_curve([[*runs, np.full(3, np.nan)]], at).value).all()

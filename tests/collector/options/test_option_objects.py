@@ -1,4 +1,4 @@
-"""Options by named objects, and by the keywords that they stand for."""
+"""Option objects and the keywords that they replace."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def workers_in_threads() -> Iterator[None]:
 
 
 def options_of(collector: Any = SyncCollector, **given: Any) -> Options:
-    """The options of a call, without an environment."""
+    """Return the options of a call, without an environment."""
     bound = inspect.signature(collector).bind(None, **RUN | given)
     bound.apply_defaults()
     kinds = {SyncCollector: Options, RayCollector: ActorOptions}
@@ -89,7 +89,7 @@ def options_of(collector: Any = SyncCollector, **given: Any) -> Options:
 
 
 def described(collector: type) -> list[str]:
-    """The arguments that a collector's docstring describes."""
+    """Return the arguments that a collector's docstring describes."""
     args = (inspect.getdoc(collector) or "").partition("Args:")[2].partition("Raises:")[0]
     return re.findall(r"^ {4}(\w+):", args, re.MULTILINE)
 
@@ -123,21 +123,21 @@ def test_type_checkers_are_told_of_each_field_as_a_keyword() -> None:
     assert ActorOptions.keywords() == {*MoreOfActors.__annotations__, "layout"}
 
 
-# --- by object as by keyword --------------------------------------------------------------------
+# --- objects and keywords -----------------------------------------------------------------------
 
 
 def vector() -> SyncVectorEnv:
-    """Lanes with reset slots."""
+    """Return lanes with reset slots."""
     return make_oracle_vec(2, LENGTHS, mode=AutoresetMode.NEXT_STEP, ends="mixed")
 
 
 def torch_env() -> OracleTorchEnv:
-    """An environment that can be moved."""
+    """Return an environment that can be moved between devices."""
     return OracleTorchEnv(2, LENGTHS, ends="mixed")
 
 
 def groups() -> GroupsEnv:
-    """Two groups of agents, some of which do not live."""
+    """Return two groups of agents, some of which are not alive."""
     return GroupsEnv(2, LENGTHS)
 
 
@@ -172,7 +172,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "reset_sampler": (GRAVITY, Resets(sampler=GRAVITY), OF_RESETS),
     "reset_seeds": (True, Resets(seeds=True), OF_RESETS),
 }
-"""Keyword -> a value, the object that says the same, and how to run it."""
+"""Maps a keyword to a value, the object with the same meaning, and the way to run it."""
 ARGUMENT_OF = {kind: name for name, kind in (SHARED | OF_WORKERS).items()}
 
 
@@ -190,7 +190,7 @@ def run(env: Callable[[], Any], **options: Any) -> tuple[list[TensorDictBase], S
 
 
 @pytest.mark.parametrize("keyword", CASES)
-@pytest.mark.filterwarnings("ignore")  # of what these options bring
+@pytest.mark.filterwarnings("ignore")  # raised by these options
 def test_an_object_does_what_its_keyword_does(keyword: str, tmp_path: Path) -> None:
     value, given, how = CASES[keyword]
     env, name, beside = how.get("env", vector), ARGUMENT_OF[type(given)], how.get("with", {})
@@ -305,7 +305,7 @@ def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         RayCollector("CartPole-v1", num_workers=2, **RUN)
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keyword", [*CASES, "max_respawns", "mp_start_method"])
@@ -316,7 +316,8 @@ def test_an_option_that_is_said_twice_is_refused(keyword: str) -> None:
     if keyword == "set_truncated":
         given: Any = Layout("torchrl", set_truncated=False)
     else:
-        given = kinds[name](**{field.name: field.default})  # said, be it as by default
+        # explicit, although equal to the default
+        given = kinds[name](**{field.name: field.default})
     with pytest.raises(ArgumentError, match=f"^{keyword}: expected in one place, got {keyword}="):
         options_of(MultiprocessCollector, **{name: given, keyword: field.default})
 
@@ -382,7 +383,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(make: Any, message: str) ->
     assert isinstance(caught.value, (ArgumentError, TypeError))
 
 
-# --- what objects are ---------------------------------------------------------------------------
+# --- properties of option objects ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", [given for _, given, _ in CASES.values()] + [Processes()])
@@ -415,7 +416,7 @@ def test_help_begins_with_an_example_and_what_is_always_needed() -> None:
     text = pydoc.plain(pydoc.render_doc(SyncCollector))
     described = inspect.getdoc(SyncCollector) or ""
     lines = [line.strip(" |") for line in text.splitlines()]
-    lines = lines[lines.index(described.partition("\n")[0]) :]  # below its signature
+    lines = lines[lines.index(described.partition("\n")[0]) :]  # below the signature
     assert 0 < lines.index("Examples:") < 10
     assert lines.index("Examples:") < lines.index("Args:") < lines.index("Other Parameters:") < 75
     args = described.partition("Args:")[2].partition("Other Parameters:")[0]

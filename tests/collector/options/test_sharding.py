@@ -1,4 +1,4 @@
-"""Shards: options that cannot be right, resumption, lanes numbered over the whole run."""
+"""Shards: invalid options, resumption, lanes numbered over the whole run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from toy_systems import Arrivals
 
 RUN: dict[str, Any] = {"num_envs": 8, "frames_per_batch": 20, "total_frames": 301, "seed": 0}
 PARTS = [76, 114, 111]
-"""Of its three shards: lanes 0 to 4 have 38 transitions, 5 to 7 have 37."""
+"""Sizes of the three shards: lanes 0 to 4 have 38 transitions each, 5 to 7 have 37."""
 
 
 @pytest.mark.parametrize(
@@ -91,11 +91,11 @@ def test_index_and_of_are_checked() -> None:
             Shard(index=index, of=of)  # type: ignore[arg-type]
 
 
-# --- each goes on by itself -----------------------------------------------------------------------
+# --- shards are resumed separately ----------------------------------------------------------------
 
 
 def leg(path: Path, shard: str | None, rows: int | None, **more: Any) -> None:
-    """Collect so many rows of a shard, or all that are left."""
+    """Collect ``rows`` rows of a shard, or all that are left."""
     with SyncCollector(
         Wanderer, storage=path, resume="auto", shard=shard, **{**RUN, **more}
     ) as collector:
@@ -269,13 +269,13 @@ def test_lanes_that_come_in_any_order_are_exactly_as_many(tmp_path: Path) -> Non
 
 
 class Failing(Wanderer):
-    """Raises once, in a step after the first batch."""
+    """Environment that raises once, in a step after the first batch."""
 
     steps = count()  # threads share it
 
     def reset(self, **given: Any) -> Any:
         super().reset(**given)
-        self.left = 50  # so that the fault is within an episode
+        self.left = 50  # puts the fault within an episode
         return self.seen(), {}
 
     def step(self, action: Any) -> Any:
@@ -289,7 +289,7 @@ def test_a_worker_that_is_replaced_has_lanes_of_the_shard(mode: Any, tmp_path: P
     Failing.steps = count()
 
     def make() -> gym.Env[Any, Any]:
-        from test_sharding import Failing  # travels by its name, so that all count together
+        from test_sharding import Failing  # pickled by name, so that all processes count together
 
         return Failing()
 
@@ -371,7 +371,7 @@ def test_what_shards_have_in_common_has_a_name_of_its_own() -> None:
 
 
 def places(weight: float) -> TensorDictModule:
-    """A policy of one weight, whose action is whether the first number is above 0."""
+    """Return a policy of one weight, which chooses 1 if the weighted first number is above 0."""
 
     class Place(nn.Module):
         def __init__(self) -> None:
@@ -397,7 +397,7 @@ def shard_of(path: Path, index: int, policy: Any, rows: int | None = None) -> No
 
 
 def test_shards_of_other_weights_are_of_another_run(tmp_path: Path) -> None:
-    """Those that a shard began with count, also where it is resumed with others."""
+    """The weights at the start of a shard count, even if it is resumed with others."""
     paths = [tmp_path / str(index) for index in range(3)]
     shard_of(paths[0], 0, places(1.0))
     shard_of(paths[1], 1, places(1.0), rows=50)

@@ -1,4 +1,4 @@
-"""Actions of other forms than the environment declares are changed where nothing is lost."""
+"""Actions in another form than the declared one are converted if nothing is lost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ A = torch.arange
 
 
 def choice(observation: torch.Tensor) -> torch.Tensor:
-    """0 or 1, by what is seen, so that both occur."""
+    """Choose 0 or 1 by the observation, so that both occur."""
     return (observation[..., 1] > 0).long()
 
 
@@ -200,7 +200,7 @@ def test_dtypes_that_do_not(value: torch.Tensor, dtype: torch.dtype) -> None:
     ],
 )
 def test_narrower_floats_are_refused_at_once(value: torch.Tensor, dtype: torch.dtype) -> None:
-    """Before a run, and not by the first number that does not fit."""
+    """The refusal precedes the run, instead of the first number that does not fit."""
     assert changed(value, Unbounded(value.shape, dtype=dtype)) is None
 
 
@@ -237,7 +237,8 @@ def test_one_hots_and_indices(case: str) -> None:
 @pytest.mark.parametrize(
     ("value", "spec", "lead"),
     [
-        (A(3), Categorical(3, shape=(1,)), 1),  # no one-hot of the one lane: the lane is missing
+        # not a one-hot of the only lane, because the lane axis is missing
+        (A(3), Categorical(3, shape=(1,)), 1),
         (A(2), Unbounded((2, 2), dtype=torch.int64), 1),
         (torch.zeros(2, 4), Categorical(3, shape=(2,)), 1),
         (torch.zeros(2, 2), OneHot(3, shape=(2, 3)), 1),
@@ -262,7 +263,7 @@ def test_an_index_of_no_value(value: int) -> None:
 
 
 def test_what_an_environment_is_handed() -> None:
-    """Through a Gymnasium vector: the very dtype and shape of its space."""
+    """A Gymnasium vector receives exactly the dtype and shape of its space."""
     got: list[Any] = []
     kind = spaces.MultiDiscrete([2, 3])
 

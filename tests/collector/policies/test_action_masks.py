@@ -1,4 +1,7 @@
-"""Random actions keep to masks wherever a space begins, and who spoils a mask is named."""
+"""Random actions obey masks whatever the start of a space, and errors name the cause of bad masks.
+
+The cause is either the environment or the policy.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ MODES = list(AutoresetMode)
 
 
 def legal_in(space: spaces.Space[Any], marks: np.ndarray[Any, Any], action: Any) -> bool:
-    """As the documentation of a mask has it, spelled out."""
+    """Return True if the action is legal, by the documented meaning of a mask."""
     if isinstance(space, spaces.Discrete):
         return bool(marks[int(action) - int(space.start)])
     assert isinstance(space, spaces.MultiDiscrete)
@@ -57,7 +60,7 @@ def legal_in(space: spaces.Space[Any], marks: np.ndarray[Any, Any], action: Any)
 
 
 class Masked(gym.Env[Any, Any]):
-    """The observation is [episode, step]; its mask follows from these, and holds."""
+    """Environment that observes [episode, step], from which its binding mask follows."""
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class Masked(gym.Env[Any, Any]):
     def marks(self) -> Any:
         rng = np.random.default_rng(self.episode * 100 + self.time)
         marks = rng.random(self.shape) < 0.5
-        # One value of each index is legal, however a mask lays them out.
+        # One value of each index is legal in every layout of a mask.
         sizes = np.ravel(getattr(self.action_space, "nvec", self.shape[-1:]))
         if len(self.shape) == 1 and sum(sizes) == marks.size:
             marks[np.cumsum(sizes) - 1] = True
@@ -234,7 +237,7 @@ def test_a_policy_that_the_environment_refuses_is_blamed(mode: AutoresetMode, wa
 @pytest.mark.parametrize("way", ["iterated", "collected"])
 @pytest.mark.parametrize("mode", MODES)
 def test_what_a_policy_raises_is_its_own(mode: AutoresetMode, way: str) -> None:
-    """No action was chosen yet: zeros are in their place, which the space does not have."""
+    """No action was chosen yet. The zeros in its place are not in the space."""
 
     def policy(td: TensorDictBase) -> TensorDictBase:
         if (td["count"][:, 1] == 2).any():
@@ -275,7 +278,7 @@ def test_what_the_environment_takes_is_kept() -> None:
 def test_where_a_mask_allows_nothing_no_policy_is_blamed(mode: AutoresetMode, random: bool) -> None:
     def policy(td: TensorDictBase) -> TensorDictBase:
         legal = td["action_mask"].float()
-        return td.set("action", torch.multinomial(legal, 1)[:, 0] + 10)  # raises by itself
+        return td.set("action", torch.multinomial(legal, 1)[:, 0] + 10)  # raises on its own
 
     with pytest.raises(TransitionError, match=r"action_mask, .* at lane 0, step 3 .*at least one"):
         collect(vec("from 10", mode, spoilt=3), None if random else policy, **BUDGET)
@@ -299,7 +302,7 @@ def test_a_mask_that_a_policy_is_given_is_its_own_affair() -> None:
 
 
 class Late(Masked):
-    """It raises in its fifth step."""
+    """Environment that raises in its fifth step."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Execute any action."""
@@ -313,7 +316,7 @@ class Late(Masked):
 
 @pytest.mark.parametrize("spoil", [0, [1, 0, 1]])
 def test_masks_of_reset_slots_are_blamed_for_nothing(spoil: Any) -> None:
-    """What lane 0 saw last is beside an action that is ignored, when lane 1 raises."""
+    """When lane 1 raises, the last mask of lane 0 belongs to an ignored action."""
     space, shape = CASES["from 10"]
     ends = partial(Masked, space, shape, spoilt=4, spoil=spoil, raises=False)
     env = SyncVectorEnv([ends, partial(Late, space, shape)], autoreset_mode=AutoresetMode.NEXT_STEP)
@@ -339,7 +342,8 @@ def test_masks_that_fit_no_action(space: Any, shape: tuple[int, ...], wanted: st
     env = partial(Masked, space, shape, raises=False)
     with pytest.raises(SpaceError, match=f"^action_mask: .*{wanted}.*rename"):
         collect(SyncVectorEnv([env]), **BUDGET)
-    with pytest.raises(SpaceError, match=f"^action_mask: .*{wanted}.*rename"):  # of several, too
+    # also for a list of several
+    with pytest.raises(SpaceError, match=f"^action_mask: .*{wanted}.*rename"):
         collect(SyncVectorEnv([env]), [("rest", None)], **BUDGET)
     if not isinstance(space, spaces.Discrete):
         return
@@ -359,9 +363,9 @@ def test_bits_are_chosen_by_two_marks_each() -> None:
 
 
 class Teams(toy_systems.Toy):
-    """A group of two agents that choose among three values from 7 on, each by its own mask.
+    """Group of two agents that choose among three values from 7 on, each with its own mask.
 
-    One of them acts, as a mask tells, and the other has no legal action.
+    One of them acts, as a mask indicates, and the other has no legal action.
     """
 
     def __init__(self, dead: int = -1) -> None:
@@ -423,7 +427,7 @@ LAID: dict[str, tuple[Choices, tuple[int, ...]]] = {
     "combinations": (Choices((5, -2), (2, 3), (2,)), (2, 3)),
     "rows": (Choices((1, 4), (3, 3), (2,)), (2, 3)),
 }
-"""How a mask may be laid out, by name: the values, and the shape of one mask."""
+"""Layouts of a mask by name: the values, and the shape of one mask."""
 
 
 def parts_of(laid: str, marks: Any) -> list[Any]:
@@ -512,16 +516,16 @@ def test_errors_are_of_one_tree() -> None:
     assert Choices((0,), (2,)).parts(np.zeros((4, 3), np.bool_), (4,)) is None
 
 
-# --- where an environment is only tried -----------------------------------------------------------
+# --- probes of an environment ---------------------------------------------------------------------
 
 
 class Again(Masked):
-    """Its observations, and masks in infos, are in the same arrays each time."""
+    """Environment that returns observations and masks in infos in the same arrays each time."""
 
     held: Any = None
 
     def look(self) -> tuple[Any, dict[str, Any]]:
-        """Write over what was returned before."""
+        """Overwrite the values that were returned before."""
         seen = super().look()
         if self.held is None:
             self.held = seen
@@ -533,7 +537,7 @@ class Again(Masked):
 @pytest.mark.parametrize("where", ["seen", "told"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_probe_takes_legal_actions(case: str, where: str) -> None:
-    """An environment that raises at others would not be seen to overwrite its last observation."""
+    """An environment that raises at illegal actions would otherwise hide that it reuses memory."""
     space, shape = CASES[case]
     child = partial(single_env, names=("action_mask",))
     for kind, reuses in ((Again, True), (Masked, False)):
@@ -558,7 +562,7 @@ def test_infos_are_looked_for_with_legal_actions(case: str) -> None:
 
 
 class Alone(EnvBase):
-    """One lane without an axis; of the actions 10, 11 and 12 one is legal, as the mask says."""
+    """Environment of one lane without an axis, whose mask allows one of 10, 11 and 12."""
 
     def __init__(self) -> None:
         super().__init__(batch_size=[])

@@ -1,4 +1,4 @@
-"""Action spaces up to the ends of their dtypes: drawn over all, executed, stored as they are."""
+"""Action spaces up to the limits of their dtypes are drawn completely and stored unchanged."""
 
 from functools import partial
 from typing import Any
@@ -62,7 +62,7 @@ SPACES: dict[str, tuple[spaces.Space[Any], Any, Any]] = {
 
 
 class Noting(gym.Env[Any, Any]):
-    """Its reward says whether the action is the first of the space (-1), the last (1), or none."""
+    """Environment whose reward is -1 for the first action of the space, 1 for the last, else 0."""
 
     def __init__(self, space: spaces.Space[Any], low: Any, high: Any) -> None:
         self.action_space, self.low, self.high = space, np.asarray(low), np.asarray(high)
@@ -138,7 +138,7 @@ def test_workers_draw_what_one_process_draws(case: str) -> None:
 
 
 def test_draws_of_ordinary_ranges_are_what_they_were() -> None:
-    """Data of a seed does not change: as drawn with an open end."""
+    """Data of a seed do not change: the draws equal those with an open end."""
     spec = Bounded(torch.tensor([-3, 0]), torch.tensor([9, 255]), shape=(2,), dtype=torch.int64)
     draw = block_draw(spec)
     assert draw is not None
@@ -158,7 +158,7 @@ MODES = list(AutoresetMode)
 
 
 class NothingAllowedAtTheEnd(gym.Env[Any, Any]):
-    """Two of three actions are legal in turn, and none in the final observation."""
+    """Environment that allows two of three actions, and none in the final observation."""
 
     observation_space = gym.spaces.Dict(action_mask=gym.spaces.MultiBinary(3))
     action_space = gym.spaces.Discrete(3)

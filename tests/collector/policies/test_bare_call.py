@@ -1,4 +1,4 @@
-"""Networks are called without the TensorDicts around them where nobody could tell."""
+"""Networks are called without TensorDicts if no caller can notice the difference."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FRAMES = 90
 
 
 class Net(nn.Module):
-    """Draws an action by what it sees, and returns what ``wrap`` makes of it."""
+    """Network that draws an action by its observation and returns it through ``wrap``."""
 
     def __init__(self, wrap: Any = None) -> None:
         super().__init__()
@@ -43,12 +43,12 @@ class Net(nn.Module):
         self.calls += 1
         self.seen.append(observation)
         chance = self.layer(observation).softmax(-1)
-        observation.zero_()  # what it is given is its own
+        observation.zero_()  # may overwrite its own input
         return self.wrap(torch.multinomial(chance, 1).squeeze(-1))
 
 
 class Longer(TensorDictModule):
-    """Not the class itself: it goes the way through TensorDicts."""
+    """Subclass, which is called through TensorDicts."""
 
 
 def collector(policy: Any, **options: Any) -> SyncCollector:
@@ -76,7 +76,7 @@ def rows_of(policy: Any) -> TensorDictBase:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Slots of the calls that were bare."""
+    """Record the slots of direct calls."""
     made: list[int] = []
     original = DirectForward.__call__
 
@@ -176,7 +176,7 @@ def test_what_is_around_may_be_replaced_during_a_run(first: Any, calls: list[int
 
 
 class Acts(nn.Module):
-    """What acts is another method than `forward`."""
+    """Module that acts by another method than `forward`."""
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
         raise AssertionError(observation)
@@ -233,11 +233,11 @@ def test_new_weights_act_at_once(tmp_path: Path) -> None:
     assert rows["collector", "policy_version"].tolist() == [0] * 30 + [1] * 30
 
 
-# --- whatever changes during a run ----------------------------------------------------------------
+# --- changes during a run -------------------------------------------------------------------------
 
 
 class Seen(gymnasium.Env[Any, Any]):
-    """Random observations of four numbers, the same whatever acts."""
+    """Environment of random observations of four numbers, independent of actions."""
 
     observation_space = gymnasium.spaces.Box(-1e6, 1e6, (4,), np.float32)
     action_space = gymnasium.spaces.Box(-1e6, 1e6, (4,), np.float32)
@@ -256,7 +256,7 @@ class Seen(gymnasium.Env[Any, Any]):
 
 
 class Pair(Seen):
-    """Two of them, of which a policy reads one."""
+    """Environment of two such observations, of which a policy reads one."""
 
     observation_space = gymnasium.spaces.Dict(
         dict.fromkeys(("observation", "other"), Seen.observation_space)
@@ -273,7 +273,7 @@ class Duplicates(TensorDictModule):
 
 
 class Layers(nn.Module):
-    """A network that acts in more than one way."""
+    """Network with several methods that act."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ class Half(nn.Module):
 
 
 def negated(original: Any) -> Any:
-    """A function in the place of ``original`` that negates the actions that it returns."""
+    """Wrap ``original`` to negate the actions that it returns."""
 
     @wraps(original)
     def replaced(*given: Any, **more: Any) -> Any:
@@ -329,7 +329,10 @@ def on_network(**values: Any) -> Change:
 
 
 def for_all(hooks: Any, hook: Any) -> Change:
-    """As `register_module_forward_hook` does, until the test ends."""
+    """Register a hook for all modules until the test ends.
+
+    It acts like `register_module_forward_hook`.
+    """
     return lambda _, patch: patch.setitem(hooks, 1_000_000, hook)
 
 
@@ -398,7 +401,10 @@ OF_A_PAIR = {"in_keys", "in_keys in place"}
 
 
 def rows_with(change: Change, env: Any, wrap: Any, path: Path, once: int) -> TensorDictBase:
-    """Of a run during which ``change`` came; each call takes ``once`` rows."""
+    """Return the rows of a run during which ``change`` is applied.
+
+    Each call collects ``once`` rows.
+    """
     torch.manual_seed(0)
     policy: Any = TensorDictModule(Layers(), ["observation"], ["action"])
     with (

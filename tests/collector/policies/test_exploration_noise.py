@@ -1,4 +1,4 @@
-"""Actions that exploration drives beyond their box are kept, and told of once; NaN never is."""
+"""Out-of-box actions of exploration are stored with a single warning; NaN is always refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BOX = spaces.Box(np.float32([-1, -1]), np.float32([1, np.inf]), dtype=np.float32
 
 
 class Counting(gym.Env[Any, Any]):
-    """Sees its step, and is paid what it was handed."""
+    """Environment that observes its step and whose reward is the action."""
 
     observation_space = spaces.Box(0, 8, (1,), np.float32)
     action_space = BOX
@@ -58,7 +58,7 @@ def vec(lanes: int = 2, spoilt: int = -1) -> SyncVectorEnv:
 
 
 def acting(at_step: int, value: float, of: int = 0) -> Any:
-    """0, and ``value`` in its entry ``of`` where a lane is at step ``at_step``."""
+    """Return a policy that acts with 0, and with ``value`` in entry ``of`` at step ``at_step``."""
 
     def act(observation: torch.Tensor) -> torch.Tensor:
         action = torch.zeros(*observation.shape[:-1], 2)
@@ -89,7 +89,7 @@ def test_on_the_first_observation_too() -> None:
 
 
 def test_as_torchrls_own_collector_does() -> None:
-    """The pieces of a DDPG script, and the same draws."""
+    """The modules are those of a DDPG script, and the draws are equal."""
 
     def env() -> TransformedEnv:
         return TransformedEnv(GymEnv("Pendulum-v1"), InitTracker())

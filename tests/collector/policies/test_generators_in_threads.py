@@ -1,4 +1,4 @@
-"""Threads that save and restore generators while garbage is collected go on."""
+"""Threads that save and restore generators during garbage collection do not deadlock."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ print("went on")
 
 @pytest.mark.slow
 def test_threads_wait_for_each_other_only_while_a_policy_is_tried() -> None:
-    """In Python 3.11 torch's own `fork_rng` stands still here within a second or two."""
+    """In Python 3.11, torch's own `fork_rng` deadlocks here within a second or two."""
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=110, check=False
     )

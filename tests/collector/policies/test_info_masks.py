@@ -1,4 +1,4 @@
-"""Random actions keep to masks of legal actions that come in infos, by every way of stepping."""
+"""Random actions obey masks of legal actions in infos, on every path of stepping."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPACES: dict[str, Callable[[], Any]] = {
 
 
 def is_legal(space: Any, mask: Any, action: Any) -> bool:
-    """As Gymnasium's ``space.sample(mask)`` has it."""
+    """Return True if Gymnasium's ``space.sample(mask)`` could return the action."""
     if isinstance(space, spaces.Discrete):
         return bool(mask[int(action) - int(space.start)])
     if isinstance(space, spaces.MultiBinary):
@@ -43,9 +43,9 @@ def is_legal(space: Any, mask: Any, action: Any) -> bool:
 
 
 class Masked(gym.Env[Any, Any]):
-    """Infos have a mask that the space itself accepts; an observation is [episode's salt, step].
+    """Environment whose infos have a mask that the space accepts; it observes [salt, step].
 
-    Rewards are 1 where the action was legal, and 0 elsewhere.
+    The salt is a random number of the episode. Rewards are 1 for legal actions, and 0 for others.
     """
 
     observation_space = spaces.Box(-1, 1000, (2,), np.float32)
@@ -210,7 +210,7 @@ def best(observation: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
 
 
 class FirstOfTwo(torch.nn.Module):
-    """A network of one argument, which is the observation and no mask."""
+    """Network with one argument, which is the observation without the mask."""
 
     def forward(self, seen: torch.Tensor) -> torch.Tensor:
         assert seen.shape[-1] == 2
@@ -276,7 +276,7 @@ def test_a_wrong_mask_is_an_error(name: str) -> None:
     spoil, error, match = WRONG[name]
     with pytest.raises(error, match=match):
         rows(partial(Masked, spoil=spoil), num_envs=2)
-    rows(partial(Masked, spoil=spoil), num_envs=2, policy=nothing)  # which draws nothing
+    rows(partial(Masked, spoil=spoil), num_envs=2, policy=nothing)  # does not draw by the mask
 
 
 def test_masks_are_taken_of_the_lanes_that_arrive() -> None:

@@ -1,4 +1,4 @@
-"""Weights that change without update_policy_weights_() are noticed where the policy itself acts."""
+"""Weights that change without update_policy_weights_() are noticed if the policy itself acts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tallyroll.storage import open_storage
 
 
 class Numbers(gymnasium.Env[Any, Any]):
-    """Observations are the steps of an episode of five."""
+    """Environment that observes its step, with episodes of five steps."""
 
     observation_space = gymnasium.spaces.Box(0, 5, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(3)
@@ -38,7 +38,7 @@ class Numbers(gymnasium.Env[Any, Any]):
 
 
 class Net(nn.Module):
-    """A network whose statistics change while it acts, with a constant that is annealed."""
+    """Network whose statistics change as it acts, with an annealed constant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def test_each_way_to_change_weights_is_noticed(
     change: Callable[[Net], None], *, frozen: bool
 ) -> None:
     net = Net()
-    if frozen:  # a copy for acting, into which a learner's weights are loaded
+    if frozen:  # a copy for acting, which loads a learner's weights
         net.requires_grad_(False)
         learner = copy.deepcopy(net).requires_grad_(True)
 
@@ -218,7 +218,7 @@ def test_an_update_before_the_change_is_one_too_early() -> None:
 
 
 def test_many_parameters_are_looked_at_in_turn() -> None:
-    """A change of one of 60 layers is noticed within calls of four rows."""
+    """A change in one of 60 layers is noticed within a few calls of four rows."""
 
     class Deep(Net):
         def __init__(self) -> None:
@@ -240,7 +240,7 @@ def test_many_parameters_are_looked_at_in_turn() -> None:
 
 
 class ActionContext:
-    """A plain object with a method that acts by a network."""
+    """Plain object with a method that acts by a network."""
 
     def __init__(self, net: Net) -> None:
         self.net = net
@@ -271,7 +271,7 @@ def test_kinds_of_policies_that_show_their_weights() -> None:
 
 def test_kinds_of_policies_that_show_none_are_let_be() -> None:
     net = Net()
-    assert warned(ActionContext(net), lambda _: step(net)) == 0  # found by no cheap look
+    assert warned(ActionContext(net), lambda _: step(net)) == 0  # no cheap check detects it
     lazy = nn.Sequential(nn.LazyLinear(3))
     module = TensorDictModule(lambda seen: lazy(seen).argmax(-1), ["observation"], ["action"])
     assert warned(module, lambda _: None) == 0

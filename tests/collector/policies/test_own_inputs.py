@@ -1,6 +1,6 @@
-"""A policy may write to its inputs and keep them: no row changes, and what it keeps stays.
+"""A policy may write to its inputs and keep them without effect on rows, which do not affect it.
 
-Policies that write to what they are given, or keep it, make the same rows as careful ones.
+Policies that write to their inputs, or keep them, give the same rows as careful ones.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def lane() -> gymnasium.Env[Any, Any]:
 
 
 class Remembers(VectorObservationWrapper):
-    """It returns again what it returned before, where that is still as it was."""
+    """Wrapper that keeps its last observations and checks that they were not overwritten."""
 
     last: Any = None
 
@@ -72,7 +72,7 @@ def careful(observation: torch.Tensor) -> torch.Tensor:
 
 
 def around(td: TensorDictBase) -> TensorDictBase:
-    """The same, which is never called without a TensorDict around it."""
+    """Act like `careful`, but through a TensorDict."""
     return td.set("action", careful(td["observation"]))
 
 
@@ -83,7 +83,7 @@ def scribbles(observation: torch.Tensor) -> torch.Tensor:
 
 
 class Keeps:
-    """A policy that keeps all that it is given, and what that was."""
+    """Policy that keeps all its inputs, and copies of them."""
 
     def __init__(self) -> None:
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -94,7 +94,10 @@ class Keeps:
 
 
 def rows_of(make: Callable[[], Any], policy: Any, path: Path, takes: list[int], **more: Any) -> Any:
-    """Of a run that collects so many rows a call, in turn; 0 takes a batch of 5."""
+    """Return the rows of a run whose calls collect ``takes`` rows in turn.
+
+    0 takes a batch of 5.
+    """
     options: dict[str, Any] = {"frames_per_batch": 5, "total_frames": 120, "seed": 4}
     with SyncCollector(make, policy, storage=path, **{**options, **more}) as collector:
         batches = iter(collector)
@@ -111,7 +114,7 @@ def rows_of(make: Callable[[], Any], policy: Any, path: Path, takes: list[int], 
 OPTIONS: list[dict[str, Any]] = [{}, {"max_frames_per_traj": 4}, {"reset_at_each_iter": True}]
 CASES = [(name, more) for name in [*VECTORS, "wrapped"] for more in OPTIONS]
 TAKES = [[LANES, LANES, LANES, 0], [LANES, LANES, LANES + 1]]
-# The others cannot step some of their lanes.
+# The other environments cannot step a part of their lanes.
 CASES += [(name, {"surplus": "never_step"}) for name in ("sync", "sync, no copy")]
 
 
@@ -139,7 +142,7 @@ def test_rows_are_those_of_a_careful_policy(
 
 
 def in_order(rows: Any) -> Any:
-    """By lane and time: calls of other sizes part the slots elsewhere."""
+    """Sort by lane and time, because calls of other sizes divide the slots elsewhere."""
     lane, ids = rows["collector", "lane"].long(), rows["collector", "traj_ids"]
     step = rows["collector", "step"]
     order = sorted(range(len(rows)), key=lambda i: (lane[i].item(), ids[i].item(), step[i].item()))
@@ -148,7 +151,7 @@ def in_order(rows: Any) -> Any:
 
 @pytest.mark.parametrize("policy", [None, careful])
 def test_memory_goes_with_the_collector(policy: Any, tmp_path: Path) -> None:
-    """At once, and not when garbage is collected, which may be long after."""
+    """The memory is freed immediately, without waiting for garbage collection."""
     gc.collect()
     gc.disable()
     try:
@@ -171,7 +174,7 @@ def test_memory_goes_with_the_collector(policy: Any, tmp_path: Path) -> None:
 
 
 class Tells(gymnasium.Env[np.ndarray, np.ndarray]):
-    """What it sees is told apart from all else; each episode has five steps."""
+    """Environment with unique observations, and five steps per episode."""
 
     observation_space = gymnasium.spaces.Box(-1e6, 1e6, (1,), np.float32)
     action_space = gymnasium.spaces.Box(-1e6, 1e6, (1,), np.float32)
@@ -194,7 +197,7 @@ class Tells(gymnasium.Env[np.ndarray, np.ndarray]):
 @pytest.mark.parametrize("at", range(7, 12))
 @pytest.mark.parametrize("mode", ["DISABLED", "SAME_STEP"])
 def test_a_hook_comes_and_goes(mode: str, at: int, tmp_path: Path) -> None:
-    """Also in the step that ends episodes; each action is that of its own observation."""
+    """The step may also end episodes. Each action belongs to its own observation."""
     policy = TensorDictModule(
         lambda observation: observation.clone(), in_keys=["observation"], out_keys=["action"]
     )

@@ -1,4 +1,4 @@
-"""Modules and functions that take tensors are policies as they are in TorchRL's own collector."""
+"""Modules and functions of tensors are accepted as policies, as in TorchRL's own collector."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ pendulum = partial(GymEnv, "Pendulum-v1")
 
 
 class Net(nn.Module):
-    """Called by the observation's name; ``outputs`` values, the action first."""
+    """Network with an argument named like the observation.
+
+    It returns ``outputs`` values, the action first.
+    """
 
     def __init__(self, outputs: int = 1) -> None:
         super().__init__()
@@ -42,7 +45,7 @@ class Net(nn.Module):
 
 
 class Stepping(Net):
-    """Another observation too, in whatever place."""
+    """Network with a second observation as its first argument."""
 
     def forward(self, step_count: Tensor, observation: Tensor) -> Tensor:  # type: ignore[override]
         assert step_count.dtype is torch.int64
@@ -50,7 +53,7 @@ class Stepping(Net):
 
 
 class Optional(Net):
-    """With arguments that may be left out, and one among them that is there."""
+    """Network with optional arguments, of which one is available."""
 
     def forward(  # type: ignore[override]
         self,
@@ -70,14 +73,14 @@ def function(observation: Tensor) -> Tensor:
 
 
 class Alone(Net):
-    """A tuple of the action alone."""
+    """Network that returns a tuple of only the action."""
 
     def forward(self, observation: Tensor) -> Any:
         return (super().forward(observation),)
 
 
 class Calls:
-    """No module, and called all the same."""
+    """Callable object that is not a module."""
 
     def __call__(self, observation: Tensor) -> Tensor:
         return function(observation)
@@ -102,7 +105,8 @@ def counted() -> TransformedEnv:
 @pytest.mark.parametrize("case", POLICIES)
 def test_rows_are_those_of_torchrls_own_collector(case: str) -> None:
     make = POLICIES[case]
-    env = counted if case == "two inputs" else pendulum  # TorchRL's trial gives all that there is
+    # TorchRL's trial passes everything that is available
+    env = counted if case == "two inputs" else pendulum
     wanted = theirs(env(), make(), **BUDGET)
     rows = joined(collect(env(), make(), **BUDGET, seed=0)[0])
     keys = {key for key in wanted.keys(True, True) if "done" not in key and "traj_ids" not in key}
@@ -128,7 +132,7 @@ def test_an_argument_behind_a_gap_is_given_by_name() -> None:
 
 
 class NamedColumn(Net):
-    """What it takes is called by no observation."""
+    """Network whose argument is not named like any observation."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x)
@@ -230,7 +234,7 @@ def test_in_workers_and_their_weights() -> None:
             again.layer.weight.mul_(0.5)
 
 
-# --- what it is given and what it gives is clear, or an error -------------------------------------
+# --- ambiguous inputs and outputs are errors ------------------------------------------------------
 
 
 class Two(gym.Env[Any, Any]):

@@ -1,4 +1,4 @@
-"""A policy is called as it is, leaves no trace by its trial, and cannot falsify what is stored."""
+"""A policy is called unchanged, its trial leaves no trace, and it cannot falsify stored rows."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_trial_leaves_no_trace(driver: str) -> None:
 def test_a_policy_that_rewrites_its_observation_sees_the_next_one(
     driver: str,
 ) -> None:
-    """A normaliser that writes `observation` again must not freeze what it sees."""
+    """A normalizer that overwrites `observation` must still see new observations."""
     seen: list[torch.Tensor] = []
 
     def halved(observation: torch.Tensor) -> torch.Tensor:
@@ -265,7 +265,7 @@ def test_a_column_needs_the_lanes_in_front() -> None:
 
 
 class ChangesItsMind(ByObservation):
-    """Right until call 4, then another action."""
+    """Policy that is correct until call 4, and then returns another action."""
 
     def __init__(self, action: Any) -> None:
         super().__init__(action="box")
@@ -350,7 +350,7 @@ def test_a_callable_may_return_another_tensordict(driver: str, surplus: str) -> 
 
 
 def bounded() -> TensorDictModule:
-    """A policy that has weights, its actions within the box."""
+    """Return a policy with weights, whose actions lie within the box."""
     network = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())
     return TensorDictModule(network, in_keys=["observation"], out_keys=["action"])
 

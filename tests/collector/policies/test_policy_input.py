@@ -1,4 +1,4 @@
-"""What a policy writes to, keeps or deletes reaches no row, no other call and no environment."""
+"""A policy's changes of its input do not reach rows, other calls or the environment."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ PLAIN = [[3, 1, 4], [1, 1, 2]]
 
 
 class Habit(TensorDictModuleBase):
-    """Acts by the last three observations that it was given; `careful` copies them first.
+    """Policy that acts by its last three observations; `careful` copies them first.
 
-    What else it does to its input, a subclass says. Its action after four calls is another one
-    if what it kept was changed, or what it changed was kept.
+    Subclasses define what else it does to its input. After four calls, its action differs if its
+    observations were changed, or if its own changes persisted.
     """
 
     def __init__(self, careful: bool = False, kind: Any = "float") -> None:
@@ -75,19 +75,19 @@ class Habit(TensorDictModuleBase):
         return self.leave(td)
 
     def keep(self, td: TensorDictBase) -> Any:
-        """What is kept of an observation."""
+        """Return the part of the observation to keep."""
         return td.get("observation")
 
     def leave(self, td: TensorDictBase) -> TensorDictBase:
-        """What is returned."""
+        """Return the output."""
         return td
 
 
 class KeepsTensorDict(Habit):
-    """Keeps all that it is given, and reads it later."""
+    """Policy that keeps its input and reads it later."""
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
-        """Write the action by what stands in the kept ones now."""
+        """Write the action by the present values of the kept inputs."""
         self.called += 1
         self.kept.append(td.clone() if self.careful else td)
         total = sum(each["observation"].double().sum(-1) for each in self.kept)
@@ -96,42 +96,42 @@ class KeepsTensorDict(Habit):
 
 
 class KeepsView(Habit):
-    """Keeps a view of two numbers."""
+    """Policy that keeps a view of two numbers."""
 
     def keep(self, td: TensorDictBase) -> Any:
-        """A view."""
+        """Return a view."""
         return td.get("observation")[..., 1:]
 
 
 class KeepsArray(Habit):
-    """Keeps a NumPy view."""
+    """Policy that keeps a NumPy view."""
 
     def keep(self, td: TensorDictBase) -> Any:
-        """An array over the tensor's memory."""
+        """Return an array over the tensor's memory."""
         return td.get("observation").numpy()[..., 1:]
 
 
 class KeepsCapsule(Habit):
-    """Keeps what another library would make of it."""
+    """Policy that keeps an array of another library."""
 
     def keep(self, td: TensorDictBase) -> Any:
-        """By DLPack."""
+        """Return an array made by DLPack."""
         return np.from_dlpack(td.get("observation"))
 
 
 class Clamps(Habit):
-    """Clamps in place, which changes nothing before the fourth step of an episode."""
+    """Policy that clamps in place, which has no effect before the fourth step of an episode."""
 
     def keep(self, td: TensorDictBase) -> Any:
-        """The clamped observation."""
+        """Return the clamped observation."""
         return td.get("observation").clamp_(max=3)
 
 
 class WritesThroughArray(Habit):
-    """Changes its input in a way that torch does not see, from the sixth call on."""
+    """Policy that changes its input from the sixth call on, undetected by torch."""
 
     def keep(self, td: TensorDictBase) -> Any:
-        """A copy of what was."""
+        """Return a copy of the original values."""
         kept = td.get("observation").clone()
         if self.called > 5:
             td.get("observation").numpy()[:] = -7
@@ -141,43 +141,43 @@ class WritesThroughArray(Habit):
 
 
 class SpoilsTheLast(Habit):
-    """Overwrites everything that it was given and returned in the call before."""
+    """Policy that overwrites the input and the output of its previous call."""
 
     last: TensorDictBase | None = None
 
     def leave(self, td: TensorDictBase) -> TensorDictBase:
-        """Spoil the last one, keep this one."""
+        """Overwrite the previous output and keep this one."""
         if self.last is not None:
             self.last.apply_(lambda leaf: leaf.fill_(1))
         self.last = td
         return td
 
     def keep(self, td: TensorDictBase) -> Any:
-        """A copy."""
+        """Return a copy."""
         return td.get("observation").clone()
 
 
 class Deletes(Habit):
-    """Deletes what it has read."""
+    """Policy that deletes its input."""
 
     def leave(self, td: TensorDictBase) -> TensorDictBase:
-        """Without the observation."""
+        """Return the output without the observation."""
         return td.exclude("observation", inplace=True)
 
 
 class Replaces(Habit):
-    """Puts another observation in the place of the one it was given."""
+    """Policy that replaces the observation in its input."""
 
     def leave(self, td: TensorDictBase) -> TensorDictBase:
-        """With an observation of its own."""
+        """Return the output with a different observation."""
         return td.set("observation", torch.full_like(td.get("observation"), -1))
 
 
 class ReturnsAnother(Habit):
-    """Returns a TensorDict of its own, in tensors that it uses again."""
+    """Policy that returns its own TensorDict, whose tensors it reuses."""
 
     def leave(self, td: TensorDictBase) -> TensorDictBase:
-        """The same tensors each time."""
+        """Return the same tensors each time."""
         if not hasattr(self, "mine"):
             self.mine = td.select("action", "told").clone()
         self.mine["action"].copy_(td["action"])
@@ -251,10 +251,10 @@ def test_two_hundred_kept_observations_are_those_of_the_rows(driver: str, slots:
         DRIVERS[driver](), keeping, frames_per_batch=slots * lanes, total_frames=200 * lanes
     )
     rows = joined(collected)
-    assert len(kept) > 200  # the trial, and reset slots
+    assert len(kept) > 200  # includes the trial and reset slots
     seen = torch.cat([each.reshape(lanes, 3) for each in kept[1:]]).tolist()
     assert len(seen) == collector.ledger.slots
-    # A reset slot shows the final observation; with those left out, slot by slot:
+    # A reset slot shows the final observation. Without those, compare slot by slot.
     order = [tuple(row) for row in seen]
     of_rows = [tuple(row) for row in rows["observation"].tolist()]
     assert sorted(of_rows) == sorted(set(order) & set(of_rows))
@@ -283,9 +283,9 @@ def test_through_workers(workers_mode: str) -> None:
 
 
 class Echo(EnvBase):
-    """Keeps what it is handed and shows it: its observation is the last action, unchanged.
+    """Environment that observes the last action and keeps all actions.
 
-    `scribbles`: it writes to the action that it is handed, when it has read it.
+    If `scribbles` is True, it overwrites an action after reading it.
     """
 
     def __init__(self, scribbles: bool = False) -> None:
@@ -318,7 +318,7 @@ class Echo(EnvBase):
 
 
 class Counts(TensorDictModuleBase):
-    """Its action is the number of the call, in one tensor that it writes each time."""
+    """Policy whose action is the number of the call, in one reused tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,7 +326,7 @@ class Counts(TensorDictModuleBase):
         self.mine, self.called = torch.zeros(2, 3), 0
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
-        """Count."""
+        """Write the number of the call."""
         self.called += 1
         return td.set("action", self.mine.fill_(self.called))
 
@@ -364,7 +364,7 @@ def test_an_environment_gets_states_as_the_policy_first_wrote_them() -> None:
 
 
 class Masked(OracleTorchEnv):
-    """Only action lane % 2 is legal."""
+    """Oracle in which only action lane % 2 is legal."""
 
     def __init__(self) -> None:
         super().__init__(2, PLAIN, kind="dict", ends="mixed")
@@ -405,7 +405,7 @@ def test_random_actions_leave_no_key_in_what_a_policy_is_given() -> None:
 
 
 class MaskedVector(OracleVectorEnv):
-    """Every action is legal; a part of the observation says so."""
+    """Vector whose observations contain a mask that allows every action."""
 
     def __init__(self) -> None:
         from gymnasium import spaces
@@ -426,7 +426,7 @@ class MaskedVector(OracleVectorEnv):
 
 
 def memory(td: TensorDictBase) -> dict[int, torch.Tensor]:
-    """The leaves, by the address of their memory, which they keep."""
+    """Return the leaves by the address of their memory, and thus keep them alive."""
     return {leaf.untyped_storage().data_ptr(): leaf for leaf in td.values(True, True)}
 
 

@@ -1,4 +1,4 @@
-"""Random actions are those of a lane, whichever process steps it, and states stay with them."""
+"""Random actions depend on the lane and not on the process; the state stays with its lane."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ BUDGET: dict[str, Any] = {"frames_per_batch": 17, "total_frames": 120, "seed": 3
 
 
 class Masked(OracleTorchEnv):
-    """Three actions, of which the mask allows those that the observation says."""
+    """Oracle with three actions and a mask that depends on the observation."""
 
     def __init__(self, first: int, lanes: int, one_hot: bool) -> None:
         super().__init__(lanes, LENGTHS, first_lane=first, ends="mixed")
@@ -91,7 +91,7 @@ def tracked(source: str, first: int, lanes: int) -> TransformedEnv:
 
 
 def alike(made: Callable[[int, int], Any], policy: Any = None, **kwargs: Any) -> Run:
-    """The same rows by one process, and by one, two and three workers."""
+    """Check that one process and one, two and three workers give the same rows."""
     with in_threads():
         one = collect_all(SyncCollector(partial(made, 0, LANES), policy, **kwargs))
         for workers in (1, 2, 3):
@@ -189,7 +189,7 @@ def choices(spec: TensorSpec, inner: int = 0) -> Choices:
 
 
 def widths(of: Choices, spec: TensorSpec) -> tuple[tuple[int, ...], int]:
-    """The batch of a spec, and the marks of each action of it."""
+    """Return the batch shape of a spec, and the length of the mask of each action."""
     return of.batch(tuple(spec.shape)), sum(of.sizes)
 
 
@@ -201,7 +201,7 @@ def test_each_legal_action_is_as_likely(spec: TensorSpec, inner: int) -> None:
     shape = of.uniforms(tuple(spec.shape))
     generator = np.random.default_rng(0)
     allowed = torch.from_numpy(generator.random((*lead, width)) < 0.6)
-    allowed[0] = False  # nothing is legal: all are
+    allowed[0] = False  # nothing is legal here, which allows everything
     counts = torch.zeros(*lead, width)
     for _ in range(3000):
         drawn = of.draw(allowed.numpy(), generator.random(shape))
@@ -252,7 +252,7 @@ def test_the_extension_refuses_marks_and_numbers_of_other_rows() -> None:
 
 
 class MaskedToy(toy_systems.Toy):
-    """Of three actions the one that the step's number names is not legal."""
+    """Toy whose mask forbids one of three actions, depending on the step."""
 
     def __init__(self, lanes: int) -> None:
         super().__init__(lanes)
@@ -317,14 +317,14 @@ def test_at_random_a_recurrent_state_stays_as_it_is(run: str, random_frames: int
     assert torch.equal(rows["next", "h"][drawn], rows["h"][drawn])
     assert not rows["out"][drawn].any()
     assert (rows["next", "h"][~drawn] != rows["h"][~drawn]).flatten(1).any(1).all()
-    # What the policy sees after its random frames is the state of the beginning.
+    # After random frames, the policy sees the initial state.
     after = drawn.roll(1) & ~drawn & (rows["collector", "step"] > 0)
     assert not rows["h"][after].any()
 
 
 def test_noise_that_a_policy_carries_goes_from_step_to_step_and_not_on() -> None:
     env = partial(tracked, "torch", 0, LANES)
-    # The module counts its steps since the trajectory began; what it keeps is in no row.
+    # The module counts its steps since the trajectory began, but no row contains the counter.
     telling = TensorDictModule(torch.clone, in_keys=["_ou_steps"], out_keys=["steps"])
     policy = TensorDictSequential(noisy(), telling)
     rows = joined(collect_all(SyncCollector(env, policy, **BUDGET)).batches)
@@ -343,7 +343,7 @@ def test_noise_that_would_be_lost_or_go_on_is_refused(source: str, workers: int)
 
 
 def noisy() -> TensorDictSequential:
-    """Its action is noise that it carries, made a decision by its sign."""
+    """Return a policy whose action is the sign of noise with a state."""
     value = TensorDictModule(_nothing, in_keys=["observation"], out_keys=["value"])
     noise = OrnsteinUhlenbeckProcessModule(
         spec=Unbounded((1,)),

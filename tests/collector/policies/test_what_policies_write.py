@@ -1,4 +1,4 @@
-"""A policy that writes much is kept as TorchRL's own collector keeps it, key by key."""
+"""Columns of a policy with many outputs equal those that TorchRL's own collector keeps."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def gru(env: Any) -> Sequential:
 
 
 def noise(env: EnvBase) -> Sequential:
-    """It keeps states whose names begin with an underscore."""
+    """Return a policy with noise, whose states have names that begin with an underscore."""
     explore = OrnsteinUhlenbeckProcessModule(spec=env.action_spec, annealing_num_steps=100)
     return Sequential(Module(nn.Linear(3, 1), OBS, ["action"]), explore)
 
@@ -121,7 +121,7 @@ def composite(_: EnvBase) -> ProbabilisticTensorDictSequential:
 
 
 def beside(out_keys: list[Any]) -> Callable[[EnvBase], Sequential]:
-    """The action, and values of many dtypes and places."""
+    """Return a policy that writes the action and values of many dtypes and keys."""
 
     def make(env: EnvBase) -> Sequential:
         values = (torch.double, torch.bool, torch.half, torch.int32, torch.uint8)

@@ -1,4 +1,4 @@
-"""The file of events beside the rows: what a call writes, kills, damage, and readers."""
+"""The event file of a storage: writes, kills, damage and readers."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def levels_of(path: Path) -> list[list[Any]]:
 
 
 def left_out(path: Path) -> list[bool]:
-    """Return of each run whether it says that events are left out."""
+    """Return for each run whether its events are marked as omitted."""
     with open_storage(path) as storage:
         return [run.get("events_left_out", False) for run in storage.runs]
 
 
 def events_found(path: Path) -> list[str]:
-    """Return what `verify` says of events, its places too."""
+    """Return the findings of `verify` about events, with their places."""
     found = verify(path)
     assert {each.check for each in found.findings} <= {"events"}
     return [f"{each} {' '.join(map(str, each.places))}" for each in found.findings]
@@ -66,7 +66,7 @@ def events_found(path: Path) -> list[str]:
 def test_a_call_adds_a_line_alone(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So it costs the same however many there were, in every format."""
+    """The cost of a call does not depend on the number of events, in any format."""
     with SyncCollector(Levels, storage=tmp_path / name, **RUN) as run:
         next(iter(run))
         run.env_set("level", 0.5)
@@ -77,13 +77,13 @@ def test_a_call_adds_a_line_alone(
             sizes.append((tmp_path / PLACES[name]).stat().st_size)
         monkeypatch.undo()
     lines = np.diff(sizes)
-    assert lines.max() - lines.min() <= 1  # a digit of its number
+    assert lines.max() - lines.min() <= 1  # one digit of the event's number
     assert levels_of(tmp_path / name) == [[0.5, *[1.5] * 99]]
     assert verify(tmp_path / name).findings == ()
 
 
 def test_a_reader_sees_what_comes(tmp_path: Path) -> None:
-    """It reads the lines that came since, and what was taken back is gone."""
+    """A reader sees new lines, and events after a rewind are gone."""
     path = tmp_path / "rows"
     with SyncCollector(Levels, storage=path, **RUN) as run:
         iterator = iter(run)
@@ -122,7 +122,7 @@ def test_a_dump_that_is_brought_up_has_all(tmp_path: Path) -> None:
 
 
 def test_a_copy_keeps_the_events_that_there_were(tmp_path: Path) -> None:
-    """What a run does later is not in it, on the disk or in memory."""
+    """Later events of the run are not in the copy, on disk or in memory."""
     with (
         MemmapStorage(tmp_path / "rows") as source,
         MemmapStorage(tmp_path / "copy") as copy,
@@ -139,7 +139,7 @@ def test_a_copy_keeps_the_events_that_there_were(tmp_path: Path) -> None:
 
 
 def test_a_file_of_an_earlier_storage_is_replaced(tmp_path: Path) -> None:
-    """HDF5 has it beside its own file, where one may be left that was another's."""
+    """HDF5 keeps its event file next to its own file, and an earlier storage may have left one."""
     collect(tmp_path / "rows.h5", 2)
     (tmp_path / "rows.h5").unlink()
     collect(tmp_path / "rows.h5", 3)
@@ -151,7 +151,7 @@ def test_a_file_of_an_earlier_storage_is_replaced(tmp_path: Path) -> None:
 
 
 def called_until_killed(path: Path, seconds: float) -> None:
-    """Collect and call in a process that is killed after some time."""
+    """Collect with calls in a process that is killed after ``seconds``."""
     process = os.fork()
     if not process:
         try:
@@ -186,7 +186,7 @@ def test_a_kill_leaves_the_calls_of_all_rows(tmp_path: Path, number: int) -> Non
 
 
 def test_a_line_that_was_cut_short_is_written_over(tmp_path: Path) -> None:
-    """A kill within it: no row comes after that call."""
+    """The kill interrupted the write, so no row follows the call."""
     path, file = tmp_path / "rows", tmp_path / "rows/run.events"
     collect(path, 3)
     whole = file.read_bytes()
@@ -210,7 +210,7 @@ def other_byte(content: bytes, at: int) -> bytes:
 
 
 def test_each_byte_is_checked(tmp_path: Path) -> None:
-    """A damaged line is a finding, and its run lacks what comes from there on."""
+    """A damaged line is a finding, and the run lacks the events from that line on."""
     path, file = tmp_path / "rows", tmp_path / "rows/run.events"
     collect(path, 3)
     whole = file.read_bytes()
@@ -270,7 +270,7 @@ def test_lines_that_are_lost_are_found(name: str, tmp_path: Path) -> None:
     assert said in found
     assert levels_of(path) == left
     assert any(left_out(path))
-    # What was lost stays named after the next writer.
+    # The next writer keeps the mark of lost events.
     collect(path, 1, resume=True)
     assert levels_of(path) == [*left, [1.0]]
     assert any(left_out(path)[:2])
@@ -306,7 +306,7 @@ def test_what_is_no_file_of_events(
 
 
 def test_events_that_do_not_fit_their_run(tmp_path: Path) -> None:
-    """Their checksums are right, so that a user wrote them."""
+    """The checksums are valid, so a user must have written the events."""
     path = tmp_path / "rows"
     collect(path, 3)
     wrong: dict[str, dict[str, Any]] = {
@@ -338,7 +338,7 @@ def test_events_that_do_not_fit_their_run(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call is made and raises that it is not recorded; no half of a line stays."""
+    """The call is made and raises that it was not recorded. No partial line remains."""
     path, file = tmp_path / "rows", tmp_path / "rows/run.events"
     with SyncCollector(Levels, storage=path, **RUN) as run:
         iterator = iter(run)
@@ -363,7 +363,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_manifest_names_what_the_file_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is written after the lines, so that a kill between leaves lines of no run."""
+    """The manifest is written after the lines. A kill in between leaves lines without a run."""
     path = tmp_path / "rows"
     with SyncCollector(Levels, storage=path, **RUN) as run:
         next(iter(run))
@@ -385,7 +385,7 @@ def test_a_manifest_names_what_the_file_has(
 
 
 def test_a_name_without_events_says_that_they_are_left_out(tmp_path: Path) -> None:
-    """As of a reader of another package, which copies the manifest alone."""
+    """A reader of another package copies only the manifest."""
     file = EventFile(MemmapFormat(tmp_path), writable=True)
     runs = [{"first_row": 0, "events_in_file": "other"}, {"first_row": 3}]
     manifest, _ = file.keep({"id": "some", "runs": runs})

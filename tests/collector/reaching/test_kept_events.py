@@ -1,4 +1,4 @@
-"""Events of runs in their storages: after kills, resumes, rewinds and copies, and in bad files."""
+"""Events of runs in storages: after kills, resumes, rewinds and copies, and in damaged files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_format_keeps_them(tmp_path: Path, name: str) -> None:
 
 
 def test_calls_before_the_first_row_and_after_other_rows(tmp_path: Path) -> None:
-    """`at` counts the run's own transitions, `row` the storage's."""
+    """`at` counts the run's own transitions, and `row` those of the storage."""
     collect(tmp_path / "rows", 2)
     with (
         MemmapStorage(tmp_path / "rows", mode="append") as storage,
@@ -69,7 +69,7 @@ def test_calls_before_the_first_row_and_after_other_rows(tmp_path: Path) -> None
 
 
 def test_a_resumed_run_has_events_of_its_own(tmp_path: Path) -> None:
-    """Its environments are new: those of the entry before have no effect on its rows."""
+    """The resumed run has new environments, on which earlier calls have no effect."""
     collect(tmp_path / "rows", 3)
     run = collect(tmp_path / "rows", 2, resume=True)
     with open_storage(tmp_path / "rows") as storage:
@@ -231,7 +231,7 @@ GOOD = {"at": 3, "call": "env_set", "name": "level", "args": [1]}
     ],
 )
 def test_what_is_no_event_is_left_out(events: Any) -> None:
-    """A crafted manifest is data; nothing of it is called."""
+    """A crafted manifest is only data, and nothing in it is called."""
     assert events_of({"first_row": 0, "events": events}) == []
     others = events if isinstance(events, list) else []
     whole = events_of({"first_row": 4, "events": [*others, GOOD]})

@@ -1,6 +1,6 @@
-"""Random runs with random calls between their batches: each row has the level that was set.
+"""Random runs with random calls between batches: each row has the level that was set.
 
-``TALLYROLL_CALLS=3000 pytest -n0 tests/collector/reaching/test_random_calls.py`` makes so many.
+``TALLYROLL_CALLS=3000 pytest -n0 tests/collector/reaching/test_random_calls.py`` makes 3000 runs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def drawn(rng: np.random.Generator, storage: Any) -> Any:
 
 @contextmanager
 def burning(steps: int) -> Iterator[None]:
-    """Let a step raise in a while."""
+    """Make a step raise after ``steps`` steps."""
     level_kit.fuse[0] = steps
     try:
         yield

@@ -1,4 +1,4 @@
-"""Calls of environments of this process: which rows come before them, and what they return."""
+"""Calls of environments in this process: the rows before them and their return values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ENVS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("env", ENVS)
 def test_rows_have_the_level_that_the_events_say(env: str) -> None:
-    """Batches of seven over five lanes: a surplus is held at most calls."""
+    """Batches of seven rows over five lanes hold a surplus at most calls."""
     rng = np.random.default_rng(0)
     with MemmapStorage() as storage, SyncCollector(**RUN, **ENVS[env], storage=storage) as run:
         for number, _ in enumerate(run):
@@ -67,7 +67,7 @@ def test_rows_have_the_level_that_the_events_say(env: str) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_batches_and_commits_of_any_size_and_calls_mix(seed: int) -> None:
-    """`collect` of few rows stores them in one call, in which the surplus is held elsewhere."""
+    """`collect` stores few rows in a single call, which holds the surplus elsewhere."""
     rng = np.random.default_rng(seed)
     options = {**RUN, "total_frames": -1, "frames_per_batch": 4}
     with (
@@ -89,7 +89,7 @@ def test_batches_and_commits_of_any_size_and_calls_mix(seed: int) -> None:
 
 
 def test_a_reset_that_discards_what_waits_leaves_events_right() -> None:
-    """Rows that were before the call are gone, and the trajectories after it are others."""
+    """The discarded rows are missing, and the trajectories after the call are new."""
     with (
         MemmapStorage() as storage,
         SyncCollector(Levels, num_envs=5, **RUN, storage=storage) as run,
@@ -246,7 +246,7 @@ def test_bad_arguments_call_nothing(call: Callable[[Any], Any], message: str) ->
 
 
 class Plain(System):
-    """A system without objects."""
+    """System without environment objects."""
 
     def __init__(self, lanes: int) -> None:
         self.declares = Declares(
@@ -278,7 +278,7 @@ def test_systems_without_objects_are_refused_with_the_reason() -> None:
 
 
 def test_calls_from_within_a_call_and_after_the_end() -> None:
-    """An environment and a policy may not call; after the run calls are no events."""
+    """Environments and policies may not call during a batch. Calls after the run are not events."""
     calls: list[Any] = []
     runs: list[Any] = []
 
@@ -314,7 +314,7 @@ def test_a_run_that_an_error_ended_is_not_reached() -> None:
 
 
 def test_arguments_that_are_no_json_are_recorded_by_their_text() -> None:
-    """What JSON would change, a tuple or a number of NumPy's, is not said to be the same."""
+    """Values that JSON would change, such as tuples and NumPy numbers, are marked as inexact."""
     loop: list[Any] = []
     loop.append(loop)
     values: list[Any] = [

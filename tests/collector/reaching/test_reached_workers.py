@@ -1,4 +1,4 @@
-"""Calls of environments in workers: exact in both modes, and what happens when one fails."""
+"""Calls of environments in workers: exact in both modes, and robust against failures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def calls(run: Any) -> Iterator[int]:
-    """Iterate, with calls after each batch; yield the number of each."""
+    """Iterate with calls after each batch, and yield the number of each batch."""
     rng = np.random.default_rng(1)
     for number, _ in enumerate(run):
         lanes = None if number % 3 else sorted({*rng.integers(5, size=2).tolist()})
@@ -59,7 +59,7 @@ def test_rows_have_the_level_that_the_events_say(kind: str) -> None:
                 assert run.env_get("level", lanes=[0, 4, 2]) == [2.0, 1.0, 3.0]
         assert run.ledger.stored == 84
         assert storage.runs[0]["events"] == [{**event, "row": event["at"]} for event in run.events]
-        assert require_recorded(storage[:], run.events) > 30  # of async workers many rows wait
+        assert require_recorded(storage[:], run.events) > 30  # async workers have many rows waiting
 
 
 def test_workers_in_step_give_the_rows_and_events_of_one_process() -> None:
@@ -74,7 +74,7 @@ def test_workers_in_step_give_the_rows_and_events_of_one_process() -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_few_rows_at_a_time_and_episodes(mode: str) -> None:
-    """Leases that end early come back, and the count stays exact."""
+    """Leases that end early are returned, and the count stays exact."""
     options: dict[str, Any] = {**THREADS, "mode": mode, "total_frames": -1}
     with (
         MemmapStorage() as storage,
@@ -91,7 +91,8 @@ def test_few_rows_at_a_time_and_episodes(mode: str) -> None:
     ):
         list(calls(run))
         assert run.ledger.episodes_complete == 30
-        assert require_recorded(storage[:], run.events) > 15  # as many as async workers have ready
+        # as many rows as async workers have ready
+        assert require_recorded(storage[:], run.events) > 15
 
 
 @pytest.mark.parametrize("kind", ["async processes", "sync threads"])
@@ -128,7 +129,7 @@ def test_a_system_without_objects_is_refused_and_goes_on() -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_worker_that_dies_is_replaced_and_gets_the_calls_before(mode: str) -> None:
-    """Its new environments have the level of the old ones from their first reset on."""
+    """The new environments have the level of the old ones from their first reset on."""
     options = {**WORKERS, **QUICK, "mode": mode, "on_worker_death": "respawn"}
     with (
         MemmapStorage() as storage,
@@ -152,7 +153,7 @@ def test_a_worker_that_dies_is_replaced_and_gets_the_calls_before(mode: str) -> 
 
 
 def test_a_worker_that_failed_while_it_went_on_is_replaced_before_the_call() -> None:
-    """The exception came while no batch was asked for: leases of seven go on ahead."""
+    """The exception occurs between batches, because leases of seven run ahead."""
     options = {**THREADS, "mode": "async", "on_worker_death": "respawn"}
     options |= {"num_envs": 1, "num_workers": 1}
     with (

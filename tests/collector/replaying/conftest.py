@@ -1,4 +1,4 @@
-"""Storages that all tests of replays read, and none changes."""
+"""Storages that the tests of replays share and do not change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from replay_kit import KINDS, collect
 
 @pytest.fixture(scope="session")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Returns the path of a storage of one of `KINDS`, which is made once."""
+    """Return a function that collects a storage of one of `KINDS` once and returns its path."""
     folder, made = tmp_path_factory.mktemp("replayed"), dict[str, Path]()
 
     def path_of(kind: str) -> Path:

@@ -1,4 +1,4 @@
-"""Replay of runs that called their environments: calls come again where they came."""
+"""Replay of runs with calls of their environments repeats the calls at the same rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from tallyroll.storage import open_storage
 
 
 class Told(gymnasium.Env[Any, Any]):
-    """Observations are the level at the reset, the level now, and a number drawn at the reset."""
+    """Environment that observes its level at the reset, its present level, and a random number.
+
+    The random number is drawn at each reset.
+    """
 
     observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float32)
     action_space = spaces.Discrete(3)
@@ -69,7 +72,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def as_before(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the manifest of a storage as earlier versions wrote it, with its events; its file."""
+    """Return the path of a manifest, and its content as earlier versions wrote it, with events."""
     with open_storage(path) as storage:
         manifest = storage.manifest
     (path / "run.events").unlink()
@@ -82,7 +85,7 @@ def test_calls_come_again_where_they_came(name: str, tmp_path: Path) -> None:
     path = run(tmp_path / "a", **OPTIONS[name])
     with open_storage(path) as storage:
         levels = storage.column("observation")[:, :2]
-        # How far workers are with an episode when they are called, time decides.
+        # The progress of workers at a call depends on timing.
         assert len(np.unique(levels, axis=0)) > (2 if "async" in name else 6)
     report = replay(path, "all", create_env_fn=Told)
     assert report.differences == ()

@@ -1,4 +1,4 @@
-"""Comparison bit for bit, and what is said of what differs."""
+"""Comparison bit for bit, and reports of differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions of what computes an environment: in the manifest, and in a replay."""
+"""Versions of the packages that compute an environment, in the manifest and in a replay."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tallyroll.storage.package.versions import versions
 
 
 class Bare(gymnasium.Env[Any, Any]):
-    """An environment of this module, with an object of a package that computes."""
+    """Environment of this module that holds an object of another package."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -39,7 +39,7 @@ class Bare(gymnasium.Env[Any, Any]):
 
 
 def found(create: Any, path: Path, collector: Any = SyncCollector, **more: Any) -> dict[str, str]:
-    """Return the versions in a manifest that a run of any environment does not have."""
+    """Return the versions in a manifest beyond those that every run records."""
     with collector(create, frames_per_batch=4, total_frames=4, storage=path, seed=0, **more) as run:
         for _ in run:
             pass
@@ -51,7 +51,7 @@ def found(create: Any, path: Path, collector: Any = SyncCollector, **more: Any) 
 
 
 def test_an_environment_of_numpy_alone_adds_none(tmp_path: Path) -> None:
-    pytest.importorskip("mujoco")  # imported, and not used by these
+    pytest.importorskip("mujoco")  # imported but unused by these environments
     assert found("CartPole-v1", tmp_path / "id", num_envs=2) == {}
     assert found(Bare, tmp_path / "factory") == {}
 
@@ -84,7 +84,7 @@ def test_a_worker_says_those_of_its_environment(tmp_path: Path) -> None:
 def test_its_own_package_and_what_that_computes_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of any package, by the module of its class; of an object that the environment holds."""
+    """Packages are found by the module of the class, and by objects that the environment holds."""
     monkeypatch.setitem(sys.modules, "psutil", ModuleType("psutil"))
     own = type("Own", (Bare,), {"__module__": "pytest.games"})
     assert found(own, tmp_path / "a") == {"pytest": version("pytest")}
@@ -130,7 +130,7 @@ def test_within_torchrl(tmp_path: Path) -> None:
 
 
 def test_an_attribute_that_raises(tmp_path: Path) -> None:
-    """Nothing is refused for the sake of a version."""
+    """A failure to find a version refuses nothing."""
 
     class Shy(Bare):
         @property

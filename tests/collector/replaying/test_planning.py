@@ -1,4 +1,4 @@
-"""The plan of a replay without seeds, of tables made by hand."""
+"""Plans of replays without seeds, from tables made by hand."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _LINE = [(name, np.int64) for name in ("id", "lane", "first_row", "first_step", 
 
 
 def planned(*lines: tuple[int, int, int, int]) -> tuple[list[tuple[int, ...]], dict[int, str]]:
-    """What is stepped, and what is refused, of a run of two lanes with trajectories ``lines``.
+    """Return the stepped and the refused trajectories of a run of two lanes.
 
-    Each is an id, a lane, its first step, and how it ended; rows are in their order.
+    Each of ``lines`` is an id, a lane, its first step and its end, in the order of rows.
     """
     rows = [(id, lane, row, step, end) for row, (id, lane, step, end) in enumerate(lines)]
     entry = {"first_row": 0, "first_row_of_run": 0, "seed": 1, "incarnation": 0, "lanes": 2}

@@ -1,4 +1,4 @@
-"""Environments of a manifest: made where an id is enough, and no code that it names is run."""
+"""An environment is recovered from its id alone, without running code that a manifest names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Stored = Callable[[str], Path]
 
 
 def changed(path: Path, **parts: Any) -> Path:
-    """A storage whose manifest says other things of its run, as one that was crafted may."""
+    """Change the run's entry in a manifest, as a crafted storage might."""
     file = path / "manifest.json"
     manifest = json.loads(file.read_text())
     manifest["runs"][0] |= parts
@@ -37,7 +37,7 @@ def test_an_environment_of_an_id_comes_with_its_arguments(tmp_path: Path) -> Non
     assert tuple(env.batch_size) == (3,)
     rows = env.rollout(9, break_when_any_done=False)
     assert rows["next", "truncated"][:, 6].all()
-    assert (rows["next", "reward"][:, :3] == 0).all()  # Sutton and Barto give 0, others 1
+    assert (rows["next", "reward"][:, :3] == 0).all()  # Sutton and Barto give 0, other versions 1
     env.close()
     with recover_env_closed(path, num_envs=2) as lanes:
         assert lanes == 2
@@ -46,7 +46,7 @@ def test_an_environment_of_an_id_comes_with_its_arguments(tmp_path: Path) -> Non
 
 
 def test_an_argument_that_json_cannot_hold_is_asked_for(tmp_path: Path) -> None:
-    """It would come back as its description, and make another environment."""
+    """JSON would restore it as a description, which would create another environment."""
     path = collect(tmp_path / "a", num_envs=1, env_kwargs={"sutton_barto_reward": np.bool_(True)})
     for known in (None, {"render_mode": "rgb_array"}):
         with pytest.raises(EnvironmentUnknown, match="made with sutton_barto_reward"):
@@ -107,7 +107,8 @@ def test_no_module_that_a_storage_names_is_imported(
     indirect = {"id": "GymV26Environment-v0", "kwargs": {"env_id": "trapped:Trapped-v0"}}
     changed(path, environment=trapped | indirect)
     again()
-    assert replay(path, "all", create_env_fn="trapped:Trapped-v0").same  # the caller says so
+    # explicitly requested by the caller
+    assert replay(path, "all", create_env_fn="trapped:Trapped-v0").same
     assert mark.exists()
 
 

@@ -1,4 +1,4 @@
-"""Replay: what is stored comes out again, and what does not is found where it is."""
+"""Replay reproduces stored rows, and locates those that it does not reproduce."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_generators_are_as_before(stored: Stored) -> None:
 
 @pytest.mark.parametrize("kind", ["seeded", "plain"])
 def test_another_environment_differs_at_the_first_step(stored: Stored, kind: str) -> None:
-    # Gravity changes nothing in a reset: the first step's result is the first that differs.
+    # Gravity does not affect a reset, so the result of the first step is the first difference.
     report = replay(stored(kind), "all", create_env_fn=lambda: heavy_pole(20.0))
     first = report.first_difference
     assert first is not None
@@ -90,7 +90,7 @@ FILES = {
 def test_one_bit_is_found_where_it_changed(
     stored: Stored, kind: str, column: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage, "_MOST_SLOTS", 2)  # so that a round has many blocks
+    monkeypatch.setattr(stage, "_MOST_SLOTS", 2)  # makes many blocks per round
     copy = tmp_path / "copy"
     shutil.copytree(stored(kind), copy)
     with open_storage(copy) as storage:
@@ -108,7 +108,7 @@ def test_one_bit_is_found_where_it_changed(
     assert report.status == 1
     assert (first.trajectory, first.step, first.row) == (wanted["id"], 2, row)
     assert first.column == ("next/observation" if column == "action" else column)
-    if column not in ("action", "next/truncated"):  # what follows from these is different, too
+    if column not in ("action", "next/truncated"):  # the following values differ, too
         assert (report.differing, len(report.differences)) == ({column: 1}, 1)
         assert first.stored.tobytes() != first.replayed.tobytes()
         changed = np.frombuffer(first.stored.tobytes(), np.uint8)
@@ -177,7 +177,7 @@ def test_a_ring_says_what_is_gone(tmp_path: Path) -> None:
     assert why.startswith("rows of it are gone")
     assert {*report.not_replayed[why]} == gone
     assert (report.status, report.equal) == (2, count - len(gone))
-    sample = replay(tmp_path / "a")  # of those that can be
+    sample = replay(tmp_path / "a")  # among those that can be replayed
     assert (sample.same, sample.left_out) == (True, {why: len(gone)})
 
     with MemmapStorage(tmp_path / "b", max_size=150) as storage:
@@ -200,7 +200,7 @@ def test_what_a_run_threw_away_is_no_difference(tmp_path: Path) -> None:
 
 
 class RandomEpisodes(gymnasium.Env[Any, Any]):
-    """Observations (number of the episode, step); numbers and lengths are drawn."""
+    """Environment that observes (number of the episode, step); numbers and lengths are random."""
 
     observation_space = gymnasium.spaces.Box(-1, 2.0**53, (2,), np.float64)
     action_space = gymnasium.spaces.Discrete(3)
@@ -219,7 +219,7 @@ class RandomEpisodes(gymnasium.Env[Any, Any]):
 
 
 class NumberedEpisodes(RandomEpisodes):
-    """Counts its resets, which no seed changes."""
+    """Environment that counts its resets, independent of seeds."""
 
     resets = 0
 
@@ -231,7 +231,7 @@ class NumberedEpisodes(RandomEpisodes):
 
 
 def run_at_random(path: Path, rng: random.Random) -> None:
-    """Collect rows by random calls, with a run that may lose rows and reset lanes."""
+    """Collect by random calls, in a run that may lose rows and reset lanes."""
     lanes, mode = rng.choice([1, 2, 3, 5, 8]), rng.choice([None, *AutoresetMode])
     options: dict[str, Any] = {"surplus": rng.choice(["discard", "discard", "carry"])}
     if rng.random() < 0.3:
@@ -270,7 +270,7 @@ def run_at_random(path: Path, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("seed", range(16))
 def test_random_runs_that_lose_rows_or_reset_lanes(seed: int, tmp_path: Path) -> None:
-    """No right row is called different, and a wrong one is found where rows were compared."""
+    """No correct row is reported as different, and every wrong row that was compared is found."""
     rng, path = random.Random(seed), tmp_path / "a"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -298,7 +298,7 @@ def test_random_runs_that_lose_rows_or_reset_lanes(seed: int, tmp_path: Path) ->
 def test_the_first_transition_of_a_lane_that_was_thrown_away(
     mode: AutoresetMode, tmp_path: Path
 ) -> None:
-    """Of eight lanes four are stored in the first slot: the others begin in mid-episode."""
+    """The first slot stores four of eight lanes, so the others begin in mid-episode."""
     path = tmp_path / "a"
     with SyncCollector(
         lambda: SyncVectorEnv([RandomEpisodes] * 8, autoreset_mode=mode),

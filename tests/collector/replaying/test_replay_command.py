@@ -1,4 +1,4 @@
-"""``tallyroll replay``: what it prints, says on stderr and exits with."""
+"""``tallyroll replay``: its output, its errors and its exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replay of copied, packed and joined rows: by the runs that made them, or not at all."""
+"""Copied, packed and merged rows are replayed by the runs that made them, or not at all."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def made(make: Make, source: Path | list[Path], folder: Path) -> Path:
 
 
 def change_a_bit(path: Path, row: int = 100) -> None:
-    """Change the next observation of a row."""
+    """Change one bit of the next observation of a row."""
     with (path / "next/observation.memmap").open("r+b") as file:
         file.seek(row * 16)
         (octet,) = file.read(1)
@@ -72,7 +72,7 @@ def change_a_bit(path: Path, row: int = 100) -> None:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Returns a storage that two processes' runs made."""
+    """Return a function that makes a storage by two runs and returns its path."""
     folder = tmp_path_factory.mktemp("resumed")
 
     def path_of(kind: str) -> Path:
@@ -96,7 +96,7 @@ def test_all_rows_of_a_run(way: str, kind: str, resumed: Stored, tmp_path: Path)
 
 @pytest.mark.parametrize("way", PARTS)
 def test_chosen_trajectories(way: str, resumed: Stored, tmp_path: Path) -> None:
-    """With their own seeds they are replayed; else rows are gone from which they would begin."""
+    """With their own seeds, trajectories are replayed. Otherwise earlier rows are missing."""
     with open_storage(resumed("seeded")) as storage:
         chosen = storage.trajectories.where(LONG)
         ids, rows = {*chosen.trajectories.ids.tolist()}, len(chosen)
@@ -112,12 +112,12 @@ def test_chosen_trajectories(way: str, resumed: Stored, tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_run_has_not_its_beginning(resumed: Stored, tmp_path: Path) -> None:
-    """Those rows are there as they were, one after the other, and their lanes' first are not."""
+    """The rows are complete and in order, but the first rows of their lanes are missing."""
     with open_storage(resumed("plain")) as storage, MemmapStorage(tmp_path / "made") as other:
         other.extend(storage.get(slice(50, ROWS)))
     report = replay(tmp_path / "made", "all")
     assert not report.differences
-    assert report.rows == ROWS - 100  # of the second process all are there
+    assert report.rows == ROWS - 100  # all rows of the second process are there
     assert any(why.startswith("its lane has no rows left") for why in report.not_replayed)
 
 
@@ -158,7 +158,7 @@ def test_several_storages(kind: str, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_runs_that_were_made_differently(tmp_path: Path) -> None:
-    """A part of both does not say which run made it; all rows of both do."""
+    """A part of both runs does not identify the run of a row; all rows of both do."""
     paths = [
         collect(
             tmp_path / f"s-{way}",
@@ -177,11 +177,16 @@ def test_runs_that_were_made_differently(tmp_path: Path) -> None:
 
 
 def test_calls_of_a_copy_and_of_several(tmp_path: Path) -> None:
-    """A copy does not say where its environments were called; several storages do, as ids move."""
+    """A copy does not record where environments were called.
+
+    Several storages do, although ids move.
+    """
     for name in "ab":
         with SyncCollector(
             "CartPole-v1",
-            num_envs=3,  # a transition is left over at each call, which says so what comes next
+            # each call leaves a surplus transition, so that the event names the next trajectory and
+            # step
+            num_envs=3,
             frames_per_batch=40,
             total_frames=120,
             seed=1 if name == "a" else 2,
@@ -200,7 +205,7 @@ def test_calls_of_a_copy_and_of_several(tmp_path: Path) -> None:
 
 
 def test_what_a_run_lost_is_known_of_several(tmp_path: Path) -> None:
-    """A difference may come from that, after the first trajectory of a lane."""
+    """Lost transitions may cause a difference after the first trajectory of a lane."""
     paths = [collect(tmp_path / name, num_envs=2) for name in "ab"]
     change_a_bit(paths[0])
     assert replay(paths, "all").status == 1
@@ -249,7 +254,7 @@ def test_runs_of_a_stretch() -> None:
     assert [(each.first_row, each.entry["seed"]) for each in found] == [(7, 1), (27, 2)]
     assert "no rows left from the run's beginning" in found[0].own_seeds_only
     assert not found[1].own_seeds_only
-    # One row fewer, and nothing says which they are; nor where the last one is not known.
+    # One row is missing, and it is unknown which; the same holds if the last row is unknown.
     for stop, last in ((46, 49), (47, None)):
         (one,) = makers_of(entries(first, second, rows=[10, last]), stop)
         assert (one.first_row, one.refused) == (7, "")

@@ -1,4 +1,4 @@
-"""Replays of simulators, and films: what is stored of MuJoCo and of the Arcade comes out again."""
+"""Replays of simulators, and films: stored rows of MuJoCo and the Arcade are reproduced."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_frames_of_the_arcade_and_one_pixel(pong: Path, tmp_path: Path) -> None:
         row = int(storage.trajectories.rows_of(1)[4])
         octets = storage.column("observation")[:1].nbytes
     with (copy / "observation.memmap").open("r+b") as file:
-        file.seek(row * octets + 3 * (160 * 50 + 20))  # the pixel of line 50, column 20
+        file.seek(row * octets + 3 * (160 * 50 + 20))  # the pixel at line 50, column 20
         (red,) = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([red ^ 64]))

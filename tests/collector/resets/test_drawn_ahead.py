@@ -1,4 +1,4 @@
-"""Options of resets are drawn some resets ahead, and are those of their seeds all the same."""
+"""Options of resets that are drawn ahead equal those of their seeds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def draws_of(run: SyncCollector) -> ResetDraws:
 
 
 def test_each_has_the_options_of_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over several blocks of seeds and of options, where lanes end at different times."""
+    """The run spans several blocks of seeds and options, and its lanes end at different times."""
     drawn: list[int] = []
 
     class Counted(Streams):
@@ -62,13 +62,13 @@ def test_each_has_the_options_of_its_seed(monkeypatch: pytest.MonkeyPatch) -> No
                     assert value == options[lane][name]
                 begun.append(ahead[lane])
         assert len({*begun}) == len(begun) > 500
-        assert calls < 60  # most draw nothing
+        assert calls < 60  # most resets draw nothing
         run.set_seed(4)
         ahead_of(draws)
 
 
 def ahead_of(draws: ResetDraws) -> tuple[list[int], list[dict[str, Any]]]:
-    """Return seeds and options of the next resets, which belong together."""
+    """Return the seeds and options of the next resets, and check that they belong together."""
     assert draws.seeds is not None
     seeds, options = draws.seeds.tolist(), [dict(each) for each in draws._options]
     for seed, given in zip(seeds, options, strict=True):

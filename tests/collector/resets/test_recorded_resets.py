@@ -1,4 +1,4 @@
-"""What a trajectory began from is in its rows, and begins it again: hand loops, in every mode."""
+"""Rows record the start of a trajectory, from which a manual loop repeats it in every mode."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def rows_of_workers(create: Any = Weather, **options: Any) -> Any:
 
 
 def vector(mode: AutoresetMode, wrapped: bool = False) -> Any:
-    """Make a vector that a caller hands over; a wrapper around it looks at infos."""
+    """Make a vector, optionally with a wrapper that reads infos."""
     made = SyncVectorEnv([Weather] * 3, autoreset_mode=mode)
     return RecordEpisodeStatistics(made) if wrapped else made
 
 
 class Looks(VectorWrapper):
-    """Looks at the lanes themselves around each step."""
+    """Wrapper that reads the lanes themselves around each step."""
 
     def step(self, actions: Any) -> Any:
-        """Step, while each lane shows what it has seen."""
+        """Read an attribute of each lane and step."""
         assert len(self.env.get_attr("seen")) == 3  # type: ignore[attr-defined]
         return super().step(actions)
 
@@ -90,13 +90,13 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_hand_loop_repeats_the_rows(way: str) -> None:
-    """Across batch boundaries, surplus and resets, in each way that lanes are stepped."""
+    """The loop crosses batch boundaries, surplus and resets, on each path of stepping."""
     assert repeat(rows_of(**WAYS[way])) > 15
 
 
 @pytest.mark.parametrize("way", ["lanes", "next step", "same step"])
 def test_a_hand_loop_repeats_the_rows_of_the_slowest_way(way: str) -> None:
-    """Every faster way is switched off, and the rows are the same."""
+    """The slowest path, without any fast path, gives the same rows."""
     fast = rows_of(**WAYS[way])
     with fast_paths.switched_off(*fast_paths.FAST_PATHS):
         assert_same(rows_of(**WAYS[way]), fast)
@@ -117,7 +117,7 @@ def test_a_time_limit_of_ours_ends_what_a_hand_loop_goes_on_with(way: str) -> No
 
 
 def test_a_hand_loop_repeats_cartpole_and_its_options(tmp_path: Path) -> None:
-    """By ``collect(n)`` into a storage, of few slots at a time, with surplus carried."""
+    """``collect(n)`` stores few slots at a time, with carried surplus."""
     resets = Resets(sampler={"low": uniform(-0.1, 0.0), "high": 0.1}, seeds=True)
     given = {**RUN, "total_frames": 300, "num_envs": 4, "storage": tmp_path / "s"}
     with SyncCollector("CartPole-v1", resets=resets, **given) as collector:
@@ -143,7 +143,7 @@ def test_a_hand_loop_repeats_cartpole_and_its_options(tmp_path: Path) -> None:
 
 
 def test_a_vector_is_handed_back_with_its_own_lanes() -> None:
-    """Those that are given seeds stand in their place for the time of a call."""
+    """Lanes with seeds replace the vector's own lanes only during a call."""
     env = vector(SAME_STEP, wrapped=True)
     own = [*env.unwrapped.envs]
     rows_of(env, total_frames=40)
@@ -152,7 +152,7 @@ def test_a_vector_is_handed_back_with_its_own_lanes() -> None:
 
 
 def test_seeds_alone_seed_every_episode_of_an_async_vector() -> None:
-    """It takes seeds with a mask of lanes, and no options a lane."""
+    """The vector accepts seeds with a mask of lanes, but not options per lane."""
     vector = partial(
         AsyncVectorEnv,
         [Weather] * 2,
@@ -165,18 +165,18 @@ def test_seeds_alone_seed_every_episode_of_an_async_vector() -> None:
     assert_same(rows, rows_of(num_envs=2, resets=resets, total_frames=60))
 
 
-# --- workers, replaced ones, and runs that go on --------------------------------------------------
+# --- workers, replacements and resumed runs -------------------------------------------------------
 
 
 def test_workers_give_the_rows_of_one_process() -> None:
-    """Bit for bit, of one worker and of three, and of none."""
+    """The rows of one worker, three workers and one process are equal bit for bit."""
     alone = rows_of(num_envs=5)
     assert_same(rows_of_workers(num_workers=1, transport="thread"), alone)
     assert_same(rows_of_workers(transport="thread"), alone)
 
 
 def test_workers_that_do_not_wait_have_trajectories_of_the_same_beginnings() -> None:
-    """Each lane's k-th trajectory begins as in one process, whenever its rows come."""
+    """Each lane's k-th trajectory begins as in one process, independent of arrival."""
 
     def begun(rows: Any) -> dict[int, int]:
         first = rows[rows["collector", "step"] == 0]["collector"]
@@ -191,7 +191,7 @@ def test_workers_that_do_not_wait_have_trajectories_of_the_same_beginnings() -> 
 
 
 def test_a_worker_in_the_place_of_a_dead_one_draws_others(tmp_path: Path) -> None:
-    """Rows before and after the kill are repeated by hand, and no seed comes twice."""
+    """A manual loop repeats the rows before and after the kill, and no seed repeats."""
     rows = rows_of_workers(
         partial(Careless, str(tmp_path / "mark"), 12),
         num_envs=4,
@@ -204,7 +204,7 @@ def test_a_worker_in_the_place_of_a_dead_one_draws_others(tmp_path: Path) -> Non
 
 
 def test_a_resumed_run_draws_others(tmp_path: Path) -> None:
-    """Trajectories of both parts are repeated by hand; those that were open are cut."""
+    """A manual loop repeats the trajectories of both parts. Open trajectories are cut."""
     given = {"num_envs": 3, "storage": tmp_path / "s"}
     rows_of(**given, total_frames=60)
     rows_of(**given, total_frames=120, resume=True)
@@ -214,11 +214,11 @@ def test_a_resumed_run_draws_others(tmp_path: Path) -> None:
     assert repeat(rows) == len(set(found)) == len(found)
 
 
-# --- what is drawn --------------------------------------------------------------------------------
+# --- draws ----------------------------------------------------------------------------------------
 
 
 def test_draws_are_as_they_were_asked_for() -> None:
-    """Mean and range of a uniform, shares of a choice, kinds of columns."""
+    """The test checks the range and mean of uniform draws, shares of choices, and column types."""
     sampler = {
         "gravity": uniform(-15, -5),
         "integer": choice([1, 2, 3]),
@@ -241,7 +241,8 @@ def test_draws_are_as_they_were_asked_for() -> None:
     gravity = context["gravity"]
     assert gravity.min() >= -15
     assert gravity.max() < -5
-    # The standard error of a mean of uniform numbers; five of them are 1 in 2 million.
+    # Five standard errors of a mean of uniform numbers are exceeded with probability 1 in 2
+    # million.
     assert abs(gravity.mean() + 10) < 5 * 10 / np.sqrt(12 * count)
     for name, share in (("integer", 1 / 3), ("mixed", 1 / 2), ("flag", 1 / 2)):
         for times in context[name].unique(return_counts=True)[1].tolist():
@@ -250,13 +251,13 @@ def test_draws_are_as_they_were_asked_for() -> None:
     assert {each["level"] for each in drawn} == {*LEVELS}
     assert all(each["same"] == [1, "a"] for each in drawn)
     assert len(first["reset_seed"].unique()) == count
-    # Options have a stream of their own: that of the environment's start has the same seed.
+    # Options have their own stream, although the environment's start uses the same seed.
     start = rows[rows["collector", "step"] == 0]["observation"][:, 2]
     assert abs(np.corrcoef(gravity, start)[0, 1]) < 5 / np.sqrt(count)
 
 
 def test_a_function_draws_options() -> None:
-    """Its numbers are columns too."""
+    """The drawn numbers are also stored as columns."""
 
     def sampler(rng: np.random.Generator) -> dict[str, Any]:
         gravity = np.float32(rng.normal(-10))
@@ -267,7 +268,7 @@ def test_a_function_draws_options() -> None:
 
 
 def test_options_without_seeds_are_drawn_alike_for_any_number_of_workers() -> None:
-    """The column of seeds is not there, for resets have none."""
+    """The column of seeds is absent, because the resets have none."""
     resets = Resets(sampler={"gravity": uniform(0, 1)})
     alone = rows_of(num_envs=5, resets=resets)
     assert ("collector", "reset_seed") not in alone.keys(True)

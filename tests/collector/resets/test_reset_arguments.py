@@ -1,4 +1,4 @@
-"""Resets that cannot be: what they are told, and at what time."""
+"""Invalid options of resets: the messages of errors, and their time."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ WRONG = {
 
 
 def test_a_spelling_is_read_back() -> None:
-    """Of each kind, and of constants."""
+    """Every kind of draw and constants are covered."""
     for text, draw in SPELLINGS.items():
         assert parsed(text) == draw == parsed(draw.spelling)
     assert choice(np.array([1.0, 2.5])) == choice([1.0, 2.5])
@@ -81,7 +81,7 @@ def test_a_spelling_is_read_back() -> None:
 
 @pytest.mark.parametrize("text", WRONG)
 def test_a_wrong_spelling_is_refused(text: str) -> None:
-    """Whatever is in it, nothing is evaluated."""
+    """Parsing never evaluates the text."""
     with pytest.raises(ArgumentError, match=WRONG[text].replace("(", r"\(")):
         parsed(text)
 
@@ -105,7 +105,7 @@ def test_a_wrong_spelling_is_refused(text: str) -> None:
     ],
 )
 def test_what_cannot_be_drawn_is_refused_at_once(make: Any, said: str) -> None:
-    """Before there is a collector."""
+    """The refusal precedes the construction of a collector."""
     with pytest.raises((ArgumentError, TypeError), match=said):
         make()
 
@@ -114,13 +114,13 @@ def test_what_cannot_be_drawn_is_refused_at_once(make: Any, said: str) -> None:
 
 
 class Draws:
-    """A sampler whose results change after some calls."""
+    """Sampler whose results change after some calls."""
 
     def __init__(self, *results: Any) -> None:
         self.results = list(results)
 
     def __call__(self, rng: np.random.Generator) -> Any:
-        """The next of the results; the last one again and again."""
+        """Return the next result, or the last one repeatedly."""
         return self.results.pop(0) if len(self.results) > 1 else self.results[0]
 
 
@@ -137,7 +137,7 @@ LATER = [
 
 @pytest.mark.parametrize(("later", "said"), LATER)
 def test_a_function_that_returns_something_else_later_ends_the_run(later: Any, said: str) -> None:
-    """The error says what came first, and what then."""
+    """The error shows the first result and the later one."""
     sampler = Draws(*[{"gravity": 1.0}] * 9, later)
     with pytest.raises(ArgumentError, match=said):
         collect(Weather, Resets(sampler=sampler, seeds=True), 100)
@@ -155,13 +155,13 @@ def test_a_function_that_returns_something_else_later_ends_the_run(later: Any, s
     ],
 )
 def test_a_sampler_that_cannot_be_recorded_is_refused(sampler: Any, said: str) -> None:
-    """At the construction of the collector."""
+    """The constructor of the collector refuses it."""
     with pytest.raises(ArgumentError, match=said):
         collect(Weather, Resets(sampler=sampler))
 
 
 def test_options_are_drawn_again_as_documented_by_numpy() -> None:
-    """By a Philox generator whose key is the seed, whatever was drawn before it."""
+    """The generator is Philox with the seed as its key, independent of earlier draws."""
     resets = Resets(sampler={"a": uniform(2, 6), "b": choice([5, 7])}, seeds=True)
     for seed in (0, 12, 2**63 - 1):
         rng = np.random.Generator(np.random.Philox(key=np.array([seed, 1], np.uint64)))
@@ -173,17 +173,17 @@ def test_options_are_drawn_again_as_documented_by_numpy() -> None:
 
 
 def test_a_constant_needs_no_seed() -> None:
-    """It is the same whatever is drawn."""
+    """The constant does not depend on draws."""
     rows = collect(Weather, Resets(sampler={"gravity": 2, "level": "moon"}))
     assert set(rows["observation"][:, 1].tolist()) == {1.0}
     assert set(rows["collector", "context", "gravity"].tolist()) == {2}
 
 
-# --- environments that cannot ---------------------------------------------------------------------
+# --- environments without support for resets ------------------------------------------------------
 
 
 class Cloud(System):
-    """A system that declares contexts, and resets within its step; it observes what it got."""
+    """System that declares contexts, resets within its step, and observes its context."""
 
     def __init__(self, lanes: int = 2, **declared: Any) -> None:
         context = {"wind": Unbounded((2,)), "rain": Unbounded(())}
@@ -204,12 +204,15 @@ class Cloud(System):
             self._seen[lanes, 3] = self.next_seeds[lanes] % 1000 * 1000
 
     def reset(self, lanes: Any, seeds: Any, **options: Any) -> list[Any]:
-        """Begin with the contexts that were drawn."""
+        """Begin with the drawn contexts."""
         self._begin(slice(None) if lanes is None else lanes)
         return [self._seen]
 
     def step(self, action: Any, lanes: Any = None) -> Step:
-        """End after three steps; where ends are reset slots, begin in the step after."""
+        """Step, and end episodes after three steps.
+
+        With reset slots, the next step begins the next episode.
+        """
         if self.declares.at_end == "reset_slot":
             return self._step_or_begin()
         self._seen[:, 3] += 1
@@ -230,10 +233,10 @@ class Cloud(System):
 
 
 class Own(SyncVectorEnv):
-    """Resets its lanes in its own way."""
+    """Subclass with its own step."""
 
     def step(self, actions: Any) -> Any:
-        """Step as others do."""
+        """Step like the base class."""
         return super().step(actions)
 
 
@@ -263,23 +266,23 @@ TORCHRL = partial(GymEnv, "CartPole-v1")
     ],
 )
 def test_an_environment_that_cannot_is_refused(create: Any, resets: Resets, said: str) -> None:
-    """At the construction, with the reason and a way out."""
+    """The constructor refuses it with the reason and a remedy."""
     with pytest.raises(EnvironmentRefused, match=said):
         collect(create, resets)
 
 
 def test_a_lane_without_its_environment_has_nothing() -> None:
-    """As copies ask one that is half made; it does not ask itself for ever."""
+    """Copying accesses an unfinished object. The attribute lookup must not recurse forever."""
     with pytest.raises(AttributeError, match="_env"):
         _ = SeededLane.__new__(SeededLane).seen
 
 
 def test_an_async_vector_is_refused_what_its_processes_do_not_take() -> None:
-    """Its lanes would all have the same options; no process is started for that."""
+    """All lanes would have the same options. The check starts no process."""
     by_mask = VectorRules(AutoresetMode.DISABLED, "final", True, True, False, False, [])
     within = replace(by_mask, autoreset=AutoresetMode.SAME_STEP, at_end="first")
     vector: AsyncVectorEnv = object.__new__(AsyncVectorEnv)
-    vector.closed = True  # for its end
+    vector.closed = True  # for its finalizer
     for rules, said in (by_mask, "gives all lanes the same"), (within, "within a step"):
         seeds, options, why = takes_resets(vector, rules)
         assert (seeds, options) == (rules is by_mask, False)
@@ -297,13 +300,13 @@ def test_an_async_vector_is_refused_what_its_processes_do_not_take() -> None:
     ],
 )
 def test_other_contexts_than_those_declared_are_refused(sampler: Any, said: str) -> None:
-    """By name, shape and size."""
+    """The name, the shape and the size must match."""
     with pytest.raises(ArgumentError, match=said):
         collect(Cloud, Resets(sampler=sampler))
 
 
 def test_contexts_that_are_drawn_otherwise_already_are_refused() -> None:
-    """A `SystemEnv` with ``draw=`` draws its own."""
+    """A `SystemEnv` with ``draw=`` draws its own contexts."""
     env = partial(SystemEnv, Cloud(), draw=lambda _: {"wind": [0, 0], "rain": 0})
     with pytest.raises(ArgumentError, match="was made with draw="):
         collect(env, Resets(sampler=WIND))
@@ -311,7 +314,7 @@ def test_contexts_that_are_drawn_otherwise_already_are_refused() -> None:
 
 @pytest.mark.parametrize("how", [{}, {"max_frames_per_traj": 2}])
 def test_a_system_that_resets_itself_gets_what_was_drawn_ahead(how: dict[str, Any]) -> None:
-    """Its rows say what it began from, rounded as it was; seeds too, where it takes them."""
+    """The rows record the contexts with their rounding, and the seeds if they are accepted."""
     rows = collect(partial(Cloud, reset_seeds=True), Resets(sampler=WIND, seeds=True), **how)
     own, seen = rows["collector"], rows["seen"]
     assert (own["context", "wind"] == seen[:, :2]).all()
@@ -328,7 +331,7 @@ def test_a_system_that_resets_itself_gets_what_was_drawn_ahead(how: dict[str, An
 )
 @pytest.mark.parametrize("context", [{}, None], ids=["seeds", "contexts"])
 def test_each_end_of_a_system_takes_what_was_drawn(ends: Any, context: Any) -> None:
-    """With seeds alone too, where nothing else is looked at after a step."""
+    """With seeds alone, nothing else needs checking after a step."""
     more: dict[str, Any] = {} if context is None else {"context": context}
     create = partial(Cloud, reset_seeds=True, **ends, **more)
     resets = SEEDS if more else Resets(sampler=WIND, seeds=True)
@@ -341,7 +344,7 @@ def test_each_end_of_a_system_takes_what_was_drawn(ends: Any, context: Any) -> N
 
 
 def test_a_later_collector_draws_nothing_of_an_earlier_one() -> None:
-    """Of the same environment, which stays its caller's."""
+    """Both collectors use the same environment, which belongs to the caller."""
     env = SystemEnv(Cloud(context={}, reset_seeds=True))
     assert ("collector", "reset_seed") in collect(env, SEEDS).keys(True)
     rows = collect(env, Resets())
@@ -354,7 +357,7 @@ def test_a_later_collector_draws_nothing_of_an_earlier_one() -> None:
 
 
 def test_a_run_goes_on_with_the_same_columns_only(tmp_path: Any) -> None:
-    """A storage has a schema, which other resets do not have."""
+    """Other resets do not match the schema of the storage."""
     given: dict[str, Any] = {"storage": tmp_path / "s", "num_envs": 2}
     collect(Weather, GRAVITY, **given)
     with pytest.raises(StorageError, match="gravity"):
@@ -362,7 +365,7 @@ def test_a_run_goes_on_with_the_same_columns_only(tmp_path: Any) -> None:
 
 
 def test_fields_are_keywords_of_a_collector_too() -> None:
-    """And stand in one place only."""
+    """A field may be given in one place only."""
     rows = collect("CartPole-v1", None, reset_seeds=True)  # type: ignore[arg-type]
     assert ("collector", "reset_seed") in rows.keys(True)
     with pytest.raises(ArgumentError, match="reset_seeds: expected in one place"):

@@ -1,4 +1,4 @@
-"""``--reset`` and ``--reset-seeds``: as the call has them, also of a run that goes on."""
+"""``--reset`` and ``--reset-seeds`` act as in the call, also in a resumed run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIONS = ["--reset", "low=uniform(-0.1, 0)", "--reset", "high=choice(0.05, 0.1)
 
 
 def test_a_command_draws_what_a_call_draws(tmp_path: Path) -> None:
-    """The manifest has its options, and --resume takes them from there, of a call's run too."""
+    """The manifest has the options, and --resume reads them, also from a run of the call."""
     command, call = tmp_path / "command", tmp_path / "call"
     assert main([*COLLECT, *OPTIONS, "--out", str(command)]) == 0
     given = {"storage": call, "frames_per_batch": 1024, "seed": 2, "resets": RESETS}
@@ -39,7 +39,7 @@ def test_a_command_draws_what_a_call_draws(tmp_path: Path) -> None:
 
 
 def test_inspect_shows_the_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As others, in text and as JSON."""
+    """The columns are listed like others, in text and as JSON."""
     out = str(tmp_path / "s")
     assert main([*COLLECT, "--reset-seeds", "--reset", 'why="text"', "--out", out]) == 0
     assert main(["inspect", out]) == 0
@@ -65,7 +65,7 @@ def test_inspect_shows_the_columns(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_wrong_options_are_wrong_usage(
     options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before anything is made."""
+    """The refusal precedes all other work."""
     with pytest.raises(SystemExit) as ended:
         main([*COLLECT, *options, "--out", str(tmp_path / "s")])
     assert ended.value.code == 2
@@ -76,7 +76,7 @@ def test_wrong_options_are_wrong_usage(
 def test_an_environment_that_cannot_is_an_error_of_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the option that is to be left out."""
+    """The error names the option to omit."""
     words = [*COLLECT, "--reset", "a/b=1", "--out", str(tmp_path / "s")]
     assert main(words) == 1
     assert "a name that a column can have" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Batches laid out by the call that stores them are those of the longer way, come what may."""
+"""Batches that the storing call lays out equal those of the slow path in all circumstances."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ PACKAGE = str(Path(tallyroll.storage.__file__).parents[1])
 
 
 def tracked(**kwargs: Any) -> Collector:
-    """Rows say where a trajectory begins."""
+    """Return a collector whose rows mark where a trajectory begins."""
 
     def made() -> TransformedEnv:
         return TransformedEnv(make("torch", 0, LANES), InitTracker())
@@ -87,12 +87,12 @@ SOME = [
     for turn, name in enumerate(RUNS)
     for more in (0, 2, 5)
 ]
-"""Each run with three sizes, two in the gate; each size with several runs."""
+"""Each run with three sizes, two of them in the gate; each size with several runs."""
 
 
 @contextmanager
 def made_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Yield a list of how often a batch was stored at once, and how often it was not."""
+    """Yield the numbers of batches that the fast path stored, and that it did not."""
     store, counts = FastPath.store, [0, 0]
 
     def counted(self: FastPath, want: int, finals: Any, batch: Any = None) -> bool:
@@ -106,7 +106,7 @@ def made_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def looks(batch: TensorDictBase, prefix: tuple[str, ...] = ()) -> dict[Any, Any]:
-    """Return all that can be seen of a batch but its values."""
+    """Return all observable properties of a batch except its values."""
     seen: dict[Any, Any] = {prefix: (type(batch), batch.batch_size, batch.device, batch.names)}
     seen[(*prefix, "locked")] = batch.is_locked, batch.is_shared(), batch.is_memmap()
     seen[(*prefix, "order")] = list(batch.keys())
@@ -120,7 +120,7 @@ def looks(batch: TensorDictBase, prefix: tuple[str, ...] = ()) -> dict[Any, Any]
 
 
 def iterated(make: Callable[..., Collector], size: int, storage: DiskStorage, few: int) -> Any:
-    """Iterate, call `collect` now and then, and keep all batches; returns all that came of it."""
+    """Iterate with occasional calls of `collect`, keep all batches, and return all results."""
     kept: list[tuple[TensorDictBase, TensorDictBase]] = []
     with make(frames_per_batch=size, total_frames=203, storage=storage, seed=1) as collector:
         batches = iter(collector)
@@ -134,7 +134,7 @@ def iterated(make: Callable[..., Collector], size: int, storage: DiskStorage, fe
                 break
             kept.append((batch, batch.clone()))
             if call % 3 == 2:
-                batch.apply(torch.Tensor.zero_, inplace=True)  # it is the caller's own
+                batch.apply(torch.Tensor.zero_, inplace=True)  # the batch belongs to the caller
                 kept[-1] = batch, batch.clone()
         slots = storage.slots_of(np.array(storage.span, np.int64))
         rows = flat(storage.get(torch.from_numpy(slots)).clone())
@@ -185,13 +185,16 @@ def test_a_column_that_is_kept_keeps_no_other(tmp_path: Path) -> None:
         assert {each.untyped_storage().nbytes() for each in kept} == {kept[0].nbytes}
 
 
-# --- what comes in between ------------------------------------------------------------------------
+# --- interruptions --------------------------------------------------------------------------------
 
 
 def handled(
     name: str, path: Path, number: int, size: int, sent: signal.Signals
 ) -> tuple[int, list[TensorDictBase]]:
-    """Send a signal at one instruction of one batch, and go on; returns how many there are."""
+    """Send a signal at one instruction of a batch, and continue.
+
+    Return the number of instructions and the batches.
+    """
     count, got = [0], []
 
     def look(_: Any) -> None:
@@ -260,7 +263,10 @@ def test_what_a_handler_raises_loses_nothing_and_the_run_goes_on(
 def test_handlers_come_in_a_step_or_behind_it(
     sent: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that limits time comes at once, others behind the step, not behind the batch."""
+    """A handler that limits time runs immediately.
+
+    Others run after the step, not after the batch.
+    """
     run = RUNS["random"](frames_per_batch=4 * LANES, total_frames=-1, storage=tmp_path / "rows")
     with run, made_at_once(monkeypatch) as counts:
         batches, came, calls = iter(run), [], count()
@@ -309,7 +315,10 @@ CODES = {each.__code__ for each in ON_THE_WAY}  # type: ignore[attr-defined]
 
 
 def raised_at(path: Path, number: int) -> tuple[int, list[TensorDictBase], int, str]:
-    """Raise at an instruction of a batch; return the places, batches, rows stored, and why."""
+    """Raise at an instruction of a batch.
+
+    Return the number of instructions, the batches, the number of stored rows and the message.
+    """
     count, said = [0], ""
 
     def look(_: Any) -> None:
@@ -344,7 +353,7 @@ def test_raised_at_any_instruction_no_stored_batch_is_lost_or_yielded_twice(
         got = sum(map(len, batches))
         missing = stored - got
         assert (stored == 60) is not bool(said), place
-        if missing:  # rows that were complete, and not yielded: it says so
+        if missing:  # complete rows that were not yielded, as the message reports
             assert f"Rows {got:,} to {stored - 1:,} of these were not yielded" in said, place
         with open_storage(path) as storage:
             assert storage.head == stored

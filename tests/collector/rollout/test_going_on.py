@@ -1,6 +1,6 @@
-"""An exception that was caught, and the same collector again: it goes on, or says that it cannot.
+"""After a caught exception, the same collector continues or reports that it cannot.
 
-``TALLYROLL_INTERRUPTS`` says at how many places of each run, 1 by default.
+``TALLYROLL_INTERRUPTS`` is the number of places in each run, 1 by default.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ GUARDED = [
 
 
 class AtEach:
-    """Choose each instruction of some functions once, at the second time that a run comes to it."""
+    """Chooser of each instruction of some functions once, at its second execution in a run."""
 
     def __init__(self, functions: list[Callable[..., Any]]) -> None:
         self.codes = {each.__code__ for each in functions}  # type: ignore[attr-defined]
@@ -132,18 +132,18 @@ CAUSES = {
 def interrupted_at(
     number: int | AtEach, sent: signal.Signals | None, error: type[BaseException]
 ) -> Iterator[list[int]]:
-    """Raise ``error`` at the instruction of that number of the collector's code, or at each one.
+    """Raise ``error`` at one instruction of the collector's code, by number, or at each one.
 
-    A signal's handler does, or, where none is ``sent``, the instruction. Yields a list whose only
-    element counts the instructions.
+    The handler of the signal ``sent`` raises it, or the instruction itself if ``sent`` is None.
+    Yields a list whose only element counts the instructions.
     """
     count = [0]
 
     def look(frame: Any) -> None:
         if sent is None and frame.f_code.co_filename.endswith(("os_signals.py", "iterator.py")):
-            return  # a signal's handler alone may raise there, and where it may is known
+            return  # only the handler of a signal may raise there, at known places
         if frame.f_code is BatchIterator.__next__.__code__:
-            return  # between taking a batch and returning it the interpreter runs no handler
+            return  # the interpreter runs no handler between taking a batch and returning it
         count[0] += 1
         if number(frame) if isinstance(number, AtEach) else count[0] == number:
             if sent is None:
@@ -165,13 +165,13 @@ def interrupted_at(
 
 
 def assert_let_go() -> None:
-    """No guard is left on."""
+    """Check that no guard is left on."""
     assert os_signals._holder is None, "no later handler would wait"
     assert torch.is_grad_enabled()
 
 
 def taken(collector: Collector, way: str, got: list[TensorDictBase], same: bool) -> str:
-    """Take all that comes, and go on after each exception; returns what a `StateError` says."""
+    """Take all batches, continuing after exceptions, and return the message of a `StateError`."""
     batches = iter(collector)
     caught = 0
     while True:
@@ -198,17 +198,20 @@ def taken(collector: Collector, way: str, got: list[TensorDictBase], same: bool)
 def run(
     name: str, way: str, path: Path, number: int | AtEach, cause: str, same: bool = False
 ) -> tuple[int, TensorDictBase | None]:
-    """Interrupt a run once, and go on; returns how many places there are, and the rows."""
+    """Interrupt a run once and continue it.
+
+    Return the number of places, and the rows.
+    """
     got: list[TensorDictBase] = []
     storage = path if way != "iterate" else None
     make = RUNS[name]
     with in_threads():
         collector = make(frames_per_batch=BATCH, total_frames=FRAMES, storage=storage, seed=1)
-        gc.collect()  # or what runs as an earlier collector goes is interrupted
+        gc.collect()  # or the finalizers of an earlier collector are interrupted
         with collector, interrupted_at(number, *CAUSES[cause]) as count:
             said = taken(collector, way, got, same)
         ledger = collector.ledger
-    if cause != "anything":  # or something is torn, and a note of the exception says that
+    if cause != "anything":  # or the state is inconsistent, as a note of the exception reports
         ledger.check()
         assert balanced(ledger), ledger.counts()
     rows = flat(torch.cat([flat(batch) for batch in got])) if got else None
@@ -244,7 +247,7 @@ def run(
 def uninterrupted(
     name: str, way: str, raised: bool, folder: Path
 ) -> tuple[int, TensorDictBase | None]:
-    """The same run without an interruption, and how many places it has."""
+    """Return the number of places and the rows of the same run without an interruption."""
     path = folder / f"{name} {way} {raised}"
     return run(name, way, path, 0, "anything" if raised else "SIGTERM")
 
@@ -255,9 +258,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cases() -> Iterator[Any]:
-    """Of the runs, but where each call is a batch of another size; the signals by turns.
+    """Yield the runs with alternating signals, except where calls change the sizes of batches.
 
-    In the gate one of the three ways of each run, by turns too.
+    In the gate, each run uses one of the three ways in rotation.
     """
     turn = 0
     for number, name in enumerate(RUNS):
@@ -286,7 +289,7 @@ def test_it_goes_on_or_says_why_not(
                 continue
             if name != "discard":
                 check_rows(rows, LENGTHS, ends="mixed", from_start=True, contiguous=name != "reset")
-            if name not in ("async", "discard"):  # an error saves what would be discarded, too
+            if name not in ("async", "discard"):  # an error also saves rows that would be discarded
                 assert_same(rows, those_of(whole, rows))
         except BaseException as failed:
             failed.add_note(f"interrupted at place {place} of {count}")
@@ -294,14 +297,14 @@ def test_it_goes_on_or_says_why_not(
 
 
 def numbers_of(td: TensorDictBase) -> dict[tuple[int, int], int]:
-    """The index of each row by its trajectory and step."""
+    """Return the index of each row by its trajectory and step."""
     ids, steps = td["collector", "traj_ids"], td["collector", "step"]
     numbers = zip(ids.reshape(-1).tolist(), steps.reshape(-1).tolist(), strict=True)
     return {number: index for index, number in enumerate(numbers)}
 
 
 def those_of(whole: TensorDictBase, rows: TensorDictBase) -> TensorDictBase:
-    """The rows of ``whole`` that ``rows`` ought to be: as many of each trajectory."""
+    """Return the rows of ``whole`` that ``rows`` should equal, with as many of each trajectory."""
     at = numbers_of(whole)
     return whole[torch.tensor([at[number] for number in numbers_of(rows)], dtype=torch.int64)]
 
@@ -321,7 +324,7 @@ NAMED: dict[str, dict[str, Any]] = {
 
 
 def named(kind: str, number: int, cause: str) -> tuple[int, TensorDictBase | None, bool]:
-    """As :func:`run`, by TorchRL's names; what went to a replay buffer is what was yielded."""
+    """Do as :func:`run` with TorchRL's names, and compare a replay buffer with the yielded rows."""
     given = dict(NAMED[kind])
     buffer = None
     if given.pop("buffer", False):
@@ -389,11 +392,11 @@ def test_an_ended_run_is_said_by_torchrl_s_names_too(way: str) -> None:
             call()
 
 
-# --- what is raised within ------------------------------------------------------------------------
+# --- exceptions from within -----------------------------------------------------------------------
 
 
 class Failing:
-    """Raises at its call of that number, once in all."""
+    """Function that raises once, at its call of number ``at``."""
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -416,7 +419,7 @@ class FailingPolicy(RecordingPolicy):
 
 
 def failing(where: str, fails: Failing, patched: pytest.MonkeyPatch, **kwargs: Any) -> Collector:
-    """A collector of which something raises, once."""
+    """Return a collector with a part that raises once."""
     if where == "policy":
         return sync_collector(DISABLED, FailingPolicy(fails), **kwargs)
     if where == "postproc":
@@ -449,7 +452,7 @@ def test_what_is_raised_within_ends_the_run_and_is_said(
     where: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if where == "disk" and way == "iterate":
-        return  # there is none
+        return  # no disk is involved
     path, got = tmp_path / "rows", 0
     fails = Failing({"disk": 3, "postproc": 3, "reset": 4}.get(where, 10))
     kwargs = {"frames_per_batch": BATCH, "total_frames": FRAMES, "seed": 1}
@@ -494,7 +497,7 @@ def test_what_is_raised_within_ends_the_run_and_is_said(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)  # a run for each instruction
+@pytest.mark.timeout(400)  # one run per instruction
 @pytest.mark.parametrize("way", ["iterate", "store", "collect"])
 def test_no_guard_is_left_on_at_any_instruction(way: str, folder: Path, tmp_path: Path) -> None:
     _, whole = uninterrupted("plain", way, True, folder)
@@ -526,7 +529,7 @@ def test_no_guard_is_left_on_while_workers_fill_few_slots(folder: Path, tmp_path
 
 @pytest.mark.slow
 def test_rows_after_a_missed_answer_of_a_worker_are_not_stored(tmp_path: Path) -> None:
-    """Stored, they would follow a gap within a trajectory."""
+    """If stored, they would follow a gap within a trajectory."""
     each = AtEach([Leases._counted, LeaseBudget.take_back, SegmentQueue.came])
     each.came = True
     while each.came:
@@ -564,12 +567,12 @@ def test_gradients_are_as_they_were_where_the_end_of_acting_raises() -> None:
         put(before)
 
 
-# --- what comes from outside ----------------------------------------------------------------------
+# --- exceptions from outside ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["alone", "sync", "async"])
 def test_a_loop_that_was_left_goes_on(kind: str) -> None:
-    """By ``break``, by an exception of its body, by ``close`` and ``throw``."""
+    """The loop is left by ``break``, by an exception in its body, by ``close`` and by ``throw``."""
     with in_threads():
         make = (
             partial(sync_collector, NEXT)
@@ -599,7 +602,7 @@ def test_a_loop_that_was_left_goes_on(kind: str) -> None:
 
 
 class Interrupting(Failing):
-    """Sends a signal instead."""
+    """Function that sends a signal instead."""
 
     def __call__(self) -> None:
         self.left -= 1
@@ -608,7 +611,7 @@ class Interrupting(Failing):
 
 
 def interrupt(*_: Any) -> None:
-    """A handler."""
+    """Raise in the handler of a signal."""
     raise Interruption
 
 
@@ -617,7 +620,7 @@ def interrupt(*_: Any) -> None:
 def test_a_batch_that_is_made_when_a_handler_raises_comes_next(
     kind: str, way: str, tmp_path: Path
 ) -> None:
-    """The signal comes while a batch is put together, and waits until it is stored."""
+    """The signal arrives while a batch is assembled, and waits until the batch is stored."""
     sends = Interrupting(2)
     kwargs: dict[str, Any] = {"frames_per_batch": BATCH, "total_frames": FRAMES, "seed": 1}
     kwargs |= {"postproc": lambda rows: (sends(), rows)[1], "storage": tmp_path / "rows"}
@@ -651,7 +654,7 @@ def test_a_signal_while_workers_step_loses_nothing(
 
     def sends_and_waits() -> None:
         sends()
-        if sends.left == 0:  # so that the collector waits too
+        if sends.left == 0:  # lets the collector wait, too
             time.sleep(0.05)
 
     monkeypatch.setattr(
@@ -678,7 +681,7 @@ def test_a_signal_while_workers_step_loses_nothing(
 
 @contextmanager
 def parted(at: int, path: Path, source: str = DISABLED, **kwargs: Any) -> Iterator[Collector]:
-    """A collector whose first batch is interrupted in its slot of that number."""
+    """Yield a collector whose first batch is interrupted in slot ``at``."""
 
     fails = Interrupting(-1)
     before = signal.signal(signal.SIGTERM, interrupt)
@@ -701,7 +704,7 @@ def parted(at: int, path: Path, source: str = DISABLED, **kwargs: Any) -> Iterat
 
 @pytest.mark.parametrize("layout", ["rows", "lanes"])
 def test_what_a_smaller_call_finds_of_a_larger_one(layout: str, tmp_path: Path) -> None:
-    """Rows that were in hand when a batch was parted go into as many as are asked for."""
+    """Rows of an interrupted batch fill the batches of later, smaller calls."""
     path = tmp_path / "rows"
     with parted(7, path, layout=layout) as collector:
         assert collector.ledger.stored == 0
@@ -732,7 +735,7 @@ def test_new_trajectories_in_a_parted_batch(tmp_path: Path) -> None:
 
 
 def test_a_parted_batch_begins_once(tmp_path: Path) -> None:
-    """Lanes are reset at its beginning alone."""
+    """Lanes are reset only at its beginning."""
     given: dict[str, Any] = {"reset_at_each_iter": True, "seed": 1}
     with sync_collector(
         DISABLED, RecordingPolicy(), frames_per_batch=60, total_frames=90, **given
@@ -748,7 +751,7 @@ def test_a_parted_batch_begins_once(tmp_path: Path) -> None:
 def test_rows_that_were_counted_and_not_stored_are_not_counted(
     way: str, counted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Something is raised as their count is added, before or after that was done."""
+    """The exception occurs as the count is added, before or after the addition."""
     real = batch_output.post
 
     def raising(ledger: Ledger, entry: LedgerEntry) -> None:
@@ -779,7 +782,7 @@ def test_rows_that_were_counted_and_not_stored_are_not_counted(
 def test_rows_of_the_call_before_are_not_said_to_be_missing(
     stored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call that yields nothing is ended by an error."""
+    """The error ends a call that yields nothing."""
     storage = tmp_path / "rows" if stored else None
     with sync_collector(
         DISABLED, frames_per_batch=BATCH, total_frames=FRAMES, storage=storage

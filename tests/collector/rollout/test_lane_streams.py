@@ -1,4 +1,4 @@
-"""Each lane's stream is the same, bit for bit, however it is driven, and every row is true."""
+"""Each lane's stream is the same, bit for bit, on every path, and every row is correct."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ LANES, FRAMES, EACH = 3, 100, 18
 
 def vec(mode: AutoresetMode, reset_slots: Any = "mask", cls: Any = "sync", **kwargs: Any) -> Any:
     if cls == "async":
-        kwargs["vec_kwargs"] = {"context": "fork"}  # spawned workers import torch for seconds
+        kwargs["vec_kwargs"] = {"context": "fork"}  # spawned workers need seconds to import torch
     return GymnasiumVectorEnv(
         make_oracle_vec(LANES, LENGTHS, mode=mode, cls=cls, **kwargs), reset_slots=reset_slots
     )
 
 
 class Unseeded(GymWrapper):
-    """TorchRL's wrapper resets in order to seed, which would begin another episode."""
+    """TorchRL's wrapper without its seeding, which resets and would begin another episode."""
 
     def _set_seed(self, seed: int | None) -> None:
         pass
@@ -57,7 +57,7 @@ def wrapped(**kwargs: Any) -> EnvBase:
     vector = make_oracle_vec(LANES, LENGTHS, mode=DISABLED, **kwargs)
     env = Unseeded(vector, categorical_action_encoding=True)
     for lane in vector.envs:
-        lane.episode = -1  # the wrapper resets while it is made
+        lane.episode = -1  # the wrapper resets during its construction
     return env
 
 
@@ -95,7 +95,7 @@ def run(make: Callable[..., Any], kind: Kind, ends: Ends, action: Actions = "dis
 
 
 def assert_streams(batches: Batches, others: Batches, kind: Kind, ends: Ends) -> None:
-    """The rows of both are true, and each lane's are the same up to the ids of trajectories."""
+    """Check the rows of both, and compare each lane's stream except for trajectory ids."""
     mine, theirs = joined(batches), joined(others)
     for rows in (mine, theirs):
         assert len(check_rows(rows, LENGTHS, kind=kind, ends=ends, from_start=True).lane) == FRAMES

@@ -1,6 +1,6 @@
-"""The ledger, looked at between any two instructions of a collector, balances and only grows.
+"""The ledger balances and only grows, between any two instructions of a collector.
 
-Another thread may take its turn between any two of them.
+Another thread may run between any two of them.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ FRAMES, BATCH = 60, 12
 
 
 class Looks:
-    """Looks at the ledger of a collector, each of which must balance and be no smaller."""
+    """Function that reads the ledger, and checks that it balances and never shrinks."""
 
     def __init__(self, collector: Collector) -> None:
         self.collector, self.count, self.wrong = collector, 0, list[str]()
         self.last = collector.ledger
         self.stored = {self.last.stored}
-        """The numbers of stored transitions that were seen."""
+        """Numbers of stored transitions that were seen."""
 
     def __call__(self, *_: Any) -> None:
         ledger, last = self.collector.ledger, self.last
@@ -107,7 +107,7 @@ def test_each_look_balances(name: str, way: str, tmp_path: Path) -> None:
             looks()
     assert not looks.wrong, looks.wrong[:3]
     assert looks.count > 1000
-    assert len(looks.stored) > 2  # some looks come during the call
+    assert len(looks.stored) > 2  # some reads occur during the call
     assert looks.last.stored == FRAMES
     with open_storage(tmp_path / "rows") as storage:
         assert storage.head == FRAMES
@@ -156,7 +156,7 @@ def test_a_run_that_an_error_ends(tmp_path: Path) -> None:
     collector = SyncCollector(
         "CartPole-v1", policy, num_envs=4, frames_per_batch=10, total_frames=100, storage=tmp_path
     )
-    calls.clear()  # the trial called it too
+    calls.clear()  # the trial also called it
     looks = Looks(collector)
     with traced(INSIDE, looks), pytest.raises(ValueError, match="eighth"):
         for _ in collector:
@@ -223,7 +223,7 @@ def test_a_snapshot_does_not_change() -> None:
 
 
 def test_metrics_are_of_one_moment() -> None:
-    """Their parts are of the same ledger: while frames are counted, all of them are."""
+    """All parts of metrics come from the same ledger and thus count all frames of a batch."""
     collector = sync_collector(SAME, surplus="discard", frames_per_batch=7, total_frames=42)
     seen: set[tuple[float, ...]] = set()
 
@@ -234,5 +234,5 @@ def test_metrics_are_of_one_moment() -> None:
     with collector, traced(str(Path(INSIDE) / "batches"), look):
         for _ in collector:
             pass
-    # Ten of five lanes make seven rows, of which three are too many; none is in between.
+    # Ten rows of five lanes make seven rows and three surplus ones. No other number occurs.
     assert seen <= {(7.0 * n, 3.0 * m) for n in range(7) for m in (n, n - 1)}

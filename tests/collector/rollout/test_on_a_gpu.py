@@ -1,6 +1,6 @@
-"""Policies, environments, batches on a GPU: rows are, bit by bit, those of a run on the CPU alone.
+"""Rows with policies, environments or batches on a GPU equal those of a run on the CPU.
 
-Each test runs on the CPU too, so that its own parts are tried where there is no GPU.
+Each test also runs on the CPU, which checks its own parts without a GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ here_and_there = pytest.mark.parametrize("device", DEVICES)
 
 
 class Whole(TensorDictModuleBase):
-    """Weights are whole numbers, so that every device computes the same."""
+    """Policy whose weights are whole numbers, so that every device computes the same results."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Whole(TensorDictModuleBase):
         self.weight = torch.nn.Parameter(drawn.float())
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
-        """Write the action and its value, where the weights are."""
+        """Write the action and its value on the device of the weights."""
         seen = td["observation"]
         assert seen.device.type == self.weight.device.type
         values = (seen.unsqueeze(-1) * self.weight).sum(-2)
@@ -63,7 +63,7 @@ def on(device: str, policy: Any) -> Any:
 
 
 def stored(path: Path, create: Any, policy: Any = None, **more: Any) -> str:
-    """The hash of the rows of a run, each of which is sound."""
+    """Return the hash of the rows of a run, after verifying them."""
     with SyncCollector(create, policy, storage=path, **{**BUDGET, **more}) as collector:
         for batch in collector:
             assert batch["observation"].device.type == more.get("storing_device", "cpu")
@@ -74,7 +74,7 @@ def stored(path: Path, create: Any, policy: Any = None, **more: Any) -> str:
 @here_and_there
 @pytest.mark.parametrize("source", [DISABLED, NEXT, SAME, "native", "torch"])
 def test_a_policy_acts_there(device: str, source: str, tmp_path: Path) -> None:
-    """Its weights change between batches, and a part of the actions are random."""
+    """The weights change between batches, and a part of the actions are random."""
 
     def run(name: str, policy: Any, **more: Any) -> str:
         given = {**BUDGET, "storage": tmp_path / name, "init_random_frames": 22, **more}
@@ -107,7 +107,7 @@ def test_batches_lie_there(device: str, layout: str) -> None:
 
 
 class There(System):
-    """A toy whose arrays lie on a device."""
+    """System that moves the arrays of a toy to a device."""
 
     def __init__(self, toy: Any, device: str) -> None:
         self.toy, self.device = toy, torch.device(device)
@@ -147,7 +147,7 @@ class There(System):
 def test_an_environment_lies_there(
     device: str, toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its rows are copied, as on the CPU those of observations that NumPy has not."""
+    """The rows are copied. On the CPU, observations without a NumPy dtype take the same path."""
     found = []
     for name, system in (("here", toy(4)), ("there", There(toy(4), device))):
         if name == "there" and device == "cpu":
@@ -172,7 +172,10 @@ def test_one_of_two_policies_acts_there(device: str, tmp_path: Path) -> None:
 
 @here_and_there
 def test_states_of_a_recurrent_policy_stay_there(device: str, tmp_path: Path) -> None:
-    """Near, not bit-equal: cuDNN computes with fewer bits. States are of the lane's own steps."""
+    """The results are close, not equal, because cuDNN is less exact.
+
+    States follow the lane's steps.
+    """
     rows = {}
     for where in ("cpu", device):
         _, policy = recurrent(GRUModule)
@@ -192,7 +195,7 @@ def test_states_of_a_recurrent_policy_stay_there(device: str, tmp_path: Path) ->
 
 
 class Drawing(TensorDictModuleBase):
-    """Its actions come from the generator of the device where it is."""
+    """Policy that draws actions from the generator of its device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +203,7 @@ class Drawing(TensorDictModuleBase):
         self.weight = torch.nn.Parameter(torch.zeros(1))
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
-        """Draw, where the weights are."""
+        """Draw on the device of the weights."""
         return td.set("action", torch.randint(0, 2, td.batch_size, device=self.weight.device))
 
 
@@ -215,7 +218,7 @@ def test_a_checkpoint_goes_on_with_its_generator(device: str, tmp_path: Path) ->
                 load_checkpoint(tmp_path / "saved", collector=collector)
             else:
                 collector.collect(first)
-            # Environments are not saved: in a run that is not restarted lanes begin anew too.
+            # Environments are not saved, so lanes are also reset in the uninterrupted run.
             if not load:
                 save_checkpoint(tmp_path / "saved", collector=collector)
             drawn = torch.randint(0, 1000, (9,), device=device).cpu().tolist()
@@ -238,7 +241,7 @@ def test_evaluation_and_replay(device: str, tmp_path: Path) -> None:
 
 
 class Cart(TensorDictModule):
-    """Push the cart to where the pole leans."""
+    """Policy that pushes the cart in the direction of the pole."""
 
     def __init__(self) -> None:
         super().__init__(torch.nn.Identity(), in_keys=["observation"], out_keys=["seen"])
@@ -268,7 +271,7 @@ def test_workers_act_there(device: str, mode: str, tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_is_not_used_is_left_alone() -> None:
-    """Begun in each worker it would take some of the GPU's memory, and seconds."""
+    """Starting CUDA in each worker would use GPU memory and take seconds."""
     code = """
 import torch
 from tallyroll.collector import SyncCollector

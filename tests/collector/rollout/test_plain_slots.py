@@ -1,4 +1,4 @@
-"""Slots that one compiled call stores are those of the longer way, whatever comes in between."""
+"""Slots that one compiled call stores equal those of the slow path, whatever interrupts them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ PACKAGE = str(Path(tallyroll.storage.__file__).parents[1])
 
 
 def module() -> TensorDictModule:
-    """A policy of one output, which is called without TensorDicts around it."""
+    """Return a policy with one output, which is called without TensorDicts."""
     inner = ByObservation("float")
 
     def act(observation: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ CALLS = {"lanes": [LANES], "odd": [1, LANES, 2 * LANES + 1, 3, LANES - 1, 4 * LA
 
 @contextmanager
 def stored_plainly(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Yields a list of how often a slot was stored at once, and how often it was not."""
+    """Yield the numbers of slots that the fast path stored, and that it did not."""
     store, counts = FastPath.store, [0, 0]
 
     def counted(self: FastPath, *given: Any) -> bool:
@@ -119,7 +119,7 @@ def finish(collector: Collector, n: int = LANES) -> None:
         pass
 
 
-# --- beside the longer way ------------------------------------------------------------------------
+# --- compared with the slow path ------------------------------------------------------------------
 
 
 @each_pair(name=RUNS, calls=CALLS, ring=[None, 23, 40])
@@ -146,7 +146,7 @@ def test_what_is_stored_is_the_same(
                     if name != "random" and next(versions) % 3 == 0 and collector._policy:
                         collector.update_policy_weights_()
                 at_once = way == "at once"
-                if ring != 23:  # in this one most calls have to be parted
+                if ring != 23:  # with this ring, most calls are split
                     assert (counts[0] > (15 if calls == "lanes" else 9)) is at_once, counts
                 slots = storage.slots_of(np.array(storage.span, np.int64))
                 rows = flat(storage.get(torch.from_numpy(slots)).clone())
@@ -187,12 +187,12 @@ def test_the_header_says_after_each_call_what_is_there(tmp_path: Path) -> None:
                 assert b'"stored": %d,' % at in record
 
 
-# --- what comes in between ------------------------------------------------------------------------
+# --- interruptions --------------------------------------------------------------------------------
 
 
 @contextmanager
 def at_check(number: int) -> Iterator[list[int]]:
-    """Raise SIGTERM where Python looks for signals, for that time in the code of the package.
+    """Raise SIGTERM at one of the places in the package where Python checks for signals.
 
     Yields a list whose only element counts these places.
     """
@@ -208,7 +208,10 @@ def at_check(number: int) -> Iterator[list[int]]:
 
 
 def interrupted(name: str, path: Path, number: int, calls: int) -> int:
-    """Interrupt one of the calls, go on if the run does; returns the places of that call."""
+    """Interrupt one of the calls and continue if the run can.
+
+    Return the number of places in that call.
+    """
 
     def handle(*_: Any) -> None:
         raise Interruption
@@ -219,13 +222,13 @@ def interrupted(name: str, path: Path, number: int, calls: int) -> int:
         try:
             for _ in range(calls):
                 collector.collect(LANES)
-            gc.collect()  # or what runs as an earlier collector goes is interrupted
+            gc.collect()  # or the finalizers of an earlier collector are interrupted
             with suppress(Interruption), at_check(number) as count:
                 collector.collect(LANES)
             assert torch.is_grad_enabled()
             assert exploration_type() is explores
             collector.ledger.check()
-            with suppress(StateError):  # it came within a step
+            with suppress(StateError):  # if the interruption was within a step
                 finish(collector)
         finally:
             collector.shutdown()
@@ -249,7 +252,7 @@ def test_interrupted_anywhere_no_row_is_lost_or_doubled(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chance = random.Random(name)
-    apart = threading.Thread(target=use_own_exploration_type)  # as workers in threads leave it
+    apart = threading.Thread(target=use_own_exploration_type)  # like workers in threads
     apart.start()
     apart.join()
     for calls in (4, 5, 7, 8):
@@ -269,7 +272,7 @@ def test_interrupted_anywhere_no_row_is_lost_or_doubled(
 def test_a_slot_that_was_left_is_the_next_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal's handler raises between the filling of a slot and the longer way to store it."""
+    """A handler raises between the filling of a slot and its storing on the slow path."""
 
     def interrupt(*_: Any) -> None:
         raise Interruption
@@ -336,7 +339,7 @@ def test_held_rows_and_whole_slots_are_stored_before_an_error(
         with pytest.raises(RuntimeError, match="broken"):
             run.collect(4 * LANES)
         ledger = run.ledger
-        more = ledger.executed - stored - carried  # of the step before the one that failed
+        more = ledger.executed - stored - carried  # rows of the step before the failed one
         assert (more > 0) is (failing_step == 2)
         assert ledger.stored == stored + carried + more
         assert ledger.discarded == ledger.carried == 0
@@ -346,7 +349,7 @@ def test_held_rows_and_whole_slots_are_stored_before_an_error(
 
 
 def test_held_rows_with_random_actions_are_counted_as_such(tmp_path: Path) -> None:
-    """The opening is over when they are executed, and they are stored by the next call."""
+    """Executing the held rows ends the opening, and the next call stores them."""
     run = sync_collector(
         DISABLED,
         RecordingPolicy(),
@@ -436,7 +439,7 @@ def test_an_action_is_blamed_where_the_step_raised(
 def test_a_ring_of_one_slot_is_filled_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a call that takes two slots only the first one is stored at once."""
+    """In a call of two slots, only the first one takes the fast path."""
     store, seen = FastPath.store, []
     for way in ("plain", "longer"):
         calls = count()
@@ -489,7 +492,7 @@ def test_buffers_are_told_before_a_handler_may_raise(
         buffer = TensorDictReplayBuffer(storage=storage, batch_size=4)
         before = signal.signal(signal.SIGTERM, handle)
         try:
-            run.collect(LANES)  # puts what lets a handler wait in its place
+            run.collect(LANES)  # installs the code that defers handlers
             monkeypatch.setattr(buffers, "tell_buffers", telling)
             with pytest.raises(Interruption):
                 run.collect(LANES)
@@ -556,7 +559,7 @@ def test_what_was_dropped_is_gone_at_once(tmp_path: Path) -> None:
 
 
 def lies_from_here_on(run: Collector) -> None:
-    """What lane 2 sees from here on is no number."""
+    """Replace the observations of lane 2 by NaN from now on."""
     system = run.env.system  # type: ignore[attr-defined]
     step = system.step
 

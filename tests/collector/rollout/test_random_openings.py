@@ -1,4 +1,4 @@
-"""The first N transitions of a run have random actions, exactly, however lanes come back."""
+"""Exactly the first N transitions of a run are random, in whatever order lanes arrive."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from worker_kit import in_threads
 
 
 def policy(action: int = 2) -> TensorDictModule:
-    """Always the same action, but for those of random frames."""
+    """Return a policy that always chooses `action`."""
 
     def choose(observation: torch.Tensor) -> torch.Tensor:
         return torch.full(observation.shape[:-1], action)
@@ -32,7 +32,7 @@ def policy(action: int = 2) -> TensorDictModule:
 
 
 def shuffled(kind: type[Arrivals], lanes: int, arrivals: int, seed: int) -> SystemEnv:
-    """Lanes come back in an order of their own; so many a call."""
+    """Return a system whose lanes arrive in random order, `arrivals` per call."""
     rest = {**kind.rest, "arrivals": arrivals}
     system = type("Shuffled", (kind,), {"rest": rest})(lanes)
     system.order = np.random.default_rng(seed)
@@ -40,7 +40,10 @@ def shuffled(kind: type[Arrivals], lanes: int, arrivals: int, seed: int) -> Syst
 
 
 def check_opening(batches: Iterable[TensorDictBase], random: int) -> torch.Tensor:
-    """Batches are taken in slot order: none has a row of the policy before the last random one."""
+    """Check that the first rows are random, and return all rows.
+
+    Batches follow slot order: no row of the policy precedes the last random one.
+    """
     rows = []
     for batch in batches:
         drawn = int((batch["collector", "policy_version"] == -1).sum())
@@ -89,7 +92,7 @@ def test_lanes_that_come_back_in_any_order(
 
 
 def test_collected_and_resumed(tmp_path: Path) -> None:
-    """By `collect`, and where a run is cut within its opening."""
+    """Rows come from `collect`, and a run is resumed within its opening."""
     arguments: dict[str, Any] = {"frames_per_batch": 8, "init_random_frames": 41, "seed": 1}
     arguments["storage"] = tmp_path / "run"
     for total, resume in ((30, False), (100, True)):
@@ -144,7 +147,7 @@ def test_workers_whose_lanes_come_back_in_any_order_are_refused() -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_workers(mode: Any) -> None:
-    """Also where slots reset lanes."""
+    """The modes include reset slots."""
     with (
         in_threads(),
         MultiprocessCollector(

@@ -1,4 +1,4 @@
-"""Storages of other packages: a ring of tensors in memory gets what storages on disk get."""
+"""A third-party ring in memory gets the same rows as storages on disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from collect_kit import ByObservation
 from worker_kit import DISABLED, LANES, NEXT, Versioned, sync_collector, worker_collector
 
 FEW, MANY = 2 * LANES, 7 * LANES + 1
-"""Rows of a batch: of few slots, which stay in the slab, and of many, which are gathered."""
+"""Rows of a batch: few slots stay in the slab, and many are gathered."""
 
 KINDS: dict[str, Any] = {
     "few": partial(sync_collector, NEXT, frames_per_batch=FEW),
@@ -36,7 +36,7 @@ KINDS: dict[str, Any] = {
 
 
 def run(make: Any, storage: RowSink, frames: int, **given: Any) -> Collector:
-    """Collect so many rows of the run in all, in batches, and then by one call."""
+    """Collect `frames` rows in all, first in batches and then in one call."""
     collector: Collector = make(
         Versioned().set_to(1), storage=storage, total_frames=frames, **given
     )
@@ -69,7 +69,7 @@ def entries_of(sink: RowSink) -> list[dict[str, Any]]:
 def test_a_ring_in_memory_gets_the_rows_of_one_on_disk(
     kind: str, size: int, tmp_path: Path
 ) -> None:
-    """Rows, counts, versions and the record, also of a run that is continued."""
+    """Rows, counts, versions and the record are compared, also in a resumed run."""
     ring, path = RamRing(size), tmp_path / "rows"
     for storage in (ring, MemmapStorage(path, max_size=size)):
         with nullcontext(storage) if storage is ring else storage:
@@ -111,7 +111,7 @@ def test_async_workers_collect_exactly_as_many() -> None:
 
 
 def test_rows_before_an_error_are_counted_and_the_run_goes_on() -> None:
-    """Of the environment, of the sink, and of a sink that was closed under its collector."""
+    """The errors come from the environment, from the sink, and from a closed sink."""
     ring, calls = RamRing(50), iter(range(1 + 12))
 
     def fails(td: Any) -> Any:
@@ -160,7 +160,7 @@ def test_calls_of_environments_are_in_the_entry_of_their_run() -> None:
     assert [(each["name"], each["row"]) for each in events] == [("get_wrapper_attr", 5)]
 
 
-# --- what is no sink ------------------------------------------------------------------------------
+# --- invalid sinks --------------------------------------------------------------------------------
 
 
 def test_storages_on_disk_are_sinks_and_those_of_torchrl_are_not(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_storages_on_disk_are_sinks_and_those_of_torchrl_are_not(tmp_path: Path)
 
 
 class Bare:
-    """Has some of what is needed."""
+    """Sink with a part of the required members."""
 
     mode = "append"
     reader = writer = None

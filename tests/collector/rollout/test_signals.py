@@ -1,6 +1,6 @@
-"""An exception from a signal's handler, anywhere: stored rows have no gap, and the ledger balances.
+"""A handler may raise anywhere: stored rows have no gap, and the ledger balances.
 
-``TALLYROLL_INTERRUPTS`` says at how many places of each run, 3 by default.
+``TALLYROLL_INTERRUPTS`` is the number of places in each run, 3 by default.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ INSIDE = str(Path(package.__file__).parent)
 
 @contextmanager
 def at_instruction(number: int, sent: signal.Signals) -> Iterator[list[int]]:
-    """Send this process a signal at the instruction of that number of the collector's code.
+    """Send this process a signal at one instruction of the collector's code.
 
     Yields a list whose only element counts the instructions.
     """
@@ -67,7 +67,7 @@ def at_instruction(number: int, sent: signal.Signals) -> Iterator[list[int]]:
 
 @contextmanager
 def handler(number: signal.Signals, error: type[BaseException]) -> Iterator[list[float]]:
-    """Handle signals by raising ``error``; yields a list of when that was."""
+    """Handle signals by raising ``error``, and yield a list of the times."""
     calls: list[float] = []
 
     def handle(*_: Any) -> None:
@@ -97,7 +97,7 @@ RUNS: dict[str, Callable[..., Collector]] = {
 
 
 def collected(name: str, path: Path, number: int, error: type[BaseException]) -> int:
-    """A run that is interrupted at an instruction; returns how many there were until then."""
+    """Interrupt a run at an instruction, and return the number of instructions until then."""
     collector = None
     sent = signal.SIGINT if error is KeyboardInterrupt else signal.SIGTERM
     with in_threads(), handler(sent, error):
@@ -140,7 +140,7 @@ def test_stored_rows_have_no_gap(name: str, error: type[BaseException], tmp_path
             raise
 
 
-# --- held and admitted ----------------------------------------------------------------------------
+# --- deferred and admitted signals ----------------------------------------------------------------
 
 
 def test_a_held_signal_waits_for_admitted_code() -> None:
@@ -213,7 +213,7 @@ def test_other_threads_neither_hold_nor_admit() -> None:
 
 @pytest.mark.parametrize("where", ["policy", "postproc"])
 def test_ctrl_c_ends_what_takes_for_ever(where: str, tmp_path: Path) -> None:
-    """Code of the user's is interrupted at once, wherever the collector calls it."""
+    """User code is interrupted immediately wherever the collector calls it."""
 
     def hang(td: Any) -> Any:
         if hanging:
@@ -243,7 +243,7 @@ def test_ctrl_c_ends_what_takes_for_ever(where: str, tmp_path: Path) -> None:
 
 
 def test_an_environment_that_limits_its_own_steps() -> None:
-    """It catches what its handler raises, each time."""
+    """The environment catches each exception of its handler."""
     caught = []
 
     def act(td: Any) -> Any:
@@ -286,7 +286,7 @@ def test_a_handler_that_calls_the_one_that_it_found() -> None:
 
 @pytest.mark.parametrize("patient", [True, False])
 def test_a_second_one_that_waits_calls_the_handler_again(patient: bool) -> None:
-    """A handler may ask to stop at first, and interrupt then."""
+    """A handler may first ask to stop, and then interrupt."""
     calls: list[int] = []
 
     def handle(number: int, _: Any) -> None:
@@ -330,7 +330,7 @@ def test_two_that_wait_are_both_handled_once() -> None:
 
 
 def short(total_frames: int = 60) -> Collector:
-    """Twenty batches."""
+    """Return a collector of twenty batches."""
     return sync_collector(DISABLED, frames_per_batch=3, total_frames=total_frames)
 
 
@@ -424,7 +424,10 @@ def test_between_batches_ctrl_c_is_as_python_has_it() -> None:
 
 
 async def cancelled_by_ctrl_c() -> None:
-    """Ctrl-C cancels the main task, for the handler is Python's own, and asyncio puts its there."""
+    """Check that Ctrl-C cancels the main task.
+
+    The handler is Python's own, which asyncio therefore replaces.
+    """
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(asyncio.CancelledError):
         await asyncio.sleep(30)
@@ -453,7 +456,7 @@ def test_between_batches_a_handler_may_be_interrupted_by_itself() -> None:
 
 
 def test_one_that_is_put_there_between_batches_counts_from_then_on() -> None:
-    """Also one that calls the one that it found, and the one that was found, put back."""
+    """The new handler may call the previous one, which may also be restored."""
     heard: list[str] = []
 
     def first(*_: Any) -> None:
@@ -501,7 +504,7 @@ def test_one_that_is_put_there_between_batches_counts_from_then_on() -> None:
 
 
 def test_a_guard_costs_next_to_nothing() -> None:
-    """Handlers exchanged by ``signal.signal`` took 20 us."""
+    """Replacing handlers by ``signal.signal`` took 20 us."""
 
     def guard() -> None:
         with deferred():
@@ -509,6 +512,6 @@ def test_a_guard_costs_next_to_nothing() -> None:
 
     with short() as collector:
         next(iter(collector))
-        # Other processes may use the processor, too.
+        # CPU time, because other processes may run at the same time.
         seconds = min(timeit.repeat(guard, timer=time.process_time, number=1000, repeat=20)) / 1000
     assert seconds < 10e-6

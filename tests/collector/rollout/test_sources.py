@@ -1,4 +1,4 @@
-"""Sources of blocks: quick ways are as the slow ones, and anybody can write a source."""
+"""Fast paths of sources equal the slow ones, and third parties can write sources."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ LAYOUT = {
 }
 
 
-# --- the quick ways -------------------------------------------------------------------------------
+# --- fast paths -----------------------------------------------------------------------------------
 
 
 class Scripted(Driver):
-    """Its steps write ends that were drawn before."""
+    """Driver whose steps write predefined ends."""
 
     used, stopping = 0, False
 
@@ -93,13 +93,13 @@ class Scripted(Driver):
 
 
 class Numbered:
-    """Stands for a policy."""
+    """Stand-in for a policy."""
 
     version = 7
 
 
 def slow_of(slab: Slab, transitions: np.ndarray, count: int) -> Block:
-    """What ``Block.of`` is to return, one slot of one lane after the other."""
+    """Return the expected ``Block.of``, computed one lane and slot at a time."""
     taken = np.zeros_like(transitions)
     for slot, lane in np.argwhere(transitions)[:count]:
         taken[slot, lane] = True
@@ -129,7 +129,7 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def played(run: dict[str, Any]) -> tuple[list[Any], Ledger]:
-    """Everything that comes of a run."""
+    """Return all results of a run."""
     slab = Slab(4, run["lanes"], LAYOUT, flowing=[OBSERVATION], first_lane=run["first_lane"])
     episodes = run["episodes"]
     rollout = Rollout(
@@ -149,7 +149,7 @@ def played(run: dict[str, Any]) -> tuple[list[Any], Ledger]:
         assert len(block) <= want
         seen += [block.index.tolist(), block.lane.tolist(), block.taken.tolist(), block.entry]
         assert (block.index.dtype, block.lane.dtype) == (np.intp, np.int32)
-        block.lane[:] = -1  # it is the block's own
+        block.lane[:] = -1  # the array belongs to the block
         rollout.given(block)
         post(ledger, LedgerEntry(stored=len(block)))
         ledger.balance(rollout.held)
@@ -188,11 +188,11 @@ def test_the_first_transitions_of_one_slot_or_more(n: int, lanes: int, count: in
     assert (index.tolist(), lane.tolist()) == (slow.index.tolist(), slow.lane.tolist())
 
 
-# --- what a block does ----------------------------------------------------------------------------
+# --- blocks ---------------------------------------------------------------------------------------
 
 
 class SlotKeeper:
-    """Notes what it hears."""
+    """Listener that counts its calls."""
 
     def __init__(self, spare: bool) -> None:
         self.spare, self.heard = spare, 0
@@ -232,13 +232,13 @@ def test_a_block_waits_until_the_next_one_or_for_ever_in_memory_of_its_own() -> 
     block.release()
 
 
-# --- a source of somebody else's ------------------------------------------------------------------
+# --- third-party sources --------------------------------------------------------------------------
 
 
 class Tape:
-    """A source that plays one slot a block, each in memory of its own.
+    """Source that plays one slot per block, each in its own memory.
 
-    Lanes count their steps; an episode has four. Slot 3 fails where ``fails``.
+    Lanes count their steps, and an episode has four. Slot 3 fails if ``fails`` is True.
     """
 
     random_frames = 0
@@ -304,7 +304,7 @@ class Tape:
 
 
 class NoEnvironments:
-    """A tape has none to be seeded."""
+    """Stand-in for environments without seeds."""
 
     def seed(self, seed: int, incarnation: int, asked: bool) -> list[int]:
         return []
@@ -315,7 +315,7 @@ class NoEnvironments:
 
 
 class TapeCollector(Collector):
-    """Collects from a tape."""
+    """Collector of a tape."""
 
     def __init__(self, tape: Tape, storage: Path, **kwargs: Any) -> None:
         bound = inspect.signature(SyncCollector).bind(None, **kwargs)
@@ -339,12 +339,12 @@ class TapeCollector(Collector):
 @pytest.mark.parametrize("surplus", ["carry", "discard"])
 def test_a_collector_takes_exact_batches_of_any_source(surplus: str, tmp_path: Path) -> None:
     kwargs: dict[str, Any] = {"frames_per_batch": 10, "total_frames": 40, "surplus": surplus}
-    kwargs["finals"] = "kept"  # the tape never jumps back to a first observation
+    kwargs["finals"] = "kept"  # the tape never returns to a first observation
     with TapeCollector(Tape(3), tmp_path / "rows", **kwargs) as collector:
         assert collector.plan.counts == Decision("by lane", "it is a tape")
         assert [len(batch) for batch in collector] == [10] * 4
         assert balanced(collector.ledger)
-    # Forty rows in slots of three; of each batch's fourth slot two rows are too many.
+    # Forty rows come from slots of three. In each batch, the fourth slot has two surplus rows.
     executed, discarded = (42, 2) if surplus == "carry" else (48, 8)
     counts = collector.ledger.counts()
     assert (counts["executed"], counts["discarded"], counts["carried"]) == (executed, discarded, 0)

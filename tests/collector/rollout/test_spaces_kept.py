@@ -1,4 +1,4 @@
-"""Spaces of environments in the entry of a run, as JSON, beside Gymnasium's own spaces."""
+"""The entry of a run holds the spaces as JSON, which agree with Gymnasium's own spaces."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_value_is_inside_where_gymnasium_says_so(space: spaces.Space[Any], see
         theirs.seed(seed)
         for shift in (0, 1, -1, 90, -90):
             value = np.asarray(theirs.sample())
-            # Beyond an end, but by more than a rounding.
+            # Beyond a bound by more than a rounding error.
             moved = (value + rng.integers(0, 2, value.shape) * shift).astype(dtype)
             inside = bool(np.all((moved >= ours.low) & (moved <= ours.high)))
             assert theirs.contains(moved if moved.shape else dtype.type(moved)) is inside, said
@@ -133,7 +133,7 @@ def test_a_claim_takes_no_memory() -> None:
 
 
 class Marks(EnvBase):
-    """One-hot actions, a MultiOneHot and bits that are seen, nested; two lanes."""
+    """Environment of two lanes with one-hot actions, and a nested MultiOneHot and bits."""
 
     def __init__(self) -> None:
         super().__init__(batch_size=torch.Size([2]))
@@ -226,7 +226,7 @@ def test_workers_say_what_all_of_them_have(tmp_path: Path, alike: bool) -> None:
 
 
 def test_rows_that_need_not_keep_to_them_say_so(tmp_path: Path) -> None:
-    """A postproc changes rows, and ``validate`` lets values pass."""
+    """A postproc changes rows, and ``validate="off"`` accepts all values."""
     arguments: dict[str, Any] = {"frames_per_batch": 10, "total_frames": 10, "seed": 0}
 
     def changed(rows: Any) -> Any:
@@ -259,7 +259,8 @@ def test_a_row_of_another_origin_has_no_known_space(tmp_path: Path) -> None:
             collector.collect(10)
         assert [run.get("spaces") is not None for run in storage.runs] == [True, False, True]
         with MemmapStorage(tmp_path / "others") as others:
-            handed = storage.get(slice(0, 10))  # it says where it came from, whatever became of it
+            # these rows name their origin, however they were changed
+            handed = storage.get(slice(0, 10))
             handed["observation"][2] = 100
             others.extend(handed)
             assert others.runs[0]["runs"][0]["spaces"]

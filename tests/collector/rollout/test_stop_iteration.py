@@ -1,4 +1,4 @@
-"""`StopIteration` of code that users give is an error of ours, and never the end of a run."""
+"""`StopIteration` from user code is one of our errors, and never the end of a run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Fault = Callable[[], Any]
 
 
 def used_up() -> Any:
-    """Raise as ``next`` of an iterator that has no more does."""
+    """Raise as ``next`` does for an exhausted iterator."""
     return next(iter(()))
 
 
@@ -51,7 +51,10 @@ def other_error() -> Any:
 
 
 class After:
-    """Calls ``fault`` from the call of that number on. A copy of it counts on its own."""
+    """Function that calls ``fault`` from its call of number ``number`` on.
+
+    Copies count on their own.
+    """
 
     def __init__(self, fault: Fault, number: int) -> None:
         self.fault, self.left = fault, number
@@ -66,7 +69,7 @@ NEVER = After(used_up, 10**9)
 
 
 class Lane(gym.Env[Any, Any]):
-    """Counts its steps; episodes have five."""
+    """Environment that counts its steps, with five steps per episode."""
 
     observation_space = gym.spaces.Box(-1, 1e6, (2,), np.float32)
     action_space = gym.spaces.Discrete(2)
@@ -104,7 +107,7 @@ class Wrapped(gym.Wrapper[Any, Any, Any, Any]):
 
 
 class Counting(Transform):
-    """A transform that calls user code."""
+    """Transform that calls user code."""
 
     def __init__(self, call: After) -> None:
         super().__init__()
@@ -119,7 +122,7 @@ class Counting(Transform):
 
 
 class Buffer(ReplayBuffer):
-    """A replay buffer that calls user code before it stores a batch."""
+    """Replay buffer that calls user code before it stores a batch."""
 
     def __init__(self, call: After) -> None:
         super().__init__(storage=LazyTensorStorage(2000))
@@ -135,7 +138,7 @@ class Buffer(ReplayBuffer):
 
 
 class Plain(System):
-    """A system of three lanes."""
+    """System of three lanes."""
 
     def __init__(self, step: After = NEVER, reset: After = NEVER) -> None:
         self.declares = Declares(
@@ -293,7 +296,7 @@ WAYS: dict[str, Callable[[Any], None]] = {
 def ended(
     place: str, fault: Fault, mode: str, way: str, path: Path
 ) -> tuple[BaseException | None, int]:
-    """Return the error that ended a run, and the rows that are stored."""
+    """Return the error that ended a run, and the number of stored rows."""
     given = (PLACES | OF_RUN)[place](fault)
     collector, error = made(given, mode, path), None
     with collector:
@@ -380,7 +383,7 @@ def test_the_place_is_named(tmp_path: Path) -> None:
     assert {place: text[: len(begins[place])] for place, text in found.items()} == begins
 
 
-# --- in any other call ----------------------------------------------------------------------------
+# --- other calls ----------------------------------------------------------------------------------
 
 
 class NoFactory:
@@ -544,7 +547,7 @@ def test_what_else_is_no_exception_of_loops(error: type[BaseException], tmp_path
 
 
 class Ended(StopIteration):
-    """A subclass, as a library may have."""
+    """Subclass of a library."""
 
 
 def test_a_subclass(tmp_path: Path) -> None:

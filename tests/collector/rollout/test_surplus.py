@@ -1,4 +1,4 @@
-"""What the last step of a batch makes beyond it: carried, thrown away, or never made."""
+"""Surplus of a batch's last step: carried, discarded, or never executed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_carried_transitions_open_the_next_batch_with_their_own_version() -> Non
         for batch in collector:
             versions.append(sorted(batch["collector", "policy_version"].tolist()))
             collector.update_policy_weights_()
-    # Two slots of three lanes make six, two of them are carried; then two more of three, ...
+    # Two slots of three lanes make six rows, of which two are carried; then two more slots, ...
     assert versions == [[0, 0, 0, 0], [0, 0, 1, 1], [1, 2, 2, 2]]
     assert collector.ledger.discarded == 0
 

@@ -1,4 +1,4 @@
-"""A budget of agent transitions ends with the first row at which there are so many."""
+"""A budget of agent transitions ends with the first row that reaches it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ UNIT: dict[str, Any] = {"budget_unit": "agent_transitions", "seed": 3}
 
 
 def agents_of(lane: int, row: int) -> int:
-    """Agents that act in the row of that number of a lane: those of red that live, and blue."""
+    """Return the number of acting agents in a lane's row.
+
+    Those are the live agents of red, and blue.
+    """
     episode = 0
     while row >= length_of(LENGTHS, lane, episode):
         row -= length_of(LENGTHS, lane, episode)
@@ -41,7 +44,7 @@ def agents_of(lane: int, row: int) -> int:
 
 
 def expected(total: int, lanes: int = 3) -> tuple[int, int]:
-    """Rows until there are so many, slot by slot, and the agent transitions in them."""
+    """Return the number of rows that reach the budget, and their agent transitions."""
     rows = counted = 0
     while counted < total:
         counted += agents_of(rows % lanes, rows // lanes)
@@ -133,7 +136,7 @@ def test_workers_end_with_that_row(workers: int, mode: Any) -> None:
 
 @pytest.mark.parametrize("ring", [False, True])
 def test_a_resumed_run_is_exact(ring: bool, tmp_path: Path) -> None:
-    """Also where the record of the last commit is older than the rows of a storage."""
+    """The record of the last commit may be older than the rows of a storage."""
     path = tmp_path / "rows"
 
     def run(total: int, batches: int | None, *, resume: bool) -> tuple[Ledger, int, Any]:

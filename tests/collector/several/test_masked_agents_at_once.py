@@ -1,4 +1,4 @@
-"""Masks of agents are counted by the call that stores their rows, as the slower way counts them."""
+"""The call that stores rows counts the masks of their agents as the slow path does."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ KEYS = [("team", name) for name in ("observation", "mask", "action_mask")]
 
 
 class Turns(System):
-    """Agents of a lane act in turn, two of three at times; others have no legal action.
+    """System whose agents act in turn, sometimes two of three; others have no legal action.
 
-    Every observation is a function of lane, episode and step, and so are masks.
+    Every observation and mask is a function of lane, episode and step.
     """
 
     def __init__(self, at_end: Any) -> None:
@@ -51,7 +51,10 @@ class Turns(System):
         return self._seen()
 
     def step(self, action: Any, lanes: Any = None) -> Step:
-        """Step every lane; an episode of lane 1 has five steps, those of others two or three."""
+        """Step every lane.
+
+        An episode of lane 1 has five steps, and those of the others have two or three.
+        """
         ended, resets = self.over.copy(), self.declares.has_reset_slots
         if resets and ended.any():
             self.reset(ended, None)
@@ -79,7 +82,7 @@ class Turns(System):
 
 
 def collected(path: Path, at_end: Any, wants: list[int], **options: Any) -> tuple[Any, Any, int]:
-    """Return the stored rows, the ledger, and how many calls stored them at once."""
+    """Return the stored rows, the ledger, and the number of calls on the fast path."""
     at_once: list[bool] = []
     original = FastPath.store
 

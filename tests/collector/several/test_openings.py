@@ -1,4 +1,4 @@
-"""Openings of one of several policies: exactly so many transitions at random, the first ones."""
+"""Openings of one of several policies: exactly the first N transitions are random."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SEED = 3
 
 
 def policies(red: int = 7, blue: int = 0) -> dict[str, Any]:
-    """Policies of both groups, each with an opening."""
+    """Return policies of both groups, each with an opening."""
     return {
         "red": OnePolicy(told("red"), init_random_frames=red),
         "blue": OnePolicy(told("blue"), init_random_frames=blue),
@@ -65,9 +65,9 @@ def by_group(workers: int, given: Any, mode: Any = "sync", **more: Any) -> Any:
 
 
 def rows_of_groups(collector: Any, before: Sequence[TensorDictBase] = ()) -> TensorDict:
-    """Rows of an endless run of `policies(20, 33)` to some batches after its openings.
+    """Return the rows of an endless run of `policies(20, 33)` until shortly after its openings.
 
-    `before` are batches whose rows its openings count too.
+    The openings also count the rows of the batches `before`.
     """
     drawn = sum(drawn_of(batch)["blue"] for batch in before)
 
@@ -131,7 +131,7 @@ def test_shards_of_a_run_with_groups_are_the_one_run(tmp_path: Path) -> None:
             shard=shard,
             storage=path,
         ) as collector:
-            for _ in collector:  # whose batches end elsewhere
+            for _ in collector:  # its batches end elsewhere
                 pass
         with open_storage(path) as storage:
             return storage[:]
@@ -191,7 +191,7 @@ def test_openings_of_lanes_are_exact_where_no_worker_waits(
 def test_what_came_and_was_in_no_batch_is_drawn_again(
     kind: str, batches: int, threads: None
 ) -> None:
-    """Of workers that run ahead, when a state is saved."""
+    """The workers run ahead when the state is saved."""
 
     def make() -> Any:
         if kind == "lanes":
@@ -268,7 +268,8 @@ def test_storages_and_checkpoints_go_on_within_an_opening(
 @pytest.mark.parametrize("kind", ["lanes", "groups"])
 def test_what_a_killed_worker_took_is_drawn_again(kind: str, mode: Any) -> None:
     given = {"supervision": Supervision(on_worker_death="respawn", max_respawns=3)}
-    given |= {"total_frames": 1100, "frames_per_batch": 11}  # workers have work left when killed
+    # workers still have work when they are killed
+    given |= {"total_frames": 1100, "frames_per_batch": 11}
     lanes = kind == "lanes"
     make = (
         partial(by_lane, 2, NEXT, mode) if lanes else partial(by_group, 2, policies(70, 33), mode)
@@ -277,7 +278,8 @@ def test_what_a_killed_worker_took_is_drawn_again(kind: str, mode: Any) -> None:
     with make(**given) as collector:
         for number, batch in enumerate(collector):
             rows.append(batch.clone())
-            if number in (1, 3):  # each worker once: one that was killed may not be replaced yet
+            # kill each worker once, because a killed one may not be replaced yet
+            if number in (1, 3):
                 os.kill(collector.worker_pids[number // 2], signal.SIGKILL)
         assert collector.ledger.respawned
     if lanes:
@@ -297,7 +299,10 @@ def test_an_opening_may_be_longer_than_the_run(frames: int, threads: None) -> No
 
 
 def test_a_ring_that_lost_rows_of_an_opening(tmp_path: Path) -> None:
-    """What was drawn is known by group, and of a single policy by lane; or it is refused."""
+    """The numbers are known by group, or by lane for a single policy.
+
+    Otherwise resuming is refused.
+    """
 
     def run(name: str, make: Any, total: int) -> Any:
         mode: Any = "append" if (tmp_path / name).exists() else "create"
@@ -327,7 +332,7 @@ def test_a_ring_that_lost_rows_of_an_opening(tmp_path: Path) -> None:
 
 
 class ActionContext(Told):
-    """Actions of blue alone, and nothing beside them, as random ones have it."""
+    """Policy of blue that writes only actions, like random ones."""
 
     def __init__(self) -> None:
         super().__init__("blue")
@@ -337,7 +342,7 @@ class ActionContext(Told):
 
 
 def test_openings_count_what_each_policy_drew(tmp_path: Path) -> None:
-    """Not what others drew in its lanes before, nor a policy that drew all the time."""
+    """The counts exclude draws of others in a lane, and policies that are always random."""
 
     def run(given: Any, total: int, **ring: Any) -> Any:
         mode: Any = "append" if path.exists() else "create"
@@ -350,7 +355,7 @@ def test_openings_count_what_each_policy_drew(tmp_path: Path) -> None:
 
     path, budget = tmp_path / "lanes", {"frames_per_batch": 7, "total_frames": 140}
     first, other = OnePolicy(Versioned(), init_random_frames=30), Versioned()
-    run([([0, 3], first), ("rest", None)], 35)  # 14 of the first's
+    run([([0, 3], first), ("rest", None)], 35)  # 14 rows of the first policy
     second = OnePolicy(other, init_random_frames=25)
     rows = run([([0, 1], first), ("rest", second)], 105)
     random = rows["collector", "policy_version"] == -1

@@ -1,4 +1,4 @@
-"""Each group of agents has a policy, which sees the TensorDict of its group, or all of it."""
+"""Each group of agents has a policy, which sees the group's TensorDict or all of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUDGET: dict[str, Any] = {"frames_per_batch": 8, "total_frames": 48, "seed": 3}
 
 
 class Net(nn.Module):
-    """Takes the observation of a group's agents."""
+    """Network of the observations of a group's agents."""
 
     def __init__(self, *, index: bool, seed: int = 0) -> None:
         super().__init__()
@@ -35,13 +35,13 @@ class Net(nn.Module):
         self.index = index
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        """Return an index or two numbers an agent."""
+        """Return an index or two numbers per agent."""
         out = self.layer(observation)
         return out.argmax(-1) if self.index else out.tanh()
 
 
 def whole(net: Net, group: str, **more: Any) -> TensorDictModule:
-    """The same as a module that reads and writes the keys of the group."""
+    """Return the network as a module that reads and writes the keys of the group."""
     keys = [(group, "observation")], [(group, "action")]
     return TensorDictModule(net, in_keys=keys[0], out_keys=keys[1], **more)
 
@@ -59,7 +59,7 @@ def make(policy: Any, **more: Any) -> SyncCollector:
 
 
 def by_hand(red: Any, blue: Any, steps: int) -> list[TensorDictBase]:
-    """What each slot saw and did, of an environment that TorchRL's own calls step."""
+    """Return the slots of an environment that TorchRL's own functions step."""
     stepped = env()
     td, slots = stepped.reset(), []
     for _ in range(steps):
@@ -91,9 +91,7 @@ def test_rows_are_those_of_a_hand_loop(policies: Any) -> None:
     for lane in range(3):
         own = stream(rows, lane, 16)
         for key in columns(wanted[0]):
-            if (
-                key[-1] in FLAGS or key in FLAGS
-            ):  # at the root there are none; on cuts more are done
+            if key[-1] in FLAGS or key in FLAGS:  # the root has none, and cuts set more of them
                 continue
             expected = torch.stack([slot[lane][key] for slot in wanted])
             assert own[key].numpy().tobytes() == expected.numpy().tobytes(), (lane, key)
@@ -102,7 +100,7 @@ def test_rows_are_those_of_a_hand_loop(policies: Any) -> None:
 
 
 def test_versions_are_those_of_each_group(tmp_path: Path) -> None:
-    """A row's version is the number of all updates: no number names two sets of weights."""
+    """The version of a row counts all updates, so that no number names two sets of weights."""
     red, path = Net(index=True), tmp_path / "rows"
     with make({"red": red, "blue": BLUE}, storage=path, init_random_frames=5) as collector:
         rows = []

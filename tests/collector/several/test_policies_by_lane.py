@@ -1,4 +1,4 @@
-"""Each lane has a policy: rows are those of a hand loop that calls each alone on its lanes."""
+"""Rows of a run with a policy per lane equal a manual loop that calls each on its lanes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ POLICY_OF_LANE = torch.tensor([0, 1, 1, 0, 0])
 
 
 def by_hand(policies: list[tuple[list[int], Any]], steps: int) -> dict[int, list[TensorDictBase]]:
-    """Rows of each lane; a policy is called with a batch of its lanes alone."""
+    """Return the rows of each lane; each policy is called with a batch of only its lanes."""
     envs = [OracleEnv(lane, LENGTHS, ends="mixed") for lane in range(LANES)]
     seen = [env.reset()[0] for env in envs]
     rows: dict[int, list[TensorDictBase]] = {lane: [] for lane in range(LANES)}
@@ -72,7 +72,7 @@ def by_hand(policies: list[tuple[list[int], Any]], steps: int) -> dict[int, list
 
 
 def test_rows_are_those_of_a_hand_loop_bit_for_bit() -> None:
-    """Their logits too, which depend on the lanes that are computed together."""
+    """The logits are compared too, although they depend on the lanes that are computed together."""
     batches, collector = collect(factory(DISABLED, 0, LANES), TWO, **BUDGET)
     rows = joined(batches)
     check_rows(rows, LENGTHS, ends="mixed")
@@ -151,7 +151,7 @@ def test_openings_of_their_own_are_exact(source: str, surplus: Any) -> None:
 
 
 def test_random_actions_of_lanes_do_not_depend_on_other_policies() -> None:
-    """Nor do the draws of a policy that uses torch's generator."""
+    """The draws of a policy that uses torch's generator do not depend on them either."""
 
     def run(other: Any, frames: int) -> TensorDictBase:
         opened = OnePolicy(linear(1), init_random_frames=frames)
@@ -174,7 +174,7 @@ MIXED: list[Any] = [
     ([1, 4], None),
     ("rest", lambda td: td.set("action", td["observation"].long().sum(-1) % 2)),
 ]
-"""A lane's action does not depend on the lanes beside it, as far as their bits go."""
+"""Policies whose actions in a lane do not depend, bit for bit, on the other lanes."""
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_workers_in_step_give_the_same_rows(workers: int, source: str, surplus: 
     alone = collect_all(sync_collector(source, MIXED, **budget))
     with in_threads():
         many = collect_all(worker_collector(source, workers, MIXED, **budget))
-    for run in (alone, many):  # a product of one row has other bits than that of two
+    for run in (alone, many):  # a product of one row has other bits than one of two rows
         for batch in run.batches:
             batch.set("logits", batch["logits"].round(decimals=3))
     assert_alike(alone, many)
@@ -328,7 +328,7 @@ def test_columns_of_policies_agree_or_are_zero() -> None:
 
 
 def test_an_evaluation_is_of_policies_that_act() -> None:
-    """None begins at random, and their modules are in evaluation mode meanwhile."""
+    """Evaluation has no random openings, and sets the modules to evaluation mode."""
     training = []
 
     class Seen(TensorDictModuleBase):
@@ -372,7 +372,7 @@ def test_an_error_says_which_policy_raised() -> None:
 
 
 def test_a_recurrent_policy_beside_random_actions() -> None:
-    """Its states are those that it has alone, and stay as they are while its lanes are random."""
+    """The states are the same as without other policies, and do not change in random lanes."""
     _, policy = recurrent(GRUModule)
     made = factory("torch", 0, LANES)
     rows = joined(collect(made, [([0, 3, 4], policy), ("rest", None)], **BUDGET)[0])
@@ -390,7 +390,7 @@ def test_a_recurrent_policy_beside_random_actions() -> None:
 
 
 def test_forms_of_actions_are_those_of_each_policy() -> None:
-    """An index, and a one-hot of it."""
+    """One policy writes an index, and the other a one-hot vector."""
 
     def one_hot(td: TensorDictBase) -> TensorDictBase:
         index = td["observation"].long().sum(-1) % 2
@@ -437,7 +437,10 @@ def test_a_storage_is_resumed_with_exact_openings(frames: int, tmp_path: Path) -
 
 @pytest.mark.parametrize("workers", [None, 2])
 def test_a_state_is_gone_on_from(workers: int | None, tmp_path: Path) -> None:
-    """At each place in the openings: the random actions of all are exact, versions and weights."""
+    """The state may lie anywhere in the openings.
+
+    Random actions, versions and weights are exact.
+    """
 
     def make(policies: Any) -> Any:
         kwargs = {"frames_per_batch": 7, "total_frames": 91, "seed": 3}
@@ -577,7 +580,7 @@ def test_no_policy_is_asked_while_all_of_its_lanes_act_at_random() -> None:
 
 
 def test_a_command_takes_several_policies(tmp_path: Path) -> None:
-    """A list in a file; what is wrong with it is said as the collector says it."""
+    """The policies are a list in a file. Errors have the collector's messages."""
     code, out = tmp_path / "mine.py", tmp_path / "rows"
     code.write_text(
         "def act(td):\n    return td.set('action', td['observation'][..., 0].long() * 0)\n"

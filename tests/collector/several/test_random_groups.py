@@ -1,6 +1,6 @@
 """Random runs with a policy for each group: counts, budgets and random actions are exact.
 
-``TALLYROLL_CONFIGURATIONS=3000`` draws so many; ``TALLYROLL_CONFIGURATION=17`` the one alone.
+``TALLYROLL_CONFIGURATIONS=3000`` draws 3000 runs, and ``TALLYROLL_CONFIGURATION=17`` only that one.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ ALONE = os.environ.get("TALLYROLL_CONFIGURATION")
 
 @dataclass(frozen=True)
 class GroupsRun:
-    """A run, and how it is left and gone on with."""
+    """Run, and the way to interrupt and continue it."""
 
     lanes: int
     lengths: list[list[int]]
     openings: dict[str, int | None]
-    """Of each group; None: it draws random actions all the time."""
+    """Opening of each group. None draws random actions all the time."""
     total: int
     frames: int
     by_agent: bool
@@ -48,11 +48,11 @@ class GroupsRun:
     after: int
     collects: bool
     opening: int
-    """Of all groups."""
+    """Opening of all groups."""
 
     @classmethod
     def drawn(cls, number: int) -> GroupsRun:
-        """The run of that number."""
+        """Return the run of this number."""
         draw = Draw(number, 31)
         lanes = draw.number(1, 4)
         lengths = [[draw.number(1, 7) for _ in range(draw.number(1, 3))] for _ in range(3)]
@@ -79,7 +79,7 @@ class GroupsRun:
         )
 
     def make(self, path: Path, **more: Any) -> Any:
-        """A collector of it."""
+        """Return a collector of the run."""
         policies = {
             group: None if opening is None else OnePolicy(told(group), init_random_frames=opening)
             for group, opening in self.openings.items()
@@ -103,7 +103,7 @@ class GroupsRun:
         return start(creates, policies, mode=self.mode, **kwargs)
 
     def taken(self, collector: Any, batches: int | None = None) -> int:
-        """Collect so many batches, or all that are left; return the rows."""
+        """Collect some batches, or all that are left, and return the number of rows."""
         count = 0
         for number in range(10**6) if self.collects else islice(collector, batches):
             if not self.collects:
@@ -117,13 +117,13 @@ class GroupsRun:
 
 
 def carried_out(run: GroupsRun, folder: Path) -> tuple[TensorDictBase, Any]:
-    """The stored rows of a run, and the ledger at its end."""
+    """Return the stored rows of a run and its final ledger."""
     path = folder / "rows"
     if run.phase in ("", "seed"):
         with run.make(path) as collector:
             run.taken(collector, run.after)
             if run.phase == "seed":
-                with suppress(StateError):  # it has ended
+                with suppress(StateError):  # if the run has ended
                     collector.set_seed(17)
             run.taken(collector)
             ledger = collector.ledger
@@ -151,7 +151,7 @@ def carried_out(run: GroupsRun, folder: Path) -> tuple[TensorDictBase, Any]:
 
 
 def wrong(run: GroupsRun, rows: TensorDictBase, ledger: Any) -> Iterator[str]:
-    """What is wrong with them."""
+    """Yield the errors in the rows and the ledger."""
     ledger.check()
     count, living = len(rows), int(rows["red", "mask"].sum()) + len(rows)
     if ledger.stored != count or ledger.agent_transitions != living:
@@ -165,7 +165,7 @@ def wrong(run: GroupsRun, rows: TensorDictBase, ledger: Any) -> Iterator[str]:
         yield "other agents live"
     if [each[0] for each in at] != rows["collector", "lane"].tolist():
         yield "a row of another lane"
-    whole = run.surplus == "carry"  # else trajectories begin again behind what was discarded
+    whole = run.surplus == "carry"  # otherwise trajectories restart after discarded rows
     if whole and [each[2] for each in at] != rows["collector", "step"].tolist():
         yield "a row of another step"
     for group, opening in run.openings.items():
@@ -188,5 +188,6 @@ def test_counts_budgets_and_random_actions_are_exact(number: int, tmp_path: Path
     with in_threads() if run.workers else nullcontext():
         rows, ledger = carried_out(run, tmp_path)
     assert not [*wrong(run, rows, ledger)], f"TALLYROLL_CONFIGURATION={number}: {run}"
-    if run.phase not in ("resume", "state", "rewind", "keep"):  # of which each begins once more
+    # in these phases, environments restart
+    if run.phase not in ("resume", "state", "rewind", "keep"):
         check_groups(rows)

@@ -53,7 +53,7 @@ both_modes = pytest.mark.parametrize("mode", ["sync", "async"])
 
 
 def each(made: Any, workers: int = 2) -> list[Any]:
-    """`made(first lane, lanes)`, one a worker."""
+    """Return `made(first lane, lanes)` for each worker."""
     return [partial(made, first, own) for first, own in lanes_of_workers(LANES, workers)]
 
 
@@ -136,7 +136,7 @@ def test_lost_final_observations_are_marked(mode: str) -> None:
 
 
 class Masked(OracleTorchEnv):
-    """Only action lane % 2 is legal."""
+    """Oracle in which only action lane % 2 is legal."""
 
     def __init__(self, first: int, lanes: int) -> None:
         super().__init__(lanes, LENGTHS, first_lane=first)
@@ -155,7 +155,7 @@ def test_an_action_mask_is_honoured(mode: str) -> None:
 
 
 def in_processes(first: int, lanes: int) -> Any:
-    """Each lane has a process of its own, which the worker starts."""
+    """Return a vector whose lanes have processes of their own, which the worker starts."""
     vec_kwargs = {"context": "fork"}
     return make_oracle_vec(
         lanes, LENGTHS, cls="async", first_lane=first, ends="mixed", vec_kwargs=vec_kwargs
@@ -177,7 +177,7 @@ def test_environments_with_processes_of_their_own(made: Any, source: str) -> Non
     assert len(theirs) >= LANES
     many = collect_all(collector)
     assert_gone(theirs)
-    if made is in_parallel:  # frames that environments in other processes skip cannot be seen
+    if made is in_parallel:  # skipped frames of environments in other processes are not visible
         assert {counts["ticks"] for counts in many.counts} == {0}
         for counts in one.counts:
             counts["ticks"] = 0
@@ -185,7 +185,7 @@ def test_environments_with_processes_of_their_own(made: Any, source: str) -> Non
 
 
 def told(td: TensorDictBase) -> TensorDictBase:
-    """Writes which exploration type it sees."""
+    """Write the exploration type."""
     mode = torch.full(td.batch_size, exploration_type() is ExplorationType.MODE)
     return td.set("mode", mode).set("action", mode.long())
 
@@ -212,7 +212,7 @@ def test_workers_may_have_lanes_unevenly(mode: str, sizes: list[int]) -> None:
 @pytest.mark.slow
 @both_modes
 def test_batches_larger_than_a_slab(mode: str) -> None:
-    """4096 slots at most: a batch is put together from several fills."""
+    """A slab has at most 4096 slots, so a batch is assembled from several."""
     options = {**BUDGET, "frames_per_batch": 9000, "total_frames": 12_000, "lanes": 2}
     run = collect_all(worker_collector(SAME, 2, ByObservation(), **options, mode=mode))
     assert [len(batch) for batch in run.batches] == [9000, 3000]

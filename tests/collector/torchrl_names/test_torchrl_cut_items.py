@@ -1,4 +1,4 @@
-"""Where a run ends within an item of a TorchRL buffer: nothing is filled up, or counted twice."""
+"""A run may end within an item of a TorchRL buffer: rows are not padded or counted twice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def items(kind: Any = LazyTensorStorage) -> ReplayBuffer:
 
 
 class Stopping(OracleTorchEnv):
-    """Does something in its 21st step."""
+    """Oracle that calls `then` in its 21st step."""
 
     steps = 0
     then: Any = None
@@ -47,12 +47,12 @@ def breaks() -> None:
 
 @pytest.mark.parametrize("way", ["async_shutdown", "stop", "error", "error in a thread", "budget"])
 def test_the_rows_of_a_cut_item_are_discarded_with_a_warning(way: str) -> None:
-    """A buffer's items are as long as its first batch, and TorchRL would fill up with zeros."""
+    """A buffer's items have the length of its first batch, and TorchRL would pad with zeros."""
     kind = LazyMemmapStorage if way == "stop" else LazyTensorStorage
-    # The second lane's third episode has rows in the item, and ends in what is cut, or does not.
+    # The third episode of lane 1 has rows in the item. It ends in the cut part, or it does not end.
     buffer, env = items(kind), Stopping(2, [[3, 1, 4], [5, 5, 30 if way == "stop" else 5]])
     options: dict[str, Any] = {"frames_per_batch": 24, "total_frames": -1, "replay_buffer": buffer}
-    if way == "budget":  # else it is refused beforehand
+    if way == "budget":  # the budget would otherwise be refused in advance
         options |= {"total_frames": 42, "postproc": lambda batch: batch}
     collector = Collector(env, None, **options)
     told = threading.Event()

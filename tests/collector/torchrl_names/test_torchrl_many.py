@@ -1,4 +1,4 @@
-"""TorchRL's collectors of many processes by name: what is yielded, and how they are made."""
+"""TorchRL's multi-process collectors by name: their batches, and their construction."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ BUDGET: dict[str, Any] = {"frames_per_batch": 12, "total_frames": 36}
 
 
 def put_together(lanes: int | None, workers: int, frames: int, batches: int) -> list[Any]:
-    """What TorchRL's collectors in the workers give of ``frames`` each, one beside the other."""
+    """Stack the batches of ``frames`` rows that TorchRL's collector yields in each worker."""
     given = {"frames_per_batch": frames, "auto_register_policy_transforms": False}
     found = []
     for create in envs(lanes, workers):
@@ -69,7 +69,7 @@ def put_together(lanes: int | None, workers: int, frames: int, batches: int) -> 
 @pytest.mark.parametrize("lanes", [None, 3])
 def test_batches_of_workers_are_put_together_as_torchrl_does(lanes: int | None) -> None:
     found = []
-    if lanes is None:  # processes of TorchRL's take seconds to start
+    if lanes is None:  # TorchRL's processes take seconds to start
         with MultiSyncCollector(envs(), ByObservation(), **BUDGET) as collector:
             found = [put_together(None, 2, 6, 3), list(collector)]
     else:
@@ -98,7 +98,7 @@ def test_batches_of_workers_are_put_together_as_torchrl_does(lanes: int | None) 
         next(iter(collector))
 
 
-@pytest.mark.filterwarnings("ignore:.*divisible by:UserWarning")  # TorchRL's own
+@pytest.mark.filterwarnings("ignore:.*divisible by:UserWarning")  # warning of TorchRL
 @pytest.mark.parametrize(
     ("lanes", "workers", "frames"), [(None, 3, 10), (3, 2, 10), (3, 2, [5, 5])]
 )

@@ -1,6 +1,7 @@
-"""Every argument, attribute and method of TorchRL's collectors is honoured, neutral or refused.
+"""Every argument, attribute and method of TorchRL's collectors is honored, neutral or refused.
 
-The signatures are those of the installed version: what is new there fails here until it is decided.
+The signatures are those of the installed version. New arguments fail here until they are
+classified.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from worker_kit import in_threads
 
 HERE = Path(__file__).parent
 
-# Names of arguments, each with the test that shows what becomes of it.
+# Names of arguments, each with the test that shows its effect.
 HONOURED = {
     "backend": "test_many_collectors_are_made_where_they_are_asked_for",
     "backend_options": "test_many_collectors_are_made_where_they_are_asked_for",
@@ -75,8 +76,9 @@ HONOURED = {
     "worker_idx": "test_attributes_are_those_of_torchrl",
 }
 SINCE = {"replay_write_mode": (0, 15)}
-"""Arguments that the oldest release does not have, with the first one that does."""
-INSTALLED = tuple(int(part) for part in torchrl.__version__.split(".")[:2])  # a nightly: its year
+"""Arguments that the oldest release lacks, with the first release that has them."""
+# a nightly build has the year as its version
+INSTALLED = tuple(int(part) for part in torchrl.__version__.split(".")[:2])
 
 PAIRS = [
     (ours.Collector, torchrl.collectors.Collector, REFUSED),
@@ -92,7 +94,7 @@ def arguments(kind: type) -> set[str]:
 
 
 def public_names(kind: type) -> set[str]:
-    """Of the class, and those that its methods set on ``self``."""
+    """Return the public names of the class, including those that its methods set on ``self``."""
     names = set()
     for base in kind.__mro__:
         if not base.__module__.startswith("torchrl"):

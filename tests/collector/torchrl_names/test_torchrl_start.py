@@ -1,4 +1,4 @@
-"""Collecting in a thread: what is sampled meanwhile, how it ends, and whose error is raised."""
+"""Collecting in a thread: concurrent sampling, the end of the run, and errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Make = Callable[[], Any]
 
 
 class Slow(OracleTorchEnv):
-    """Steps take a while."""
+    """Environment with slow steps."""
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         time.sleep(STEP_SECONDS)
@@ -44,7 +44,7 @@ class Slow(OracleTorchEnv):
 
 
 class Failing(OracleTorchEnv):
-    """Its tenth step raises."""
+    """Environment whose tenth step raises."""
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         if self.steps_taken[0] == 9:
@@ -97,7 +97,10 @@ def test_what_is_sampled_meanwhile_is_whole_rows(kind: str, tmp_path: Path) -> N
 
 
 def _check(rows: TensorDictBase) -> None:
-    """An oracle's observations say lane, episode and step: the next one follows each."""
+    """Check that each row's next observation follows its observation.
+
+    An oracle's observations encode lane, episode and step.
+    """
     now, following = rows["observation"], rows["next", "observation"]
     assert torch.equal(now[:, :2], following[:, :2])
     assert torch.equal(now[:, 2] + 1, following[:, 2])
@@ -195,7 +198,7 @@ def test_nothing_is_begun_during_a_pause() -> None:
 
 
 class Stuck(OracleTorchEnv):
-    """A step that takes as long as it is let."""
+    """Environment with a step that waits until it is released."""
 
     begun: threading.Event
     release: threading.Event

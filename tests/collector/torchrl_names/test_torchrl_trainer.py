@@ -1,4 +1,4 @@
-"""TorchRL's trainers drive our collectors: hooks, weights, states, a buffer filled meanwhile."""
+"""TorchRL's trainers drive our collectors: hooks, weights, states, concurrent buffers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tallyroll.storage import MemmapStorage
 from pairs import in_gate
 from worker_kit import in_threads
 
-pytestmark = [  # of trainers alone
+pytestmark = [  # warnings of trainers
     pytest.mark.filterwarnings("ignore:.*experimental:UserWarning"),
     pytest.mark.filterwarnings("ignore:The .* hook stage:FutureWarning"),
 ]
@@ -35,7 +35,7 @@ def same_weights() -> None:
 
 
 def discrete() -> tuple[Any, Any]:
-    """An actor and a critic of CartPole."""
+    """Return an actor and a critic of CartPole."""
     net = TensorDictModule(
         MLP(in_features=4, out_features=2, num_cells=[16]), ["observation"], ["logits"]
     )
@@ -116,7 +116,7 @@ def test_a_trainer_goes_on_from_a_saved_state(tmp_path: Path) -> None:
 
 
 def continuous() -> tuple[Any, Any]:
-    """An actor and a critic of Pendulum."""
+    """Return an actor and a critic of Pendulum."""
     net = nn.Sequential(MLP(in_features=3, out_features=2, num_cells=[16]), NormalParamExtractor())
     actor = ProbabilisticActor(
         TensorDictModule(net, ["observation"], ["loc", "scale"]),
@@ -134,7 +134,7 @@ def continuous() -> tuple[Any, Any]:
     return actor, critic
 
 
-# TorchRL's trainer changes the weights of the policy, and calls no update of the collector.
+# TorchRL's trainer changes the weights of the policy without an update of the collector.
 @pytest.mark.filterwarnings("ignore:policy. its parameters changed:UserWarning")
 @pytest.mark.parametrize(("meanwhile", "where"), in_gate([False, True], ["lazy", "ours"]))
 def test_sac_trains_of_a_buffer_that_is_filled(meanwhile: bool, where: str, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_sac_trains_of_a_buffer_that_is_filled(meanwhile: bool, where: str, tmp_
         frames_per_batch=50,
         total_frames=-1,
         init_random_frames=100,
-        # One that trains in turn adds the batches that it gets.
+        # A synchronous trainer adds the batches itself.
         replay_buffer=buffer if meanwhile else None,
     )
     loss = SACLoss(actor, critic, action_spec=GymEnv("Pendulum-v1").action_spec)
@@ -172,7 +172,7 @@ def test_sac_trains_of_a_buffer_that_is_filled(meanwhile: bool, where: str, tmp_
     trainer.train()
     assert collector.ledger.stored >= 400
     assert differ(before, weights(actor))
-    # In turn it does not add the last batch: with TorchRL's own collector these are 350 as well.
+    # A synchronous trainer omits the last batch: TorchRL's own collector also gives 350.
     assert len(buffer) == (collector.ledger.stored if meanwhile else 350)
     assert collector.ledger.random == 100
     assert not collector.is_running()

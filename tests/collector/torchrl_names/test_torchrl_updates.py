@@ -1,4 +1,4 @@
-"""Weights that come while a thread collects: no call sees half of them, and rows say which."""
+"""Weights may arrive while a thread collects: each call sees a whole set, which rows identify."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCALE = 1e-6
 
 
 class RecordingPolicy(nn.Module):
-    """Its action is its weights, read one after the other."""
+    """Policy whose action is its weights, read one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def test_every_row_has_the_version_that_chose_it(buffer: str, workers: int) -> N
         for given in range(1, 41):
             collector.update_policy_weights_(weights(given))
             assert collector.policy_version == given
-            # Most come while a batch is under way; some are the weights of all of a batch.
+            # Most updates arrive during a batch. Some weights serve a whole batch.
             enough = collector.ledger.stored + 24 * (given % 5 == 0)
             time.sleep(0.002)
             while collector.ledger.stored < enough:
@@ -105,7 +105,7 @@ def test_whoever_waits_has_the_turn_after_the_batch_under_way(frames: int) -> No
             time.sleep(0.005)
             assert collector.ledger.stored == held
     with collector.pause():
-        collector.async_shutdown()  # does not wait for itself: the watchdog would say so
+        collector.async_shutdown()  # does not wait for itself, or the watchdog would report it
     assert collector.policy_version == 20
 
 
@@ -122,6 +122,6 @@ def test_a_hook_of_the_thread_may_give_weights() -> None:
 
 
 def test_what_is_refused_says_why() -> None:
-    """And not that something is missing of a collector that was never finished."""
+    """The message does not complain about a missing attribute of an unfinished collector."""
     with pytest.raises(ArgumentError, match="expected a Gymnasium id"):
         Collector(object(), frames_per_batch=6, total_frames=12)

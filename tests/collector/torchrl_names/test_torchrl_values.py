@@ -1,4 +1,4 @@
-"""What TorchRL's arguments ask for is done, as TorchRL does it where that is exact and true."""
+"""TorchRL's arguments act as in TorchRL where its behavior is exact and correct."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def env(lanes: int | None = 3) -> OracleTorchEnv:
 
 
 def run(name: str = "Collector", lanes: int | None = 3, **given: Any) -> list[list[Any]]:
-    """All batches of TorchRL's and of ours."""
+    """Return all batches of TorchRL's collector and of ours."""
     given = {"frames_per_batch": 12, "total_frames": 36, **given}
     return [list(each) for _, each in both(partial(env, lanes), ByObservation, name, **given)]
 
@@ -50,7 +50,7 @@ def test_batches_are_those_of_torchrl(lanes: int | None) -> None:
         assert_batches_alike(one, other)
 
 
-@pytest.mark.filterwarnings("ignore:.*divisible by:UserWarning")  # TorchRL's own
+@pytest.mark.filterwarnings("ignore:.*divisible by:UserWarning")  # warning of TorchRL
 def test_batches_are_rounded_up_to_as_many_for_each_lane() -> None:
     with pytest.warns(UserWarning, match="frames_per_batch=10 .* batches have 12") as told:
         theirs, mine = run(frames_per_batch=10)
@@ -98,7 +98,7 @@ def test_rounded_batches_fill_a_buffer_and_want_a_ring_that_holds_them(tmp_path:
 
 
 def test_lanes_are_reset_before_each_batch() -> None:
-    # TorchRL resets before the first one as well, which is not to be seen but by such an oracle.
+    # TorchRL also resets before the first batch, which only such an oracle shows.
     theirs, mine = run(reset_at_each_iter=True)
     assert [batch.shape for batch in theirs] == [batch.shape for batch in mine]
     for batch in (*theirs, *mine):
@@ -152,9 +152,9 @@ def test_the_second_iteration_goes_on_where_the_first_one_stopped() -> None:
 def test_next_and_rollout_give_batches() -> None:
     found = []
     for _, collector in both(env, ByObservation, frames_per_batch=12, total_frames=36):
-        taken = collector.next().clone(), collector.rollout().clone()  # TorchRL writes to it again
+        taken = collector.next().clone(), collector.rollout().clone()  # TorchRL reuses the memory
         found.append([*taken, *collector.iterator()])
-        assert collector.next() is None or len(found[-1]) == 4  # TorchRL counts no rollout()
+        assert collector.next() is None or len(found[-1]) == 4  # TorchRL does not count rollout()
     assert_batches_alike(found[0][0], found[1][0])
     assert_batches_alike(found[0][1], found[1][1])
     assert len(found[1]) == 3, "what rollout() gives is counted"
@@ -197,7 +197,7 @@ def test_exploration_without_a_spec_gets_that_of_the_environment() -> None:
         assert collector.next()["action"].abs().max() <= 1
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, as it compiles
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # warning of torch's compiler
 @pytest.mark.parametrize(
     "keywords",
     [pytest.param({}, marks=[pytest.mark.slow, pytest.mark.timeout(300)]), {"backend": "eager"}],
@@ -219,7 +219,7 @@ def test_a_policy_is_compiled_and_acts_the_same(keywords: dict[str, Any]) -> Non
         torch.testing.assert_close(one["logits"], other["logits"])
 
 
-@pytest.mark.filterwarnings("ignore:.*PyTree:UserWarning")  # tensordict's own, of the first graph
+@pytest.mark.filterwarnings("ignore:.*PyTree:UserWarning")  # warning of the first graph
 def test_a_graph_is_captured_on_a_gpu_and_else_torchrl_warns() -> None:
     given: dict[str, Any] = {"frames_per_batch": 6, "cudagraph_policy": True, "seed": 0}
     with Collector(env(), linear(), frames_per_batch=6, seed=0) as plain:
@@ -231,10 +231,10 @@ def test_a_graph_is_captured_on_a_gpu_and_else_torchrl_warns() -> None:
 
 
 class Seeing(ByObservation):
-    """Writes the exploration type that it acts under."""
+    """Policy that writes its exploration type."""
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
-        """Write both."""
+        """Write the action and the exploration type."""
         now = exploration_type() is ExplorationType.DETERMINISTIC
         return super().forward(td).set("plain", torch.full(td.batch_size, now))
 
@@ -289,13 +289,13 @@ def test_hooks_are_called_around_each_batch() -> None:
 
 
 class Interruptor:
-    """Stops collection from its `at`-th question on, until it is let go on."""
+    """Interruptor that stops collection from its `at`-th call on."""
 
     def __init__(self, at: int) -> None:
         self.at, self.asked = at, 0
 
     def collection_stopped(self) -> bool:
-        """Whether to stop."""
+        """Return True to stop."""
         self.asked += 1
         return self.asked >= self.at
 
@@ -376,7 +376,7 @@ def test_with_a_buffer_none_is_yielded_and_the_rows_are_in_it(lanes: int | None,
     assert_batches_alike(theirs[:], mine[:], names=False)
 
 
-@pytest.mark.filterwarnings("ignore:Using `add:UserWarning")  # TorchRL's, of its own items
+@pytest.mark.filterwarnings("ignore:Using `add:UserWarning")  # TorchRL's warning about its items
 @pytest.mark.parametrize("lanes", [None, 3])
 def test_steps_go_one_by_one_into_a_buffer(lanes: int | None) -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
@@ -414,7 +414,7 @@ def test_lanes_of_unequal_length_enter_no_buffer_of_rectangles() -> None:
 
 
 def whole(rows: TensorDictBase) -> list[list[float]]:
-    """Observations of each trajectory of a padded batch."""
+    """Return the observations of each trajectory of a padded batch."""
     return [
         each["observation"][mask].tolist()
         for each, mask in zip(rows, rows["collector", "mask"], strict=True)
@@ -641,7 +641,7 @@ def test_an_environment_begins_as_who_made_it_has_seeded_it(lanes: int | None) -
 
 
 class ByNoise(ByObservation):
-    """Acts by the first numbers of an observation."""
+    """Policy that acts by the first numbers of an observation."""
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
         """Write the action."""
@@ -686,12 +686,12 @@ def test_a_state_has_the_names_of_torchrl_and_goes_on() -> None:
 
 
 class Closing(OracleTorchEnv):
-    """Counts how often it was closed."""
+    """Environment that counts calls of `close`."""
 
     closings = 0
 
     def close(self, *, raise_if_closed: bool = True) -> None:
-        """Count, and close."""
+        """Count and close."""
         self.closings += 1
         super().close(raise_if_closed=raise_if_closed)
 

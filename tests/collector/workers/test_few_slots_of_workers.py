@@ -1,4 +1,4 @@
-"""``collect(n)`` of few slots that workers fill: the rows of one process, whatever comes up."""
+"""``collect(n)`` of few slots with workers gives the rows of one process in all circumstances."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CALLS = {"lanes": [LANES], "odd": [1, LANES, 2 * LANES + 1, 3, LANES - 1, 4 * LA
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count how often slots were stored at once, and how often they were not."""
+    """Count the slots that the fast path stored, and those that it did not."""
     store, counts = FastPath.store, [0, 0]
 
     def counted(self: FastPath, *given: Any) -> bool:
@@ -71,7 +71,10 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def collected(make: Callable[..., Collector], calls: str, storage: MemmapStorage) -> Any:
-    """Collect all, with new weights now and then; returns rows, record, ledger and episodes."""
+    """Collect all rows with some updates of weights.
+
+    Return the rows, the record, the ledger and the episodes.
+    """
     wants = cycle(CALLS[calls])
     with make(frames_per_batch=LANES, total_frames=203, storage=storage, seed=1) as collector:
         for number in range(1000):
@@ -112,7 +115,7 @@ def test_rows_are_those_of_one_process(
 
 
 def test_calls_and_batches_take_turns(tmp_path: Path, at_once: list[int]) -> None:
-    """What the extension notes of filled slots is known to the workers, and the other way."""
+    """The extension and the workers share the state of filled slots in both directions."""
     make: dict[str, Callable[..., Collector]] = {
         "one": partial(sync_collector, NEXT, RecordingPolicy()),
         "many": partial(worker_collector, NEXT, 2, RecordingPolicy()),
@@ -138,7 +141,7 @@ def test_calls_and_batches_take_turns(tmp_path: Path, at_once: list[int]) -> Non
 def test_workers_that_fail_are_replaced(
     how: How, n: int, tmp_path: Path, at_once: list[int]
 ) -> None:
-    """The counts are those of the longer way, and every row was made."""
+    """The counts equal those of the slow path, and every row was made by a step."""
     found = []
     for way in ("at once", "longer"):
         folder = tmp_path / way
@@ -173,7 +176,7 @@ def test_workers_that_fail_are_replaced(
 
 
 def killable(path: Path, seconds: float = 0.0, **options: Any) -> MultiprocessCollector:
-    """Two workers whose steps take so long."""
+    """Return a collector with two workers whose steps take `seconds`."""
     (path / "faults").mkdir()
     create = worker_faults_kit.factories(Faults(path / "faults"), 4, 2, slow=seconds)
     if options.get("transport") != "thread":
@@ -188,7 +191,10 @@ def collect_for_ever(collector: Collector, n: int) -> None:
 
 
 def seconds_until_noticed(path: Path, when: str, worker: int) -> float:
-    """Kill a worker of a run, which ends with all rows that it counted."""
+    """Kill a worker, and return how long it took to notice.
+
+    The run must have all rows that it counted.
+    """
     path.mkdir()
     killed: list[float] = []
 
@@ -223,10 +229,10 @@ def seconds_until_noticed(path: Path, when: str, worker: int) -> float:
 def test_a_worker_that_was_killed_is_noticed_at_once(
     when: str, worker: int, tmp_path: Path, at_once: list[int]
 ) -> None:
-    # The other one may be in its step, after which it rests.
+    # The other worker may finish its step before it is idle.
     limit, noticed = 1.2 if when == "within a step" else 0.6, []
     while not noticed or min(noticed) >= limit:
-        assert len(noticed) < 4, noticed  # on a busy machine one may take longer
+        assert len(noticed) < 4, noticed  # a busy machine may take longer
         noticed.append(seconds_until_noticed(tmp_path / str(len(noticed)), when, worker))
         assert at_once[0]
 
@@ -237,7 +243,7 @@ def interrupt(*_: Any) -> None:
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_an_exception_of_a_handler_leaves_workers_at_rest(slots: int, tmp_path: Path) -> None:
-    """It comes while workers step, and the rows of slots that all completed are stored."""
+    """The exception occurs while workers step. Slots that all workers completed are stored."""
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         with killable(tmp_path, 0.05) as collector:
@@ -265,7 +271,7 @@ def test_an_exception_of_a_handler_leaves_workers_at_rest(slots: int, tmp_path: 
 def test_after_a_signal_the_run_goes_on(
     slots: int, transport: str, tmp_path: Path, at_once: list[int]
 ) -> None:
-    """Its handler is called at the end of the steps under way, and nothing is lost."""
+    """The handler runs after the present steps, and nothing is lost."""
     before = signal.signal(signal.SIGTERM, interrupt)
     raised = 0
     try:
@@ -277,7 +283,7 @@ def test_after_a_signal_the_run_goes_on(
                 try:
                     collector.collect(4 * slots)
                     if number % 4 == 3:
-                        timer.join()  # the handler is called here, if it was not before
+                        timer.join()  # the handler runs here at the latest
                 except Interruption:
                     raised += 1
             ledger = collector.ledger

@@ -1,4 +1,4 @@
-"""Workers that wait for nobody: exactly N, each lane in order, and never far ahead."""
+"""Workers that do not wait for each other: exactly N rows, lanes in order, and bounded lead."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ BUDGET: dict[str, Any] = {"mode": "async", "frames_per_batch": 17, "total_frames
 
 
 def assert_exact(run: Run, total: int, size: int = 17, **kwargs: Any) -> Rows:
-    """So many rows in batches of that size, every lane's stream true, whole and in order."""
+    """Check batch sizes, and that every lane's stream is correct, complete and in order."""
     assert [len(batch) for batch in run.batches[:-1]] == [size] * (-(-total // size) - 1)
     rows = joined(run.batches)
     assert len(rows) == total
@@ -126,7 +126,8 @@ def test_layouts(layout: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_observation(kind: Any) -> None:
     source = (NEXT, SAME, DISABLED, "torch")[KINDS.index(kind) % 4]
-    lengths = [[3, 1, 4], [6, 5, 2], [5], [7, 7], [4, 9, 4]]  # "discrete" holds few episodes
+    # "discrete" can encode only few episodes
+    lengths = [[3, 1, 4], [6, 5, 2], [5], [7, 7], [4, 9, 4]]
     oracle = {"kind": kind, "lengths": lengths}
     run = collect_all(worker_collector(source, 2, ByObservation(kind), **BUDGET, oracle=oracle))
     rows = joined(run.batches)
@@ -177,11 +178,11 @@ def test_ids_go_on_behind_an_earlier_run(tmp_path: Any) -> None:
     assert not ids[0] & ids[1]
 
 
-# --- who waits for whom -------------------------------------------------------------------------
+# --- waiting ------------------------------------------------------------------------------------
 
 
 def test_a_fast_worker_gives_more_rows_than_a_slow_one() -> None:
-    slow = {"seconds": 0.02, "slow": range(3)}  # worker 0
+    slow = {"seconds": 0.02, "slow": range(3)}  # the lanes of worker 0
     run = collect_all(start(slow_factories(2, **slow), **BUDGET))
     checked = assert_exact(run, 200)
     counts = checked.counts(LANES)
@@ -195,7 +196,7 @@ def test_in_step_a_slow_worker_gives_as_many_as_a_fast_one() -> None:
 
 
 def test_while_the_consumer_sleeps_workers_fill_two_leases_and_no_more() -> None:
-    """Leases of 50 rows, 51 with the last step: what waits is more than one, at most two."""
+    """Leases have 50 rows, 51 with the last step: more than one lease waits, and at most two."""
     options = {"frames_per_batch": 100, "total_frames": 1000, "info_keys": ["made_at"]}
     awoken, parts = 0.0, []
     with start(slow_factories(2, 6), **{**BUDGET, **options}) as collector:
@@ -261,14 +262,14 @@ def test_without_a_total_it_runs_until_stopped(source: str, mode: str) -> None:
     ledger.check()
     assert (ledger.stored, ledger.carried) == (len(rows), 0)
     assert [len(batch) for batch in batches[:9]] == [17] * 9
-    # What had been made when the run was stopped is delivered.
+    # Rows that were made before the stop are delivered.
     assert ledger.discarded == 0
     assert list(collector) == []
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_stopped_from_another_thread_it_ends_after_the_step_under_way(mode: str) -> None:
-    """It ends in mid-batch. In step, what is complete are the slots that all workers filled."""
+    """The run ends in mid-batch. In sync mode, only slots that all workers filled are complete."""
     options = {**BUDGET, "mode": mode, "total_frames": -1, "frames_per_batch": 1000}
     batches, stopped = [], [0.0]
 
@@ -283,7 +284,7 @@ def test_stopped_from_another_thread_it_ends_after_the_step_under_way(mode: str)
             batches.append(batch)
         took = time.monotonic() - stopped[0]
         timer.join()
-    assert took < 10.0  # without a stop it never ends
+    assert took < 10.0  # it would never end without the stop
     rows = joined(batches)
     assert 0 < len(rows) < 1000
     check_rows(rows, LENGTHS, ends="mixed", from_start=True)
@@ -320,7 +321,7 @@ def test_a_seed_set_in_between_begins_anew() -> None:
 
 
 def test_the_same_seed_gives_every_lane_the_same_stream() -> None:
-    """Which rows come first is up to the workers; what a lane does is not."""
+    """The order of rows depends on the workers, but the stream of a lane does not."""
     options = {**BUDGET, "oracle": {"kind": "seeded"}}
     runs = [
         collect_all(worker_collector(SAME, 2, RecordingPolicy("seeded"), **options))
@@ -349,13 +350,13 @@ def test_exactly_so_many_random_frames(frames: int) -> None:
     assert told[random].eq(0).all()
     wanted = rows["observation"][:, :2].double() + 0.25
     assert torch.equal(told[~random], wanted[~random])
-    # At the start, but for a few that their leases had no use for.
+    # Only at the start, except for a few that earlier leases did not use.
     assert int(random.nonzero().max()) < frames + 4 * (9 + 3)
 
 
 @pytest.mark.parametrize("first", in_gate([1, 2]))
 def test_all_batches_are_there_to_the_very_last_row(first: int) -> None:
-    """Many short runs, for races at the end."""
+    """Many short runs would reveal races at the end."""
     with in_threads():
         for total in range(first, 40, 2):
             options = {"frames_per_batch": 4, "total_frames": total, "seed": total}

@@ -1,4 +1,4 @@
-"""Storages, replay buffers, postproc and devices get what is yielded, in both modes."""
+"""Storages, replay buffers, postproc and devices get the yielded rows in both modes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from worker_kit import (
 
 BUDGET: dict[str, Any] = {"frames_per_batch": 17, "total_frames": 120, "seed": 3}
 ENDLESS = {**BUDGET, "total_frames": -1}
-"""For a wrong row of the second worker: the first may have made 120 before that one's first."""
+"""Endless, because worker 0 may make 120 rows before the wrong row of worker 1."""
 both_modes = pytest.mark.parametrize("mode", ["sync", "async"])
 
 
@@ -146,7 +146,7 @@ def test_a_replay_buffer_and_our_storage_under_one(mode: str, tmp_path: Path) ->
 
 @both_modes
 def test_postproc_changes_what_is_yielded_and_stored(mode: str, tmp_path: Path) -> None:
-    """It need not travel: it is called here."""
+    """The postproc need not be picklable, because this process calls it."""
     seen: list[int] = []
 
     def doubled(rows: TensorDictBase) -> TensorDictBase:
@@ -187,7 +187,7 @@ def test_batches_lie_on_the_storing_device(mode: str) -> None:
 
 @both_modes
 def test_a_yielded_batch_stays_as_it_was(mode: str) -> None:
-    """Batches are no views of memory that workers fill again."""
+    """Batches are not views of memory that workers fill again."""
     kept, copies = [], []
     with worker_collector(DISABLED, 2, RecordingPolicy(), **BUDGET, mode=mode) as collector:
         for batch in collector:
@@ -197,7 +197,7 @@ def test_a_yielded_batch_stays_as_it_was(mode: str) -> None:
         assert_same(batch, copy)
 
 
-# --- what is computed from it -------------------------------------------------------------------
+# --- values computed from batches ---------------------------------------------------------------
 
 
 @both_modes
@@ -219,7 +219,7 @@ def test_a_batch_ends_where_it_says_and_estimators_stop_there(source: str, mode:
 
 @both_modes
 def test_stored_trajectories_and_slices_are_those_of_the_lanes(mode: str, tmp_path: Path) -> None:
-    """In a storage rows of a lane lie among those of others, in async mode in any order."""
+    """A storage mixes the rows of lanes, in async mode in any order."""
     with MemmapStorage(tmp_path / "s") as storage:
         run = collect_all(
             worker_collector(NEXT, 3, RecordingPolicy(), **BUDGET, mode=mode, storage=storage)
@@ -280,11 +280,11 @@ def test_shut_down_in_the_loop_it_ends(mode: str) -> None:
     assert (len(batches), collector.ledger.stored) == (1, 17)
 
 
-# --- what an environment should not have returned -----------------------------------------------
+# --- invalid values of environments -------------------------------------------------------------
 
 
 def until_lane_3(collector: MultiprocessCollector) -> Iterator[TensorDictBase]:
-    """Batches until lane 3 has some rows after its twelfth."""
+    """Yield batches until lane 3 has some rows after its twelfth."""
     had = 0
     for batch in collector:
         yield batch
@@ -298,7 +298,7 @@ def until_lane_3(collector: MultiprocessCollector) -> Iterator[TensorDictBase]:
 def test_rows_before_a_wrong_one_are_stored_and_it_is_named(
     mode: str, what: str, tmp_path: Path
 ) -> None:
-    """Lane 3 is the first of the second worker; its twelfth transition is wrong."""
+    """Lane 3 is the first lane of worker 1, and its twelfth transition is wrong."""
     makes = [
         faulty_vec(first, own, what=what, lane=3, at=11)
         for first, own in lanes_of_workers(LANES, 2)
@@ -347,7 +347,7 @@ def test_validation_that_warns_does_so_once(mode: str) -> None:
 
 
 def test_factories_that_are_many_make_one_run(tmp_path: Path) -> None:
-    """Six workers, of which the last has one lane."""
+    """Seven lanes are spread over six workers."""
     run = collect_all(
         start(factories(SAME, 6, 7), RecordingPolicy(), **BUDGET, storage=tmp_path / "s")
     )

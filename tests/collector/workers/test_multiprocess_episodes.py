@@ -1,4 +1,4 @@
-"""A budget in episodes: exactly that many, whole, those that started first, however long."""
+"""A budget of episodes: exactly N whole episodes, those that started first, of any length."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MIXED = [[1, 1, 30, 2], [25, 1, 1], [3, 50, 1], [2], [1, 1, 1, 1, 80]]
 
 
 def collected(source: str, workers: int, lengths: Any, episodes: int, **kwargs: Any) -> Any:
-    """The collector, shut down, and its rows, checked."""
+    """Return the collector after shutdown, and its checked rows."""
     lanes = kwargs.pop("lanes", LANES)
     run = collect_all(
         worker_collector(
@@ -58,7 +58,7 @@ def collected(source: str, workers: int, lengths: Any, episodes: int, **kwargs: 
 
 
 def assert_whole(run: Any, checked: Rows, episodes: int) -> None:
-    """So many ends, and nothing that was left open."""
+    """Check for the number of ends, without open episodes."""
     ledger = run.collector.ledger
     assert ledger.episodes_complete == episodes == checked.ended.sum() == len(run.episodes)
     assert (ledger.episodes_cut, ledger.carried, ledger.lost) == (0, 0, 0)
@@ -89,7 +89,7 @@ def test_only_the_lanes_that_are_needed_are_stepped() -> None:
 
 
 def test_steps_beside_the_last_episodes_are_discarded() -> None:
-    """No lane starts an episode that it has no ticket for, but beside the last ones."""
+    """Lanes start episodes without a ticket only while the last ones are running."""
     collector, _ = collected(DISABLED, 2, [[30], [29], [28], [31]], 40, lanes=4)
     assert collector.ledger.discarded <= 4 * 31
 
@@ -105,12 +105,12 @@ def test_a_fast_worker_completes_more() -> None:
 
 
 def coin(run: int, lane: int, episode: int) -> int:
-    """A length, of which half are short."""
+    """Return a random length: half of the lengths are short."""
     return random.Random(f"{run} {lane} {episode}").choice((SHORT, LONG))
 
 
 def first_ended(run: int, lanes: int, episodes: int) -> list[int]:
-    """Lengths of the episodes that end first: what a careless collector would deliver."""
+    """Return the lengths of the episodes that end first, as a biased collector would."""
     ends = []
     for lane in range(lanes):
         slot = 0
@@ -123,9 +123,9 @@ def first_ended(run: int, lanes: int, episodes: int) -> list[int]:
 
 @pytest.mark.slow
 def test_long_episodes_come_as_often_as_they_are_started() -> None:
-    """480 episodes, half of them long: within 4.5 standard deviations, a tenth, of a half.
+    """Half of 480 episodes are long, within a tenth, which is 4.5 standard deviations.
 
-    Of those that end first it is a quarter.
+    Among the episodes that end first, a quarter is long.
     """
     runs, lanes, episodes = 40, 8, 12
     lengths: list[int] = []

@@ -1,7 +1,7 @@
-"""Any run at all, spread over any number of workers: hundreds of them, with workers in threads.
+"""Hundreds of random runs with any number of workers in threads.
 
-The real processes are in the other tests of the multiprocess collector; here the same workers
-answer the same messages from threads, where what their environments made can be counted.
+Other tests of the multiprocess collector use real processes. Here the same workers answer the same
+messages from threads, which can count the steps of their environments.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ IN_PLACE = (DISABLED, NEXT, SAME, "avoided", "native")
 
 @st.composite
 def lengths(draw: st.DrawFn) -> list[list[int]]:
-    """Of each lane's episodes: short ones, and now and then one that outlasts batches."""
+    """Draw lengths of each lane's episodes, most of them short, some longer than batches."""
     length = st.one_of(st.integers(1, 6), st.integers(1, 40))
     return draw(st.lists(st.lists(length, min_size=1, max_size=4), min_size=1, max_size=7))
 
 
 @st.composite
 def runs(draw: st.DrawFn, mode: str) -> dict[str, Any]:
-    """Arguments of a run that are allowed together."""
+    """Draw a valid combination of a run's arguments."""
     workers = draw(st.integers(1, 4))
     source = draw(SOURCE)
     kwargs: dict[str, Any] = {
@@ -122,7 +122,7 @@ def test_out_of_step_the_count_is_exact_and_each_lane_whole(kwargs: dict[str, An
     if "total_frames" in kwargs:
         assert len(rows) == kwargs["total_frames"]
         assert int((version == -1).sum()) == ledger.random == random
-        # Only the very last step may bring too many.
+        # Only the last step may give surplus rows.
         most = max(own for _, own in lanes_of_workers(kwargs["lanes"], workers)) - 1
         assert ledger.discarded <= (0 if kwargs["surplus"] == "never_step" else most)
     else:
@@ -145,7 +145,7 @@ OPERATION = st.one_of(
 
 @dataclass
 class Play:
-    """A run of several collectors, one from the state of the other, and what was done to them."""
+    """Run of several collectors, each continuing the state of the previous one."""
 
     lives: list[Batches] = field(default_factory=lambda: [[]])
     counts: list[dict[str, int]] = field(default_factory=list)
@@ -153,7 +153,7 @@ class Play:
 
 
 def play(begin: Callable[[int], Collector], steps: list[Any]) -> Play:
-    """Take some batches, do something, and so on; then all that are left."""
+    """Alternate between batches and operations, and finally collect the remaining batches."""
     found, version = Play(), 0
     collector = begin(1)
     try:
@@ -238,7 +238,7 @@ def test_the_count_is_exact_through_any_calls_in_between(
 
 
 def assert_counted(run: Run) -> None:
-    """What the ledger calls executed the environments have made."""
+    """Check that the environments made as many steps as the ledger counts."""
     ledger = run.collector.ledger
     assert ledger.executed == steps_and_resets()[0]
     assert ledger.slots == ledger.executed + ledger.reset_slots

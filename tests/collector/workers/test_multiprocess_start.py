@@ -1,4 +1,4 @@
-"""What cannot work is told early, and leaves nothing; what starts is seeded and limited as told."""
+"""Invalid arguments are refused early without traces; workers get their seeds and limits."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ TWO = {"num_workers": 2}
 
 
 def refused(error: type[Exception], match: str, *args: Any, **kwargs: Any) -> Exception:
-    """Raised by the constructor."""
+    """Return the error of the constructor."""
     warm_fork_server()
     with pytest.raises(error, match=match) as found:
         MultiprocessCollector(*args, **{**BUDGET, **QUICK, **kwargs}).shutdown()
     return found.value
 
 
-# --- refused before a process is started --------------------------------------------------------
+# --- refused before a process starts ------------------------------------------------------------
 
 CREATE = factory(SAME, 0, 2)
 
@@ -206,7 +206,7 @@ def test_closures_and_classes_of_a_function_travel() -> None:
     check_rows(first, lengths, from_start=True)
 
 
-# --- refused once the environments stand --------------------------------------------------------
+# --- refused once the environments exist --------------------------------------------------------
 
 
 def no_action(td: TensorDictBase) -> TensorDictBase:
@@ -310,7 +310,7 @@ def test_an_error_of_our_own_says_which_worker_raised_it() -> None:
 
 
 def choosing(choices: int) -> SyncVectorEnv:
-    """Lanes with so many actions to choose from."""
+    """Return lanes with `choices` actions."""
 
     def make() -> OracleEnv:
         env = OracleEnv()
@@ -321,7 +321,7 @@ def choosing(choices: int) -> SyncVectorEnv:
 
 
 def test_action_spaces_that_differ_are_refused() -> None:
-    """Their columns are alike; random actions of one may be refused by the other."""
+    """The columns are equal, but random actions of one may be invalid in the other."""
     makes = [partial(choosing, choices) for choices in (2, 3)]
     refused(EnvironmentRefused, "its action space differs from that of worker 0", makes)
 
@@ -348,7 +348,7 @@ def test_too_little_shared_memory_is_told_with_the_numbers(
 
 
 def test_more_workers_than_the_system_allows(tmp_path: Path) -> None:
-    """Spawned ones: Python's fork server does not survive a limit of whoever asks it."""
+    """Workers are spawned, because Python's fork server does not survive its client's limit."""
     here, (soft, hard) = psutil.Process(), resource.getrlimit(resource.RLIMIT_NOFILE)
     gc.collect()
     before = here.num_fds()
@@ -366,7 +366,7 @@ def test_more_workers_than_the_system_allows(tmp_path: Path) -> None:
 
 
 def test_memory_that_suffices_is_as_much_as_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One byte less than what a collector wants is too little; that much is enough."""
+    """One byte less than a collector needs is too little, and exactly that much is enough."""
     wanted: list[int] = []
     require = memory.require
     for module in ("tallyroll.collector.workers.local.pipes",):
@@ -409,7 +409,7 @@ def test_no_two_lanes_copy_each_other_over_workers_and_incarnations(tmp_path: Pa
 
 
 def counting(td: TensorDictBase) -> TensorDictBase:
-    """Tells how many threads there are."""
+    """Write the number of threads."""
     each = torch.ones(td.batch_size, dtype=torch.int64)
     td.set("threads", each * torch.get_num_threads())
     td.set("variable", each * int(os.environ.get("OMP_NUM_THREADS", -1)))
@@ -435,7 +435,7 @@ def test_a_worker_has_so_many_threads(threads: int | None) -> None:
 
 @pytest.mark.slow
 def test_stochastic_runs_are_equal_with_as_many_workers_only() -> None:
-    """Two lanes a worker: workers with the same generator would draw alike."""
+    """With two lanes per worker, workers with equal generators would draw equal actions."""
     options = {**BUDGET, "frames_per_batch": 50, "total_frames": 200, "lanes": 4}
     runs = [
         joined(

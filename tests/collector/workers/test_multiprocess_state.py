@@ -1,4 +1,4 @@
-"""A saved run goes on with any number of workers, in any mode: exactly N in all."""
+"""A saved run continues with any number of workers, in any mode, to exactly N rows."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def collector_of(way: str, source: str, policy: Any = None, **kwargs: Any) -> Co
 def in_two_halves(
     ways: tuple[str, str], source: str, policy: Any = None, batches: int = 3, **kwargs: Any
 ) -> tuple[Run, Run]:
-    """A run that was left after some batches, and the run that went on from its state."""
+    """Interrupt a run after some batches and continue it from its state; return both runs."""
     one = Run([], [], collector_of(ways[0], source, policy, **kwargs))
     state: dict[str, Any] = {}
     with one.collector:
@@ -139,7 +139,7 @@ def test_budgets_of_episodes_and_random_frames_go_on(ways: tuple[str, str]) -> N
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_state_is_there_at_once_while_a_worker_is_in_a_slow_step(mode: str) -> None:
-    """And says what was delivered so far; whoever goes on from it ends at exactly N."""
+    """The state contains the delivered rows, from which a run ends at exactly N."""
     slow = {"seconds": 1.5 if mode == "async" else 0.01, "slow": [0]}
     options = {**BUDGET, "total_frames": 210, "mode": mode}
     batches: Batches = []
@@ -149,7 +149,7 @@ def test_a_state_is_there_at_once_while_a_worker_is_in_a_slow_step(mode: str) ->
             batches.append(batch)
             before = time.monotonic()
             state = collector.state_dict()
-            assert time.monotonic() - before < 1.2  # less than the slow step
+            assert time.monotonic() - before < 1.2  # shorter than the slow step
             states.append((len(batches), through_a_file(state)))
             if len(batches) == 8:
                 break
@@ -173,7 +173,7 @@ def test_a_state_is_there_at_once_while_a_worker_is_in_a_slow_step(mode: str) ->
 
 
 def test_random_frames_that_were_not_delivered_are_drawn_again() -> None:
-    """Some of the first leases, of random frames, are not delivered when the state is saved."""
+    """Some of the first leases, of random frames, are not yet delivered when the state is saved."""
     options = {**BUDGET, "init_random_frames": 30}
     slow = slow_factories(2, seconds=1.0, slow=[0])
     with start(slow, ByObservation(), **options, mode="async") as one:
@@ -303,13 +303,13 @@ def test_in_step_a_resumed_run_is_that_of_one_process(tmp_path: Any) -> None:
 
 
 def normed(first: int, lanes: int) -> TransformedEnv:
-    """Its state depends on all that it saw."""
+    """Return an environment whose state depends on all its observations."""
     norm = VecNormV2(in_keys=["observation"], out_keys=["normed"])
     return TransformedEnv(OracleTorchEnv(lanes, LENGTHS, first_lane=first, ends="mixed"), norm)
 
 
 def scaled(first: int, lanes: int, loc: float = 0.5) -> TransformedEnv:
-    """Its state is in buffers."""
+    """Return an environment whose state is in buffers."""
     transforms = Compose(RewardScaling(loc=loc, scale=2.0), RewardSum())
     base = OracleTorchEnv(lanes, LENGTHS, first_lane=first, ends="mixed")
     return TransformedEnv(base, transforms)
@@ -324,7 +324,7 @@ def transformed(make: Any, workers: int, **kwargs: Any) -> Collector:
 
 
 def count_of(state: Any) -> float:
-    """How often a normaliser was given something."""
+    """Return how often a normalizer was updated."""
     (count,) = (value for name, value in flat(state).items() if ".count." in name)
     return float(count)
 
@@ -359,7 +359,7 @@ def test_states_of_transforms_are_those_after_the_last_step_and_go_on(mode: str)
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
 def test_states_of_transforms_with_another_number_of_workers(before: int, after: int) -> None:
-    """Each worker takes one over; sums of rewards begin anew with each trajectory."""
+    """Each worker loads one state. Sums of rewards restart with each trajectory."""
     with transformed(partial(scaled, loc=1.5), before) as one:
         next(iter(one))
         saved = through_a_file(one.state_dict())

@@ -1,4 +1,4 @@
-"""One worker or many, the same data: everything that one process gives, bit for bit."""
+"""One or many workers give the same data as one process, bit for bit."""
 
 from __future__ import annotations
 
@@ -69,12 +69,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lanes": {"layout": "lanes"},
     "trajectories": {"split_trajs": True},
 }
-PART_ONLY = ("never_step", "random frames, never_step")  # refused elsewhere
+PART_ONLY = ("never_step", "random frames, never_step")  # refused by other environments
 BY_TURNS = [(NEXT, 2), (SAME, 3), (DISABLED, 2), ("avoided", 3), ("native", 2)]
 
 
 def _by_turns() -> list[tuple[str, str, int]]:
-    """Each option with a source; test_multiprocess_properties has all of them with all."""
+    """Return each option with a source.
+
+    test_multiprocess_properties combines all options with all sources.
+    """
     found = [(name, DISABLED, 2 + turn) for turn, name in enumerate(PART_ONLY)]
     for turn, name in enumerate(each for each in OPTIONS if each not in PART_ONLY):
         found.append((name, *BY_TURNS[turn % 5]))
@@ -128,9 +131,10 @@ def test_a_time_limit_truncates_the_same_trajectories(source: str, workers: int)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_observation(kind: Any) -> None:
-    """The noise of "seeded" is there too: every lane was reset with the seed that it has alone."""
+    """The noise of "seeded" is included, because every lane was reset with its own seed."""
     source = (NEXT, SAME, DISABLED, "avoided")[KINDS.index(kind) % 4]
-    lengths = [[3, 1, 4], [1, 1, 2], [5], [2, 7], [4, 9, 4]]  # "discrete" holds few episodes
+    # "discrete" can encode only few episodes
+    lengths = [[3, 1, 4], [1, 1, 2], [5], [2, 7], [4, 9, 4]]
     kwargs = {**BUDGET, "oracle": {"kind": kind, "lengths": lengths}}
     one = collect_all(sync_collector(source, ByObservation(kind), **kwargs))
     many = collect_all(worker_collector(source, 2, ByObservation(kind), **kwargs))
@@ -187,7 +191,7 @@ def test_infos_and_their_ticks(mode: AutoresetMode) -> None:
 
 
 def by_angle(td: TensorDictBase) -> TensorDictBase:
-    """For CartPole: an action a lane, of nothing but that lane."""
+    """Choose an action for CartPole that depends on only one lane."""
     return td.set("action", (td["observation"][..., 2] > 0).long())
 
 
@@ -203,7 +207,7 @@ def test_an_id_has_its_lanes_split_five_into_three_and_two(policy: Any) -> None:
 
 @pytest.mark.slow
 def test_with_spawned_workers_and_one_factory_for_all() -> None:
-    """The default start method; every worker makes lanes 0 and 1, which are four in the run."""
+    """The start method is the default. Every worker makes lanes 0 and 1, four lanes in the run."""
     make = partial(make_oracle_vec, 2, LENGTHS, mode=AutoresetMode.DISABLED, kind="seeded")
     kwargs: dict[str, Any] = {"frames_per_batch": 10, "total_frames": 60, "seed": 3}
     run = collect_all(MultiprocessCollector(make, num_workers=2, threads_per_worker=1, **kwargs))

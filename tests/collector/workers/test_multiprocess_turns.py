@@ -1,4 +1,4 @@
-"""Runs that take a turn at an awkward moment: new seeds, new workers, ends, while others work."""
+"""Seeds, workers and ends change at awkward moments while other workers step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MODES = ("sync", "async")
 
 
 class Bad(OracleEnv):
-    """One of its steps raises, or hangs."""
+    """Oracle with a step that raises or hangs."""
 
     def __init__(self, *args: Any, at: int, hangs: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -58,7 +58,7 @@ class Bad(OracleEnv):
 
 
 def vec(first: int, lanes: int, *, at: int = -1, hangs: bool = False) -> SyncVectorEnv[Any, Any]:
-    """Lanes of which the first fails at that step."""
+    """Return lanes of which the first fails at step `at`."""
     makes = [
         partial(Bad, lane, LENGTHS, ends="mixed", at=at if lane == first else -1, hangs=hangs)
         for lane in range(first, first + lanes)
@@ -67,7 +67,7 @@ def vec(first: int, lanes: int, *, at: int = -1, hangs: bool = False) -> SyncVec
 
 
 def only_once(flag: Path, lanes: int) -> SyncVectorEnv[Any, Any]:
-    """Fails in a step, and is not made again."""
+    """Make lanes that fail in a step and cannot be made again."""
     if flag.exists():
         raise RuntimeError("no second time")
     flag.touch()
@@ -75,7 +75,7 @@ def only_once(flag: Path, lanes: int) -> SyncVectorEnv[Any, Any]:
 
 
 def assert_right(path: Path, collector: MultiprocessCollector) -> None:
-    """The ledger balances, what it calls stored is stored, and every row was made."""
+    """Check the ledger's balance, the number of stored rows, and every row."""
     ledger = collector.ledger
     assert balanced(ledger), ledger.counts()
     with open_storage(path) as storage:
@@ -90,7 +90,7 @@ def assert_right(path: Path, collector: MultiprocessCollector) -> None:
 def test_a_new_worker_that_fails_as_it_begins(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the one before it never filled is no row."""
+    """Slots that the previous worker never filled are not rows."""
     ask = WorkerPool.ask
 
     def failing(self: WorkerPool, member: Member, message: object) -> None:
@@ -114,13 +114,13 @@ def test_a_new_worker_that_fails_as_it_begins(
     with collector, pytest.raises(error):
         for _ in collector:
             pass
-    assert collector.ledger.stored == 80 + 40  # what the other worker made
+    assert collector.ledger.stored == 80 + 40  # rows of the other worker
     assert_right(tmp_path / "data", collector)
 
 
 @pytest.mark.parametrize("others", [[], [partial(vec, 3, 2)]])
 def test_a_worker_that_cannot_be_replaced(others: list[Any], tmp_path: Path) -> None:
-    """It is counted what it had made, and told why."""
+    """The rows of the worker are counted, and the error names the reason."""
     collector = start(
         [partial(only_once, tmp_path / "flag", 3), *others],
         frames_per_batch=10,
@@ -132,7 +132,7 @@ def test_a_worker_that_cannot_be_replaced(others: list[Any], tmp_path: Path) -> 
     with collector, pytest.raises(WorkerRaised, match="no second time"):
         for _ in collector:
             pass
-    # The step of the lane that failed is in no count.
+    # The step of the failed lane is not counted.
     assert collector.ledger.executed >= 13 * 3
     assert_right(tmp_path / "data", collector)
 
@@ -165,7 +165,7 @@ def test_stop_while_a_worker_is_replaced(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_seed_after_a_worker_failed(mode: str) -> None:
-    """It is told again why, instead of waiting for ever."""
+    """A second call raises the same error instead of waiting forever."""
     with start(
         [partial(vec, 0, 2, at=12)], mode=mode, frames_per_batch=20, total_frames=400
     ) as collector:
@@ -185,7 +185,7 @@ def test_a_seed_after_a_worker_failed(mode: str) -> None:
 
 @pytest.mark.slow
 def test_a_seed_while_steps_take_seconds() -> None:
-    """Nobody is hurried, for the run goes on."""
+    """Slow workers are not replaced, and the run continues."""
     with start(
         slow_factories(2, 2, seconds=1.2), mode="async", frames_per_batch=2, total_frames=6
     ) as collector:
@@ -199,7 +199,7 @@ def test_a_seed_while_steps_take_seconds() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_random_frames_across_a_new_seed(mode: str) -> None:
-    """Those that are thrown away are made up for."""
+    """Discarded random frames are drawn again."""
     with worker_collector(
         DISABLED,
         2,
@@ -220,7 +220,7 @@ def test_random_frames_across_a_new_seed(mode: str) -> None:
 
 
 def test_random_frames_come_first_in_every_lane(tmp_path: Path) -> None:
-    """Also where resets take slots, so that leases bring fewer than they might."""
+    """Resets take slots, so that leases return fewer rows than they could."""
     with worker_collector(
         NEXT,
         2,
@@ -260,7 +260,7 @@ def test_a_hang_beside_a_busy_worker() -> None:
 
 
 def test_a_worker_killed_while_idle_lost_nothing() -> None:
-    """Leases of before a new seed are not taken for those of after it."""
+    """Leases from before a new seed are not confused with later ones."""
     with worker_collector(
         DISABLED,
         2,
@@ -283,7 +283,7 @@ def test_a_worker_killed_while_idle_lost_nothing() -> None:
 
 
 def test_weights_that_could_not_be_published() -> None:
-    """Rows tell the version that chose their actions."""
+    """Rows have the version that chose their actions."""
     policy = Versioned()
     with worker_collector(DISABLED, 2, policy, frames_per_batch=10, total_frames=40) as collector:
         batches = iter(collector)
@@ -304,7 +304,7 @@ def test_weights_that_could_not_be_published() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_iterator_yields_nothing_after_the_collector_exited(mode: str, tmp_path: Path) -> None:
-    """SystemExit, as a handler of SIGTERM raises it, ends the run like any error."""
+    """SystemExit, for example from a handler of SIGTERM, ends the run like any error."""
     done = 0
 
     def leave(td: Any) -> Any:

@@ -1,4 +1,4 @@
-"""New weights reach every worker whole, and each row says which ones chose its action."""
+"""New weights reach every worker as a whole, and each row has the version that chose its action."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from worker_kit import (
 
 BUDGET: dict[str, Any] = {"frames_per_batch": 15, "total_frames": 300, "seed": 3}
 LARGE = 400_000
-"""Weights of 1.6 MB: copying them takes much longer than a step."""
+"""Weights of 1.6 MB, because copying them takes much longer than a step."""
 
 
 def assert_each_row_by_its_version(rows: TensorDictBase) -> torch.Tensor:
-    """Weights were all equal to the version, so was what the policy saw; returns the versions."""
+    """Check that weights and inputs of the policy equal the version, and return the versions."""
     version = rows["collector", "policy_version"]
     for name in ("low", "high"):
         assert torch.equal(rows[name], version.float()), f"weights were mixed: {name}"
@@ -55,7 +55,7 @@ def in_order_of_versions(rows: TensorDictBase, lanes: int = LANES) -> None:
 
 
 def updated(mode: str, source: Any = SAME, entries: int = 7, **kwargs: Any) -> list[TensorDictBase]:
-    """Batches of a run whose weights are new after each, `times` times in a row."""
+    """Return the batches of a run that updates its weights `times` times after each batch."""
     policy, batches, times = Versioned(entries), [], kwargs.pop("times", 1)
     with worker_collector(source, 2, policy, **{**BUDGET, **kwargs}, mode=mode) as collector:
         for batch in collector:
@@ -70,7 +70,7 @@ def updated(mode: str, source: Any = SAME, entries: int = 7, **kwargs: Any) -> l
 
 @pytest.mark.parametrize("source", [SAME, NEXT, "torch"])
 def test_in_step_every_action_after_an_update_is_by_the_new_weights(source: str) -> None:
-    """Three slots a batch where there are no reset slots: nothing is carried."""
+    """Without reset slots, a batch has three slots and no carried rows."""
     for number, batch in enumerate(updated("sync", source)):
         version = assert_each_row_by_its_version(batch)
         carried = version == number - 1
@@ -124,7 +124,7 @@ def test_in_step_new_weights_arrive_before_a_slot_in_parts(source: str, size: in
 def test_new_weights_are_there_before_a_slot_of_both_kinds(
     source: str, random: int, mode: str
 ) -> None:
-    """The weights are new before the first slot; some of its lanes act at random."""
+    """The weights are new before the first slot, in which some lanes act at random."""
     policy = Versioned()
     with worker_collector(source, 2, policy, **BUDGET, mode=mode, init_random_frames=random) as run:
         for version in (1, 2):
@@ -139,18 +139,18 @@ def test_new_weights_are_there_before_a_slot_of_both_kinds(
 
 @pytest.mark.parametrize(("source", "entries"), in_gate([SAME, "torch"], [7, LARGE]))
 def test_out_of_step_no_action_is_chosen_by_half_of_new_weights(source: str, entries: int) -> None:
-    times = 8 if entries < LARGE else 4  # some are overtaken before anybody took them
+    times = 8 if entries < LARGE else 4  # some versions are superseded before a worker loads them
     batches = updated("async", source, entries, total_frames=900, times=times)
     rows = joined(batches)
     version = assert_each_row_by_its_version(rows)
     in_order_of_versions(rows)
     assert len(version.unique()) > 20
-    for number, batch in enumerate(batches):  # never newer than there were
+    for number, batch in enumerate(batches):  # never newer than the published weights
         assert (batch["collector", "policy_version"] <= number * times).all()
 
 
 def test_out_of_step_new_weights_are_taken_in_the_middle_of_a_lease() -> None:
-    """Long leases of slow steps: the next action after an update, not the next lease."""
+    """Leases are long and steps slow: the next action uses the update, not only the next lease."""
     policy, batches = Versioned(), []
     options = {**BUDGET, "frames_per_batch": 100, "total_frames": 400}
     with start(slow_factories(2, seconds=0.002), policy, mode="async", **options) as collector:
@@ -191,7 +191,7 @@ def test_weights_may_be_of_any_kind(mode: str) -> None:
             assert (batch["low"][fresh] == version).all()
             assert (batch["high"][fresh] == version).all()
             seen[version] = batch["mark"][fresh][0].tolist()
-    # A buffer that is given is taken; one that is not (not persistent, or left out) stays.
+    # A given buffer is loaded. One that is not persistent, or omitted, stays.
     assert [seen[version][0] for version in seen] == [1, 2, 3, 3]
 
 
@@ -236,7 +236,7 @@ def test_the_policy_of_the_caller_stays_its_own() -> None:
     with worker_collector(SAME, 2, policy, **BUDGET) as collector:
         batches = iter(collector)
         assert next(batches)["low"].eq(5).all()
-        policy.set_to(9)  # nobody has been told
+        policy.set_to(9)  # not published
         assert next(batches)["low"].eq(5).all()
         collector.update_policy_weights_()
         batch = next(batches)
@@ -246,7 +246,7 @@ def test_the_policy_of_the_caller_stays_its_own() -> None:
 
 
 def greedy(eps: float) -> Sequential:
-    """Action 1 where it is greedy."""
+    """Return a policy whose greedy action is 1."""
     chosen = TensorDictModule(_ones, in_keys=["observation"], out_keys=["action"])
     module = EGreedyModule(Categorical(2), eps_init=eps, eps_end=0.0, annealing_num_steps=10)
     return Sequential(chosen, module)

@@ -1,4 +1,4 @@
-"""An error that ends the run ends its workers, and the collector still answers."""
+"""An error that ends the run ends its workers, and the collector remains usable."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARDED: dict[str, Any] = {"mode": "async", "sharded": True}
 
 
 class Breaks(gymnasium.Env[Any, Any]):
-    """Episodes of five steps; steps of the third one raise."""
+    """Environment with episodes of five steps, whose third episode raises."""
 
     observation_space = spaces.Box(-1, 9, (1,), np.float32)
     action_space = spaces.Discrete(2)
@@ -49,7 +49,7 @@ class Breaks(gymnasium.Env[Any, Any]):
 
 
 class Works(Breaks):
-    """Never raises."""
+    """Environment that never raises."""
 
     breaks_in = -1
 
@@ -64,10 +64,10 @@ def worker_threads() -> int:
 
 
 def pipes() -> int:
-    """Descriptors of pipes and sockets, not of memory that batches may still be views of."""
+    """Return the number of open pipes and sockets, without memory that batches may still view."""
     found = 0
     for each in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # that of the folder itself
+        with suppress(OSError):  # the descriptor of the folder itself
             found += os.readlink(f"/proc/self/fd/{each}").startswith(("pipe:", "socket:"))
     return found
 
@@ -104,7 +104,7 @@ def test_workers_end_with_the_run(tmp_path: Path, transport: Any, more: dict[str
 
 
 def test_episodes_of_discarded_rows_are_in_no_log() -> None:
-    """In one of six runs rows of one worker wait for their batch when the other one raises."""
+    """In one of six runs, rows of a worker wait for their batch when the other worker raises."""
     for _ in range(30):
         made = collector(Breaks, transport="thread", **ASYNC)
         with pytest.raises(Exception, match="broken"):
@@ -155,7 +155,7 @@ def test_an_exception_that_loses_nothing_ends_no_worker() -> None:
 
 
 class Slow(Works):
-    """Takes a while for each step, so that leases are out when another worker raises."""
+    """Environment with slow steps, so that leases are open when another worker raises."""
 
     def step(self, action: Any) -> Any:
         time.sleep(0.02)

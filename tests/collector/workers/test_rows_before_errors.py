@@ -1,4 +1,4 @@
-"""The transitions that a worker completed before it raised are stored, once, in async mode too."""
+"""Transitions that a worker completed before it raised are stored once, also in async mode."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ RESPAWN: dict[str, Any] = {"on_worker_death": "respawn", "max_respawns": 3}
 
 
 class Fails(gymnasium.Env[Any, Any]):
-    """Returns as reward the number of its step, which it writes to a file, and fails at one."""
+    """Environment whose reward is the number of its step, and which fails at one step.
+
+    It also writes the numbers to a file.
+    """
 
     observation_space = spaces.Box(-1, 1e6, (1,), np.float32)
     action_space = spaces.Discrete(2)
@@ -71,7 +74,7 @@ class Fails(gymnasium.Env[Any, Any]):
 
 
 class FailsOnce(Fails):
-    """Fails at its step 13, and in no instance after that."""
+    """Environment that fails at step 13, unless an earlier instance failed."""
 
     def __init__(self, log: Path) -> None:
         super().__init__(log, -1 if log.with_suffix(".failed").exists() else 13, "once")
@@ -82,7 +85,7 @@ def steps_in(log: Path) -> list[float]:
 
 
 def envs(folder: Path, *first: Any) -> list[Any]:
-    """Two workers of a lane each, the first of which fails."""
+    """Return two workers with one lane each, of which the first fails."""
     return [partial(Fails, folder / "0", *first), partial(Fails, folder / "1")]
 
 
@@ -94,7 +97,7 @@ def collect(made: Sequence[Any], folder: Path, policy: Any = None, **more: Any) 
 
 
 def stored(folder: Path, lane: int) -> list[float]:
-    """Return the rewards of a lane, in the order of its rows, each of which is sound."""
+    """Return the rewards of a lane in the order of its rows, and check the rows."""
     with open_storage(folder / "rows") as storage:
         if not len(storage):
             return []
@@ -109,7 +112,7 @@ def stored(folder: Path, lane: int) -> list[float]:
 
 
 def check(made: Any, folder: Path, lanes: int = 2) -> None:
-    """Check that rows and counts are those of the steps in the files."""
+    """Check that rows and counts match the steps in the files."""
     made.shutdown()
     executed = [steps_in(folder / str(lane)) for lane in range(lanes)]
     assert [stored(folder, lane) for lane in range(lanes)] == executed
@@ -121,7 +124,7 @@ def check(made: Any, folder: Path, lanes: int = 2) -> None:
 
 @pytest.mark.parametrize("transport", ["thread", "process", FarThreads])
 def test_rows_before_an_error_are_stored(tmp_path: Path, transport: Any) -> None:
-    # 13 steps: one lease of ten that came back, and three of the next one.
+    # 13 steps: one complete lease of ten, and three steps of the next.
     made = collect(envs(tmp_path, 13), tmp_path, transport=transport)
     with pytest.raises(WorkerRaised, match="broken") as raised:
         list(made)
@@ -159,7 +162,7 @@ def test_an_error_of_a_reset(tmp_path: Path) -> None:
         list(made)
     made.shutdown()
     made.ledger.check()
-    # The reset is a part of the step of its slot, which is not complete.
+    # The reset belongs to the step of its slot, which is incomplete.
     assert stored(tmp_path, 0) == steps_in(tmp_path / "0")[:14]
     assert (made.ledger.lost, made.ledger.discarded) == (0, 0)
 
@@ -209,7 +212,7 @@ def test_a_worker_in_its_place_doubles_no_row(tmp_path: Path, transport: Any) ->
     with collect(first, tmp_path, transport=transport, total_frames=200, **RESPAWN) as made:
         assert sum(len(batch) for batch in made) == 200
         assert (made.ledger.respawned, made.ledger.lost, made.ledger.stored) == (1, 0, 200)
-    # What is stored of each lane is what it executed first, the failed worker's part included.
+    # The stored rows of each lane are its first steps, including those of the failed worker.
     for lane in range(2):
         rows = stored(tmp_path, lane)
         assert rows == steps_in(tmp_path / str(lane))[: len(rows)]
@@ -218,7 +221,7 @@ def test_a_worker_in_its_place_doubles_no_row(tmp_path: Path, transport: Any) ->
     rows = rows[rows["collector", "lane"] == 0]
     assert not (rows["next", "terminated"] | rows["next", "truncated"])[12]
     if transport == "process" and len(rows) == 13:
-        return  # the other worker was done before the new process was ready
+        return  # the other worker finished before the new process was ready
     ids, step = rows["collector", "traj_ids"], rows["collector", "step"]
     assert step[13] == 0, "a new trajectory, from a reset"
     assert ids[12] != ids[13]

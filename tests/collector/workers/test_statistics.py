@@ -1,4 +1,4 @@
-"""Statistics that each worker would keep of its own lanes are refused, and only those."""
+"""Only statistics that each worker would keep of its own lanes are refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ IGNORED = "ignore:.*(Support of VecNorm|deprecated|synchronize).*:Warning"
 
 
 class Mean(Transform):
-    """A transform of a user's: a mean over all lanes, or one of each."""
+    """User-defined transform with a mean over all lanes, or per lane."""
 
     def __init__(self, *shape: int, moves: bool = True) -> None:
         super().__init__(in_keys=KEYS, out_keys=KEYS)
@@ -55,7 +55,7 @@ class Mean(Transform):
 
 
 def shared(kind: Any, path: Path) -> Any:
-    """Statistics in a memory map, which any process sees."""
+    """Return statistics in a memory map that all processes share."""
     zeros, count = torch.zeros(3), torch.zeros((), dtype=torch.int64)
     if kind is VecNormV2:
         loc, var = TensorDict(observation=zeros), TensorDict(observation=zeros)

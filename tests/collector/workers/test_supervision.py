@@ -1,4 +1,4 @@
-"""How workers are watched, as one object or as the keywords that it stands for."""
+"""Supervision of workers, by an object or by its keywords."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUN: dict[str, Any] = {
 
 
 def collected(folder: Path, **options: Any) -> MultiprocessCollector:
-    """A run of two workers, one of which ends after 20 steps."""
+    """Return a run of two workers, one of which exits after 20 steps."""
     faults = Faults(folder, [Fault("step", "exit", 0, 20)])
     with MultiprocessCollector(factories(faults, 2, 2), **RUN, **options) as collector:
         for _ in collector:

@@ -1,7 +1,7 @@
-"""A worker that runs free takes new weights over before its next action, however long its lease.
+"""An async worker loads new weights before its next action, however long its lease.
 
-The environment waits in the middle of a lease until new weights were published, so that each row's
-version is known beforehand.
+The environment waits in the middle of a lease until new weights are published, so that each row's
+version is known in advance.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from worker_kit import LENGTHS, Versioned, start
 
 LANES = 3
 SLOTS = 30
-"""Of a lease, and of a batch of the one worker."""
+"""Slots of a lease, and of a batch of the only worker."""
 PATIENCE = 60.0
 
 
@@ -32,27 +32,27 @@ def wait_for(path: Path) -> None:
 
 
 def pause(folder: Path, step: int) -> None:
-    """Tell which step it is, and wait until the others allow it."""
+    """Announce the step, and wait for permission."""
     (folder / f"reached {step}").touch()
     wait_for(folder / f"go {step}")
 
 
 class Waiting(OracleEnv):
-    """The first lane waits in the steps `at`."""
+    """Oracle whose first lane waits in the steps `at`."""
 
     def __init__(self, *args: Any, folder: Path, at: tuple[int, ...], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.folder, self.at = folder, at
 
     def step(self, action: Any) -> Any:
-        """Wait, and step."""
+        """Wait and step."""
         if self.lane == 0 and self.steps_taken in self.at:
             pause(self.folder, self.steps_taken)
         return super().step(action)
 
 
 class WaitingTorch(OracleTorchEnv):
-    """All lanes wait in the steps `at`."""
+    """Oracle whose lanes all wait in the steps `at`."""
 
     def __init__(self, *args: Any, folder: Path, at: tuple[int, ...], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -73,7 +73,7 @@ def waiting(mode: str, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize("mode", ["Disabled", "SameStep", "torch"])
 def test_the_action_after_an_update_is_by_the_new_weights(mode: str, tmp_path: Path) -> None:
-    """The second lease, slots 30 to 59, is under way when the first batch is there."""
+    """The second lease, slots 30 to 59, has begun when the first batch arrives."""
     policy, at = Versioned(), (37, 38, 52)
     create = partial(waiting, mode, folder=tmp_path, at=at)
     options = {"frames_per_batch": LANES * SLOTS, "total_frames": LANES * SLOTS * 2, "seed": 3}

@@ -1,4 +1,4 @@
-"""A worker that cannot be started leaves nothing half-built: no process, no pipe, no file."""
+"""A worker that cannot be started leaves no process, pipe or file."""
 
 from __future__ import annotations
 
@@ -43,12 +43,15 @@ ERRORS = [OSError(errno.EIO, "no luck"), KeyboardInterrupt(), OSError(errno.EAGA
 
 
 def hang() -> Any:
-    """A factory that is never done: who waits for it, or forgets it, is found out."""
+    """Never return, so that a test that waits for this factory, or leaks its process, fails."""
     time.sleep(600)
 
 
 class Failing:
-    """Stands for `real`; from call `at` on, counted from 0, raises in its place or `after` it."""
+    """Stand-in for `real` that raises from call `at` on, counted from 0.
+
+    It raises instead of the call, or `after` it.
+    """
 
     def __init__(
         self, real: Callable[..., Any], at: int, error: BaseException, after: bool
@@ -57,7 +60,7 @@ class Failing:
         self.calls = 0
 
     def __call__(self, *args: Any) -> Any:
-        """Do it, or raise."""
+        """Make the call or raise."""
         fails, self.calls = self.calls >= self.at, self.calls + 1
         if fails and not self.after:
             raise self.error
@@ -69,7 +72,7 @@ class Failing:
 
 @contextmanager
 def failing(stage: str, at: int, error: BaseException) -> Iterator[list[int]]:
-    """Workers from `at` on cannot be started; gives the ids of all that were."""
+    """Make workers from `at` on fail to start, and yield the ids of those that started."""
     pids: list[int] = []
     process = processes.process_kind(QUICK["mp_start_method"])
     begin = process.start
@@ -93,13 +96,16 @@ def failing(stage: str, at: int, error: BaseException) -> Iterator[list[int]]:
 
 
 def open_files() -> int:
-    multiprocessing.active_children()  # of those that ended it lets go
+    multiprocessing.active_children()  # releases the processes that have ended
     gc.collect()
     return psutil.Process().num_fds()
 
 
 def assert_as_before(files: int, held: set[int]) -> None:
-    """No more open files; the fork server tells of an end in its own time."""
+    """Check for no additional open files.
+
+    The fork server may report an end with a delay.
+    """
     assert processes._held == held
     until = time.monotonic() + 5
     while open_files() != files:
@@ -118,7 +124,7 @@ def test_nothing_is_left_of_a_crew_that_cannot_be_started(
         MultiprocessCollector([hang] * 4, storage=tmp_path / "s", **QUICK, **RUN)
     assert len(pids) == at + (stage != "start")
     assert_gone(pids)
-    error.__traceback__ = None  # it holds what it went through
+    error.__traceback__ = None  # its traceback keeps references to local variables
     assert_as_before(files, held)
     assert not [*tmp_path.iterdir()]
 
@@ -128,7 +134,7 @@ def test_nothing_is_left_of_a_crew_that_cannot_be_started(
 def test_a_worker_that_cannot_be_replaced_ends_the_run(
     stage: str, mode: Any, tmp_path: Path
 ) -> None:
-    """What was complete is stored, and who was in its place is gone."""
+    """Complete rows are stored, and the replacement process is gone."""
     warm_fork_server()
     files, held = open_files(), set(processes._held)
     error = OSError(errno.EIO, "no luck")
@@ -169,7 +175,7 @@ def test_a_crew_can_be_started_after_one_that_could_not(at: int, tmp_path: Path)
 
 
 class FailsOnce:
-    """A factory whose first worker fails while it starts; ``mark`` is then there."""
+    """Factory that fails in the first worker that starts, and creates ``mark``."""
 
     def __init__(self, real: Any, mark: Path, how: str) -> None:
         self.real, self.mark, self.how = real, mark, how
@@ -181,7 +187,7 @@ class FailsOnce:
             raise ValueError("no luck")
         env = self.real()
         if first:
-            env.reset = partial(os._exit, 3)  # it takes arguments: an exit, or a TypeError
+            env.reset = partial(os._exit, 3)  # called with arguments: an exit, or a TypeError
         return env
 
 
@@ -190,7 +196,7 @@ class FailsOnce:
     [("sync", "raises"), pytest.param("async", "resets", marks=pytest.mark.slow)],
 )
 def test_a_worker_that_fails_once_while_it_starts(tmp_path: Path, mode: str, how: str) -> None:
-    """It is replaced, with the same seeds: the rows are those of a run in which none failed."""
+    """The replacement has the same seeds, so the rows equal those of a run without failures."""
     sound = factories(DISABLED, 2)
     found = []
     for create in (sound, [sound[0], FailsOnce(sound[1], tmp_path / "mark", how)]):

@@ -1,4 +1,4 @@
-"""Workers that the fork server forks behave as spawned ones do."""
+"""Workers from the fork server behave as spawned ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RUN: dict[str, Any] = {"frames_per_batch": 10, "total_frames": 40, "seed": 1}
 
 @pytest.fixture(autouse=True)
 def nothing_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a program of its own: other tests preload modules."""
+    """Ignore the modules that other tests preload, as in a program of its own."""
     monkeypatch.setattr(fork_server, "preloaded_modules", lambda: ["__main__"])
 
 
@@ -48,7 +48,7 @@ def server_of_module() -> Iterator[None]:
 
 
 def factory(folder: Path, look: Callable[[], Any]) -> Any:
-    """A factory that writes to a file, named by its process, what ``look`` returns there."""
+    """Return a factory that writes the result of ``look`` to a file named by its process."""
 
     def make() -> Any:
         import json
@@ -103,7 +103,7 @@ def test_a_child_of_multiprocessing_spawns(daemon: bool) -> None:
 
 
 def test_a_program_that_preloads_modules_spawns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By forkserver it gets the server that has them."""
+    """With forkserver, the program gets the server that has these modules."""
     listed = ["__main__", fork_server.PRELOADED]
     monkeypatch.setattr(fork_server, "preloaded_modules", lambda: listed)
     assert fork_server.default_start_method() == "forkserver"
@@ -127,7 +127,7 @@ def test_an_executable_spawns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fork_server.default_start_method() == "spawn"
 
 
-# --- what workers see -----------------------------------------------------------------------------
+# --- the workers' surroundings --------------------------------------------------------------------
 
 
 def variables() -> list[str | None]:
@@ -179,7 +179,7 @@ def test_a_worker_has_threads_as_if_it_were_spawned(threads: int, tmp_path: Path
 def test_a_worker_writes_where_its_parent_does(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The server may have been started while that was another file."""
+    """The server may have started while another file was the output."""
     SERVER.start()
     outputs = os.dup(1), os.dup(2)
     try:
@@ -230,7 +230,7 @@ def draws() -> list[float]:
 
 
 def test_factories_draw_numbers_of_their_own(tmp_path: Path) -> None:
-    """A fork copies the generators that libraries seed when they are imported."""
+    """A fork copies the generators that libraries seed on import."""
     drawn = looks(tmp_path, draws, workers=3)
     for numbers in zip(*drawn, strict=True):
         assert len({*numbers}) == 3
@@ -267,10 +267,10 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def program(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A program of its own, whose temporary files go to tmp."""
+    """Start a separate program, whose temporary files go to tmp."""
     (tmp_path / "tmp").mkdir()
     (tmp_path / "program.py").write_text(PROGRAM.format(log=str(tmp_path / "log")))
-    # A stub of JAX, which logs that it was imported.
+    # A stub of JAX that logs its import.
     (tmp_path / "jax.py").write_text(f"import os; open({str(tmp_path / 'jax')!r}, 'w')")
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     started = subprocess.Popen(
@@ -288,9 +288,9 @@ def program(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_server_of_a_program_that_is_killed(
     tmp_path: Path, program: subprocess.Popen[str]
 ) -> None:
-    """It imports nothing of the program, starts no thread and no CUDA, and leaves no file.
+    """The server imports nothing of the program, starts no thread or CUDA, and leaves no file.
 
-    Workers import the program when variables are set.
+    Workers import the program once variables are set.
     """
     assert program.stdout is not None
     pids = []
@@ -348,7 +348,7 @@ def test_a_server_that_dies_while_it_is_asked_is_started_again(
 
 @pytest.mark.parametrize("respawns", [0, 2])
 def test_workers_of_a_server_that_dies(respawns: int) -> None:
-    """Their ends can no longer be seen: they count as dead, and others may take their places."""
+    """The ends of the workers are no longer visible, so they count as dead and can be replaced."""
     options = {"on_worker_death": "respawn" if respawns else "raise", "max_respawns": respawns}
     run = {**RUN, "total_frames": 3000}
     with MultiprocessCollector(
@@ -367,11 +367,12 @@ def test_workers_of_a_server_that_dies(respawns: int) -> None:
                 list(batches)
         collector.ledger.check()
     _, alive = psutil.wait_procs(workers, 10)
-    assert all(each.status() == psutil.STATUS_ZOMBIE for each in alive)  # of another parent
+    # zombies that belong to another parent
+    assert all(each.status() == psutil.STATUS_ZOMBIE for each in alive)
 
 
 def test_a_limit_of_the_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server runs on, because other workers need it."""
+    """The server continues, because other workers need it."""
     SERVER.start()
     before, kept = SERVER._pid, fork_server._share_limits
 
@@ -392,17 +393,17 @@ def test_a_limit_of_the_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_server_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server, "SERVER", server := fork_server.ForkServer())
     monkeypatch.setattr("tallyroll.collector.workers.local.processes.SERVER", server)
-    monkeypatch.setattr(fork_server, "_ALONE", {"x": "\0"})  # which it cannot set
+    monkeypatch.setattr(fork_server, "_ALONE", {"x": "\0"})  # a variable that cannot be set
     with pytest.raises(ArgumentError, match="the fork server did not start"):
         MultiprocessCollector("CartPole-v1", num_workers=1, **RUN)
     server.stop()
 
 
-# --- beside other processes of the program --------------------------------------------------------
+# --- coexistence with other processes of the program ----------------------------------------------
 
 
 def test_a_forked_child_has_no_part_in_the_server() -> None:
-    """It would keep the server from ending, and wait for a child that is not its own."""
+    """A server in a child would never end, and would wait for a process that is not its child."""
     SERVER.start()
     pid = os.fork()
     if pid == 0:
@@ -442,7 +443,7 @@ if __name__ == "__main__":
 
 
 def test_a_program_has_its_own_fork_server(tmp_path: Path) -> None:
-    """It is started when the program wants it, and knows nothing of ours, which ends with it."""
+    """The program's server starts on demand and knows nothing of ours, which ends with it."""
     (tmp_path / "program.py").write_text(OWN_SERVER)
     run = subprocess.run(
         [sys.executable, "program.py"],

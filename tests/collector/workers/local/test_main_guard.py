@@ -1,4 +1,4 @@
-"""Scripts without the main guard: workers that would start workers of their own say so, and end."""
+"""Scripts without a main guard: workers that would start workers raise an error and end."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_script_without_a_guard_is_told_what_to_write(tmp_path: Path, method: 
     assert 'expected the collector to be made under `if __name__ == "__main__":`' in run.stderr
     assert "worker 0 came to it too" in run.stderr or "worker 1 came to it too" in run.stderr
     assert run.stderr.count("Traceback") == 1
-    # Once by the script, and by each worker before it came to the collector.
+    # Once by the script, and by each worker before it reached the collector.
     assert 2 <= (tmp_path / "came here").read_text().count("again") <= 3
 
 
@@ -68,12 +68,12 @@ if __name__ == "__main__":
     before = multiprocessing.spawn.get_preparation_data
     multiprocessing.spawn.get_preparation_data = lambda name: before(name) | {"main_path": __file__}
 """
-"""Since Python 3.13 a fork server that is asked to preload the main module does so."""
+"""Make the fork server preload the main module, as since Python 3.13."""
 
 
 @pytest.mark.slow
 def test_a_fork_server_outlives_a_script_without_a_guard(tmp_path: Path) -> None:
-    """It preloads no main module, which would end it; workers come to it one by one."""
+    """The server does not preload the main module, which would end it. Each worker imports it."""
     script = NEWER_FORK_SERVER + SCRIPT.format(guard="if True:", method="forkserver")
     (tmp_path / "script.py").write_text(script)
     run = ran(tmp_path, "script.py")
@@ -93,7 +93,7 @@ def test_a_script_with_a_guard_runs(tmp_path: Path, method: str) -> None:
 
 @pytest.mark.slow
 def test_a_program_from_stdin_is_refused(tmp_path: Path) -> None:
-    """Workers would look for a file "<stdin>"."""
+    """Workers would look for a file named "<stdin>"."""
     run = ran(tmp_path, "-", stdin=SCRIPT.format(guard="if True:", method="spawn"))
     assert run.returncode == 1
     assert "read from stdin; save it in a file" in run.stderr
@@ -153,7 +153,7 @@ def test_an_environment_that_starts_processes_without_a_guard(tmp_path: Path, co
     assert (run.returncode, run.stdout) == (0, "[5, 5]\n"), run.stderr
 
 
-# --- the same, without a process of their own -----------------------------------------------------
+# --- the same, without their own processes --------------------------------------------------------
 
 RUN: dict[str, Any] = {"frames_per_batch": 5, "total_frames": 5}
 HINT = "a worker process has what modules register when they are imported"

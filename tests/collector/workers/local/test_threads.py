@@ -1,4 +1,4 @@
-"""Workers in threads: rows as of processes, failures said, no thread left, limits refused."""
+"""Workers in threads: the rows of processes, reported errors, no leftover threads, and limits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     after = [each for each in threading.enumerate() if each not in before]
-    for each in after:  # a timer that was cancelled ends when it runs
+    for each in after:  # a cancelled timer ends when its thread next runs
         each.join(5)
     assert not [each for each in after if each.is_alive()]
 
@@ -57,14 +57,14 @@ def threaded(create: Any, policy: Any = None, **kwargs: Any) -> MultiprocessColl
 
 
 class Failing(OracleEnv):
-    """Calls `fail` at step `at` of lane 1."""
+    """Oracle that calls `fail` at step `at` of lane 1."""
 
     def __init__(self, *args: Any, at: int, fail: Callable[[], None], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.at, self.fail = at, fail
 
     def step(self, action: Any) -> Any:
-        """Step, or fail."""
+        """Step or fail."""
         if self.lane == 1 and self.steps_taken == self.at:
             self.fail()
         return super().step(action)
@@ -77,7 +77,7 @@ def failing(first: int, lanes: int, at: int, fail: Callable[[], None]) -> SyncVe
 
 
 def two(at: int, fail: Callable[[], None]) -> list[Any]:
-    """Lane 0, and lane 1 that fails."""
+    """Return factories of lane 0, and of lane 1, which fails."""
     return [partial(failing, lane, 1, at, fail) for lane in range(2)]
 
 
@@ -203,7 +203,7 @@ def test_a_collector_that_is_dropped_leaves_no_thread() -> None:
 
 
 class Closing(OracleEnv):
-    """Cannot be closed."""
+    """Oracle that cannot be closed."""
 
     def close(self) -> None:
         """Fail."""
@@ -219,14 +219,14 @@ def test_what_closing_raises_is_said() -> None:
 
 
 class Exploring(ByObservation):
-    """Notes the exploration type that it sees."""
+    """Policy that records the exploration type."""
 
     def __init__(self) -> None:
         super().__init__()
         self.out_keys = ["action", "seen"]
 
     def forward(self, td: Any) -> Any:
-        """Act, and write a column of the type."""
+        """Write the action and a column of the type."""
         seen = float(interaction_type() is InteractionType.RANDOM)
         time.sleep(0.0005)
         return super().forward(td).set("seen", torch.full((*td.batch_size, 1), seen))
@@ -251,7 +251,7 @@ def test_the_exploration_type_of_workers_is_their_own() -> None:
 
 
 def test_generators_of_the_program_are_left_alone() -> None:
-    """Workers in threads draw random actions of their own, and seed none that others use."""
+    """Workers in threads have their own generators for random actions, and seed no shared ones."""
     torch.manual_seed(1)
     wanted = torch.rand(3)
     torch.manual_seed(1)
@@ -293,10 +293,10 @@ BOTH = threading.Barrier(2, timeout=10)
 
 
 class Meeting(OracleEnv):
-    """Steps only while the other lane does."""
+    """Oracle that steps only together with the other lane."""
 
     def step(self, action: Any) -> Any:
-        """Wait for the other one, and step."""
+        """Wait for the other lane and step."""
         BOTH.wait()
         return super().step(action)
 
@@ -311,7 +311,7 @@ def test_workers_wait_at_the_same_time() -> None:
     assert run.collector.ledger.stored == 40
 
 
-# --- one in the place of another ------------------------------------------------------------------
+# --- replacement of a worker ----------------------------------------------------------------------
 
 
 MADE_LANES: list[int] = []
@@ -320,7 +320,7 @@ SECOND_MADE = threading.Barrier(2, timeout=10)
 
 
 def late_again(lane: int) -> SyncVectorEnv:
-    """Fails once; what is made in its place is made when it may be."""
+    """Make a lane that fails once; its replacement waits for permission."""
     MADE_LANES.append(lane)
     if MADE_LANES.count(lane) > 1:
         assert MAY_BE_MADE.wait(20)
@@ -328,7 +328,7 @@ def late_again(lane: int) -> SyncVectorEnv:
 
 
 def both_again(lane: int) -> SyncVectorEnv:
-    """Both fail at their step 7, and are made again at the same time."""
+    """Make a lane that fails at step 7; both replacements are made at the same time."""
     MADE_LANES.append(lane)
     again = MADE_LANES.count(lane) > 1
     if again:
@@ -339,7 +339,7 @@ def both_again(lane: int) -> SyncVectorEnv:
 
 @contextmanager
 def one_being_replaced() -> Iterator[tuple[MultiprocessCollector, Iterator[TensorDictBase]]]:
-    """Two workers, of which one failed and cannot be made again before `MAY_BE_MADE` is set."""
+    """Yield two workers, one of which failed and cannot be replaced until `MAY_BE_MADE` is set."""
     FAILURES["left"] = 1
     MADE_LANES.clear()
     MAY_BE_MADE.clear()
@@ -359,9 +359,9 @@ def one_being_replaced() -> Iterator[tuple[MultiprocessCollector, Iterator[Tenso
 
 
 def test_others_go_on_while_one_is_replaced() -> None:
-    """Batches come of worker 0 alone until worker 1 can be made; then of both."""
+    """Worker 0 alone gives the batches until worker 1 is replaced; then both do."""
     with one_being_replaced() as (collector, batches):
-        later = [next(batches) for _ in range(6)][2:]  # the first may hold what was there
+        later = [next(batches) for _ in range(6)][2:]  # the first batches may hold earlier rows
         assert all((batch["collector", "lane"] == 0).all() for batch in later)
         MAY_BE_MADE.set()
         until = time.monotonic() + 10
@@ -379,12 +379,12 @@ def test_several_are_replaced_at_the_same_time() -> None:
 
 
 class Leisurely(ByObservation):
-    """Takes its time when it is tried out in the place of another."""
+    """Policy that waits during the trial of a replacement worker."""
 
     acted = False
 
     def forward(self, td: Any) -> Any:
-        """Wait the first time, and write the action."""
+        """Wait at the first call, and write the action."""
         if not self.acted and MADE_LANES.count(1) > 1:
             time.sleep(0.3)
         self.acted = True
@@ -392,7 +392,7 @@ class Leisurely(ByObservation):
 
 
 def test_the_program_draws_no_number_twice_while_one_is_replaced() -> None:
-    """A new worker tries the policy out, and what that draws may not be taken back then."""
+    """The trial of the policy in a new worker must not restore generators to earlier states."""
     FAILURES["left"] = 1
     MADE_LANES.clear()
     MAY_BE_MADE.clear()
@@ -418,7 +418,7 @@ def test_the_program_draws_no_number_twice_while_one_is_replaced() -> None:
 
 
 def interrupts(lane: int) -> SyncVectorEnv:
-    """Fails once; Ctrl-C comes when another is made in its place."""
+    """Make a lane that fails once; Ctrl-C arrives while its replacement is made."""
     MADE_LANES.append(lane)
     if MADE_LANES.count(lane) == 2:
         os.kill(os.getpid(), signal.SIGINT)
@@ -441,7 +441,7 @@ def test_ctrl_c_while_one_is_replaced_is_raised_at_once() -> None:
 
 @pytest.mark.parametrize("then", ["seed", "close"])
 def test_what_comes_while_one_is_replaced(then: str) -> None:
-    """A new seed waits for it, the end does not."""
+    """A new seed waits for the replacement, but the end of the run does not."""
     with one_being_replaced() as (collector, batches):
         if then == "close":
             threading.Timer(0.2, MAY_BE_MADE.set).start()

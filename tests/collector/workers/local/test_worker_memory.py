@@ -1,4 +1,4 @@
-"""Memory that processes share: what is carved, who sees it, what is left, and how much there is."""
+"""Shared memory of processes: allocation, visibility, release and available size."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def carve(area: Area, wanted: list[Call]) -> list[Any]:
 
 
 def raw(part: Any) -> np.ndarray:
-    """The bytes of what was carved."""
+    """Return the bytes of an allocation."""
     if isinstance(part, torch.Tensor):
         part = part.reshape(-1).view(torch.uint8).numpy()
     return part.reshape(-1).view(np.uint8)
@@ -194,7 +194,7 @@ def test_a_limit_of_the_process_leaves_no_descriptor() -> None:
 
 
 def holders(inode: int) -> set[int]:
-    """Processes that map the memory, or hold a descriptor of it."""
+    """Return the processes that map the memory or hold a descriptor of it."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -223,7 +223,7 @@ for name in os.listdir("/proc/self/fd"):
 
 
 def mirror(connection: Connection) -> None:
-    """Take an arena, double what stands in it, and wait."""
+    """Attach to an arena, double its content and wait."""
     arena = Arena.attach(reduction.recv_handle(connection), connection.recv())
     question, answer = arena.array([3], np.int64), arena.tensor([3], torch.bfloat16)
     answer.copy_(torch.from_numpy(question * 2))
@@ -235,7 +235,7 @@ def mirror(connection: Connection) -> None:
 
 
 def own(connection: Connection) -> None:
-    """Make an arena, share it with a process of our own, and wait."""
+    """Create an arena, share it with a child process and wait."""
     arena = Arena.create(4096)
     arena.array([4096], np.uint8)[:] = 1
     with started(mirror) as (_, child):

@@ -1,4 +1,4 @@
-"""Messages between a parent and its workers, and waiting for them."""
+"""Messages between a parent and its workers, and waiting for messages."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_length_that_comes_in_parts(channels: tuple[PipeChannel, PipeChannel])
     ours.send(m.DONE)
     assert theirs.receive() == m.DONE
     file = ours.connection.fileno()
-    for part in (bytes(3), bytes(5)):  # the message before once more
+    for part in (bytes(3), bytes(5)):  # a length of 0 stands for the previous message
         threading.Timer(0.05 if len(part) == 5 else 0.0, os.write, [file, part]).start()
     assert theirs.receive() == m.DONE
 
@@ -90,7 +90,7 @@ def test_a_message_that_breaks_off_is_the_end(
 def test_after_an_interruption_within_a_message_nothing_is_read(
     channels: tuple[PipeChannel, PipeChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is left of the message is not taken for the length of another one."""
+    """The rest of the message must not be read as the length of another one."""
     ours, theirs = channels
     read = pipes._read
 
@@ -128,7 +128,7 @@ def test_a_closed_channel_is_an_error(channels: tuple[PipeChannel, PipeChannel])
     ours, _ = channels
     ours.send(m.DONE)
     ours.close()
-    other = os.open(os.devnull, os.O_RDWR)  # may get the number that is free now
+    other = os.open(os.devnull, os.O_RDWR)  # may reuse the descriptor that is now free
     try:
         for _ in range(2):
             with pytest.raises(OSError, match="Bad file descriptor"):
@@ -142,7 +142,7 @@ def test_a_closed_channel_is_an_error(channels: tuple[PipeChannel, PipeChannel])
 def test_a_parent_does_not_wait_for_ever_for_the_rest_of_a_large_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A worker that is stopped while it sends its observations is one that has ended."""
+    """A worker that is stopped while it sends observations counts as ended."""
     monkeypatch.setattr(pipes, "PARTS_SECONDS", 0.1)
     (ours, theirs), content = Pipe(), pickle.dumps(bytes(pipes._LARGE_NBYTES))
     channel, length = PipeChannel(ours, SharedPlace()), len(content).to_bytes(8, "little")
@@ -159,7 +159,7 @@ def test_a_parent_does_not_wait_for_ever_for_the_rest_of_a_large_message(
 def test_a_parent_does_not_wait_for_ever_for_a_large_message_to_be_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A worker that is stopped while it waits for wide actions holds nothing up."""
+    """A worker that is stopped while it receives wide actions does not block the parent."""
     monkeypatch.setattr(pipes, "PARTS_SECONDS", 0.1)
     ours, theirs = Pipe()
     parent, worker = PipeChannel(ours, SharedPlace()), PipeChannel(theirs)
@@ -180,7 +180,7 @@ def test_a_parent_does_not_wait_for_ever_for_a_large_message_to_be_taken(
 
 @dataclass(eq=False)
 class Two:
-    """A link of two pipes: that of messages, and one that is readable when it has ended."""
+    """Link of two pipes: one for messages, and one that becomes readable when it has ended."""
 
     says: bool = False
     pipes: list[tuple[int, int]] = field(default_factory=lambda: [os.pipe(), os.pipe()])
@@ -219,13 +219,13 @@ def test_links_that_are_not_wanted_take_no_time_and_are_named_later(
     try:
         assert waiting.ready(links, 0.0) == set()
         os.write(links[0].pipes[0][1], b"1")
-        for some in combinations(links[1:], 4):  # as workers answer in any order
+        for some in combinations(links[1:], 4):  # workers answer in any order
             assert waiting.ready(some, 0.0) == set()
         began = time.monotonic()
         assert waiting.ready(links[1:], 0.2) == set()
         assert time.monotonic() - began > 0.15
         assert waiting.ready(links, 5.0) == {links[0]}
-        assert len(made) == 1  # nothing is kept of each combination
+        assert len(made) == 1  # combinations are not cached
     finally:
         for link in links:
             for file in (each for pair in link.pipes for each in pair):
@@ -234,7 +234,7 @@ def test_links_that_are_not_wanted_take_no_time_and_are_named_later(
 
 def test_a_closed_end_that_a_forked_child_has_open_is_forgotten() -> None:
     gone, other, waiting = Two(), Two(), LinkPoller[Two]()
-    copies = [os.dup(file) for pair in gone.pipes for file in pair]  # as a child would have them
+    copies = [os.dup(file) for pair in gone.pipes for file in pair]  # as in a child process
     try:
         assert waiting.ready([gone, other], 0.0) == set()
         os.write(gone.pipes[0][1], b"1")

@@ -1,4 +1,4 @@
-"""Weights in shared memory: what is published arrives whole, whoever dies in the middle."""
+"""Weights in shared memory arrive whole, even if a process dies during the update."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from tallyroll.storage.ext.testing.storage_contract import WAIT_SECONDS, process
 from fork_server import warm_fork_server
 
 SIZE = 50_000
-"""Entries of each tensor: large enough that a copy takes time."""
+"""Entries of each tensor, enough for a copy to take time."""
 
 
 class Net(nn.Module):
-    """One of each: a shared parameter, buffers of both kinds, odd dtypes, an empty tensor."""
+    """Network with a shared parameter, buffers of both kinds, odd dtypes and an empty tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
 
 
 def named(first: nn.Module, more: nn.Module) -> nn.Module:
-    """The tensors of ``first`` under their own names, and one module more."""
+    """Return a module with the tensors of ``first`` under their names, and another module."""
     module = nn.Module()
     for name, parameter in first.named_parameters():
         setattr(module, name, parameter)
@@ -231,7 +231,7 @@ def test_an_interrupted_publish_leaves_the_current_weights(monkeypatch: pytest.M
 
 
 class Big(nn.Module):
-    """All entries of all tensors equal: a version."""
+    """Module whose tensor entries all equal its version."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class Big(nn.Module):
         fill(self, version)
 
     def version(self) -> set[float]:
-        """One number, if it is whole."""
+        """Return the distinct entries, a single one if the weights are whole."""
         return {float(end) for tensor in tensors(self) for end in tensor.detach().aminmax()}
 
 
@@ -262,11 +262,11 @@ def publish_for_ever(connection: Connection) -> None:
 
 
 def load_for_ever(connection: Connection) -> None:
-    """Say what was wrong, and every now and then that nothing was."""
+    """Load repeatedly, and report errors and regular success."""
     weights, module = attached(connection)
     before = -1
     for count in itertools.count(1):
-        # Several loads a look, so that it mostly holds the lock.
+        # Several loads per check keep the lock mostly held.
         version = [weights.load_into(module) for _ in range(8)][-1]
         if module.version() != {version} or version < before:
             connection.send(f"{sorted(module.version())} as version {version} after {before}")
@@ -274,12 +274,12 @@ def load_for_ever(connection: Connection) -> None:
         before = version
         if count % 20 == 0:
             connection.send(None)
-        # The lock prefers no one: readers that never paused could keep the writer out for good.
+        # The lock is not fair: readers without pauses could starve the writer.
         time.sleep(0.001)
 
 
 def hold(connection: Connection, kind: str) -> None:
-    """Keep the lock, in the middle of writing if for that, until killed."""
+    """Hold the lock until killed, in the middle of a write if ``kind`` is "writing"."""
     weights, _ = attached(connection)
     with getattr(weights._lock, kind)():
         if kind == "writing":
@@ -299,7 +299,7 @@ def worker(target: Any, arena: Arena, *args: Any) -> Iterator[tuple[BaseProcess,
 
 
 def stop(pid: int) -> None:
-    """Stop a process, and wait until it stands."""
+    """Stop a process and wait until it is stopped."""
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + WAIT_SECONDS
     while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
@@ -309,7 +309,7 @@ def stop(pid: int) -> None:
 
 @pytest.mark.slow
 def test_no_weights_are_torn_and_no_lock_outlives_its_holder() -> None:
-    """Processes are killed at random moments in which they hold the lock; the others go on."""
+    """Processes are killed at random moments while they hold the lock, and the others continue."""
     source, dice = Big(), random.Random(5)
     targets = [publish_for_ever, load_for_ever, load_for_ever]
     with shared(source) as (arena, weights), contextlib.ExitStack() as stack:
@@ -336,7 +336,7 @@ def test_no_weights_are_torn_and_no_lock_outlives_its_holder() -> None:
 
 
 def stop_as_holder(pid: int, weights: SharedWeights, dice: random.Random) -> None:
-    """Stop a process at a random moment in which it holds the lock."""
+    """Stop a process at a random moment while it holds the lock."""
     while True:
         wait_for(lambda: pid in weights._lock._holders() or not alive(pid))
         assert alive(pid), f"process {pid} ended by itself"
@@ -363,7 +363,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def locks(count: int, seconds: float) -> Iterator[list[FileLock]]:
-    """Locks of one file, as processes would have them."""
+    """Yield locks of one file, as separate processes would have them."""
     arena = Arena.create(1)
     made = [FileLock(arena.fd, "the memory", seconds) for _ in range(count)]
     try:
@@ -419,7 +419,7 @@ def test_the_holder_of_the_lock_is_named(kind: str) -> None:
 
 
 def hold_and_fork(connection: Connection) -> None:
-    """Hold the lock, and have a child that lives on."""
+    """Hold the lock, with a child that lives on."""
     weights, _ = attached(connection)
     with weights._lock.writing():
         child = os.fork()
@@ -463,9 +463,10 @@ def refused(lock: FileLock) -> bool:
 
 
 def in_a_fork(check: Callable[[], bool]) -> int:
-    """0 if it holds there."""
+    """Return 0 if `check` is true in a fork."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        # warning of forks in processes with threads
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         code = 2

@@ -1,4 +1,4 @@
-"""Workers that share no memory with their parent, in threads of this process."""
+"""Workers in threads of this process that share no memory with their parent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tallyroll.collector.workers.transport import Gone
 
 
 class FarLink:
-    """A far worker in this process, and the thread that asks it."""
+    """Remote worker in this process, and the thread that calls it."""
 
     pid = None
 
@@ -85,7 +85,7 @@ class FarLink:
 
 
 class FarThreads:
-    """Far workers whose rows come with their answers."""
+    """Remote workers whose answers include their rows."""
 
     kills = False
 
@@ -96,7 +96,7 @@ class FarThreads:
         self.links: dict[int, FarLink] = {}
         self.weights: tuple[int, list[Any]] = (-1, [])
         self.answers: deque[Answer] = deque(maxlen=50)
-        """The newest with rows."""
+        """Latest answers with rows."""
 
     def order(self) -> int:
         self._orders += 1
@@ -117,7 +117,7 @@ class FarThreads:
         return self.made
 
     def publish(self, version: int, tensors: list[Any]) -> None:
-        """Hand weights to workers: in a lease at once, else with the next question."""
+        """Send weights to workers, immediately within a lease, else with the next request."""
         self.weights = version, [np.array(tensor) for tensor in tensors]
         if self._leased:
             for link in self.links.values():

@@ -1,4 +1,4 @@
-"""The parent acts for lanes of many workers: one call for all, rows stamped, exactly N."""
+"""The parent acts for all workers: one call for all lanes, correct versions, exactly N rows."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ BUDGET: dict[str, Any] = {"frames_per_batch": 17, "total_frames": 120, "seed": 3
 CENTRAL: dict[str, Any] = {**BUDGET, "policy_placement": "central"}
 MODES = ("sync", "async")
 _here: dict[str, Any] = {}
-"""Things that a policy meets in this process alone, and in no worker."""
+"""Objects for the policy of this process, which workers do not share."""
 
 
 class Together(TensorDictModuleBase):
-    """Acts in a lane by all lanes of the batch, and by torch's generator."""
+    """Policy whose actions depend on all lanes of the batch and on torch's generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Together(TensorDictModuleBase):
 
 
 class Surprising(ByObservation):
-    """Does what a test asks for, in its `at`-th call of this process."""
+    """Policy that calls a test's function in its `at`-th call in this process."""
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
         """Write the action."""
@@ -88,7 +88,7 @@ class Surprising(ByObservation):
 
 
 class Another(ByObservation):
-    """Acts for as many lanes more as a test asks for, once it does."""
+    """Policy that acts for more lanes than requested if a test asks for it."""
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
         """Return the actions in a TensorDict of another size."""
@@ -98,7 +98,7 @@ class Another(ByObservation):
 
 
 class Slow(ByObservation):
-    """Reads its weights one after the other, and lets a test do something between."""
+    """Policy that reads its weights one after the other, with a test's function in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def _acting(run: Run) -> central.CentralPolicy:
     return found
 
 
-# --- in step --------------------------------------------------------------------------------------
+# --- sync mode ------------------------------------------------------------------------------------
 
 
 def slow(*values: Any) -> Any:
@@ -163,7 +163,7 @@ def slow(*values: Any) -> Any:
     ],
 )
 def test_in_step_one_call_acts_for_all_lanes_as_in_one_process(source: str, far: bool) -> None:
-    """Also where a lane's action depends on the others and on torch's generator."""
+    """The actions depend on all lanes and on torch's generator."""
     one = collect_all(sync_collector(source, Together(), **BUDGET))
     _here.clear()
     with in_threads():
@@ -227,13 +227,13 @@ def test_a_signal_while_the_policy_acts_loses_nothing(options: Any) -> None:
         surprise(7, lambda: os.kill(os.getpid(), signal.SIGINT))
         batches = []
         with pytest.raises(KeyboardInterrupt):
-            batches.extend(many)  # has those before it
+            batches.extend(many)  # keeps the earlier batches
         batches += list(many)
         many.ledger.check()
     assert (joined(batches) == joined(one.batches)).all()
 
 
-# --- out of step ----------------------------------------------------------------------------------
+# --- async mode -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -287,11 +287,11 @@ def test_out_of_step_a_slow_worker_holds_up_no_other() -> None:
             for batch in collector:
                 lane = batch["collector", "lane"]
                 lanes += lane.tolist() if began else []
-                began = began or bool((lane < 2).any())  # however late
+                began = began or bool((lane < 2).any())  # however late worker 0 is
                 if lanes.count(0) > 30:
                     break
     slow = sum(lane < 2 for lane in lanes)
-    assert len(lanes) - slow > 2 * slow  # in step there are as many of both
+    assert len(lanes) - slow > 2 * slow  # in sync mode, the numbers would be equal
 
 
 # --- versions -------------------------------------------------------------------------------------
@@ -316,13 +316,13 @@ def test_each_row_has_the_version_that_acted(mode: Any) -> None:
     assert torch.equal(rows["action"], chosen_by(rows, version))
     newest = [int(batch["collector", "policy_version"].max()) for batch in batches]
     if mode == "sync":
-        # The last row was carried, and is of the weights of the batch before.
+        # The last row was carried, and has the weights of the previous batch.
         assert newest == [*((number + 1) // 2 for number in range(7)), 3]
     assert max(newest) > 1
 
 
 def test_weights_of_another_thread_come_between_two_calls() -> None:
-    """No row is of half of them, and each names those that acted."""
+    """No row mixes two versions, and each has the version that acted."""
     policy, threads = Slow(), list[threading.Thread]()
 
     def updated() -> None:
@@ -330,7 +330,7 @@ def test_weights_of_another_thread_come_between_two_calls() -> None:
             torch.nn.init.ones_(each)
         threads.append(threading.Thread(target=collector.update_policy_weights_))
         threads[0].start()
-        threads[0].join(0.2)  # what waits for its turn goes on after the call
+        threads[0].join(0.2)  # the waiting update continues after the call
 
     with in_threads(), worker_collector(SAME, 2, policy, mode="sync", **CENTRAL) as collector:
         _here["between"] = updated
@@ -345,7 +345,7 @@ def test_weights_of_another_thread_come_between_two_calls() -> None:
 
 
 def before_acting(monkeypatch: pytest.MonkeyPatch, call: int, do: Any) -> None:
-    """Let ``do`` be called before the policy acts for that time."""
+    """Call ``do`` before the policy acts for the ``call``-th time."""
     choose, calls = central.CentralPolicy.choose, []
 
     def choosing(self: central.CentralPolicy, wanted: Any) -> Any:
@@ -360,7 +360,7 @@ def before_acting(monkeypatch: pytest.MonkeyPatch, call: int, do: Any) -> None:
 @pytest.mark.parametrize(
     ("mode", "number"),
     [
-        slow("sync", signal.SIGKILL),  # async: TransportContract
+        slow("sync", signal.SIGKILL),  # the contract tests cover async mode
         slow("async", signal.SIGKILL),
         slow("sync", signal.SIGSTOP),
         slow("async", signal.SIGSTOP),
@@ -414,7 +414,7 @@ def test_an_error_of_the_policy_is_raised_as_it_is(mode: Any, tmp_path: Path) ->
 @pytest.mark.parametrize("more", [-1, 1])
 @pytest.mark.parametrize("mode", MODES)
 def test_actions_of_other_lanes_are_the_policys_error(mode: Any, more: int) -> None:
-    """None is dropped, and no worker is named for it."""
+    """No action is dropped, and the error names no worker."""
     with in_threads(), worker_collector(SAME, 2, Another(), mode=mode, **CENTRAL) as collector:
         batches = iter(collector)
         assert len(next(batches)) == 17
@@ -424,7 +424,7 @@ def test_actions_of_other_lanes_are_the_policys_error(mode: Any, more: int) -> N
         collector.ledger.check()
 
 
-# --- what is refused, and said --------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -462,7 +462,7 @@ def test_tensors_of_every_dtype_travel(dtype: torch.dtype) -> None:
 
 
 def test_lanes_that_see_other_keys_act_in_a_call_of_their_own() -> None:
-    """A worker that begins does not see yet what the policy wrote before."""
+    """A new worker does not yet have the policy's earlier outputs among its inputs."""
     called, seen = m.PolicyCall(None, (("action",), ("told",))), torch.tensor([[1.0, 2.0, 3.0]])
     policy = central.CentralPolicy(
         Policy(RecordingPolicy(), None, None), called, ExplorationType.RANDOM, in_step=True

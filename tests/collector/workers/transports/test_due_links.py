@@ -1,4 +1,4 @@
-"""Links that Ray says something of: named at the cost of one, however many there are."""
+"""Links that Ray reports as ready are found at the cost of one, however many links exist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MANY = 1_000
 
 @dataclass(eq=False)
 class Line:
-    """A link that a test lets say something."""
+    """Link that answers on request of a test."""
 
     due: ReadyLinks[Line]
     answers: list[object] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Line:
         return answer
 
     def send(self, question: object) -> None:
-        """Ask nothing: a test says what is answered."""
+        """Send nothing; the test sets the answer."""
 
     def kill(self) -> None: ...
     def end(self) -> None: ...
@@ -62,7 +62,7 @@ def test_a_link_is_due_until_all_was_heard() -> None:
     assert list(due.ready(links, 0.0)) == []
     links[1].say()
     links[1].say()
-    for _ in range(3):  # whether it is listened to or not
+    for _ in range(3):  # reported until its answers are read
         assert list(due.ready(links, 5.0)) == [links[1]]
     assert list(due.ready(links[:1], 0.01)) == []
     assert list(due.ready(links, 5.0)) == [links[1]]
@@ -122,7 +122,7 @@ def test_links_that_are_heard_without_a_wait_leave_nothing_behind() -> None:
 
 
 class Said:
-    """A transport whose links answer one after the other, each once it is waited for."""
+    """Transport whose links answer one after the other, each when it is waited for."""
 
     kills = True
 
@@ -130,9 +130,12 @@ class Said:
         self.due, self.answers = ReadyLinks[Line](), answers
         self.lines: list[Line] = []
         self.lists: list[Any] = []
-        """The lists of links that it was asked for."""
+        """Lists of links in the requests."""
         self.left: list[int | None] = []
-        """The links that answer next, the last one first; None: all are silent for once."""
+        """Indices of the links that answer next, in reverse order.
+
+        None stands for a silent period.
+        """
 
     def start(self, index: int) -> Line:
         self.lines.append(Line(self.due))
@@ -161,7 +164,7 @@ def test_all_are_asked_and_heard_with_one_list() -> None:
     assert pool.all_do(m.whole_steps(0, 1, "policy"), nullcontext())
     assert not any(member.asked for member in pool.members)
     assert len(transport.lists) == 1
-    # Two looks at an answer, and one after it: none at the links that are silent.
+    # Two checks of an answer and one after it, and no checks of silent links.
     assert sum(line.looks for line in transport.lines) <= MANY * 3
 
 
@@ -184,14 +187,14 @@ def test_all_are_waited_for_until_one_hangs() -> None:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_one_that_fails_is_left_to_events(again: bool) -> None:
-    """``again``: it had answered, and others had not."""
+    """With ``again``, the failed link had answered, but others had not."""
     transport, pool = pool_of(3, {} if again else {1: Gone("was killed")})
     if again:
         plain = transport.ready
 
         def ready(links: Any, seconds: float) -> Any:
             found = plain(links, seconds)
-            if not pool.members[2].asked:  # as a process whose end is seen
+            if not pool.members[2].asked:  # like a process whose end was detected
                 found = [*found, transport.lines[2]]
             return found
 

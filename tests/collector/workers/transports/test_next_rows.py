@@ -1,4 +1,4 @@
-"""Next observations of far workers: every bit comes, and once where another slot has it."""
+"""Next observations of remote workers arrive exactly, and once if another slot has them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_was_taken_out_is_put_back(
     seed: int,
     off: tuple[str, ...],
 ) -> None:
-    """Of random bits, with infinities and what is no number among them."""
+    """The test uses random bits, which include infinities and NaN."""
     rng = np.random.default_rng(seed)
     layout = {key: SlabColumn(dtype, shape) for key in (BEGINS, ENDS)}
     pieces = memory_of(slots, lanes, layout, [BEGINS] if flows else [], shared=False)
@@ -151,7 +151,7 @@ def test_few_next_observations_are_sent(
         rows = [each.rows for each in transport.answers if each.rows]
         ledger = collector.ledger
     assert any(ENDS in each for each in rows) == (decision.way == "twice")
-    if source == NEXT:  # there they are one memory
+    if source == NEXT:  # these share the memory
         assert not others
     elif decision.way == "once":
         sent = sum(len(each[ENDS].rows) for each in others)

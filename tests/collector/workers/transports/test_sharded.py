@@ -1,4 +1,4 @@
-"""Workers that keep their rows: exactly N of them count, whatever dies, and each is right."""
+"""Workers that store their rows: exactly N correct rows count, even if processes die."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ __all__ = ["no_process_left", "warm_server"]
 
 KILLS = int(os.environ.get("TALLYROLL_SHARD_KILLS", "3"))
 LANES = 6
-assert LENGTHS_OF_FAULTY  # what `check_lives` knows
+assert LENGTHS_OF_FAULTY  # required by `check_lives`
 
 
 def sharded(create: Any, path: Path, policy: Any = None, **options: Any) -> MultiprocessCollector:
-    """A run whose workers keep their rows."""
+    """Return a run whose workers store their rows."""
     given: dict[str, Any] = {"frames_per_batch": 40, "seed": 3, "transport": "process", **options}
     if given["transport"] == "process":
         given |= {"mp_start_method": "forkserver"}
@@ -77,7 +77,7 @@ def sharded(create: Any, path: Path, policy: Any = None, **options: Any) -> Mult
 
 
 def rows_of(path: Path) -> Any:
-    """All rows that count, which are sound."""
+    """Return all rows that count, and verify them."""
     with open_storage(path) as storage:
         rows = storage[:].clone()
     report = verify(path)
@@ -86,14 +86,14 @@ def rows_of(path: Path) -> Any:
 
 
 def shards_of(path: Path) -> list[Path]:
-    """Folders of shards that have rows which count, in their order."""
+    """Return the folders of shards with rows that count, in their order."""
     if not path.exists():
         return []
     files = ShardedFiles(path)
     return [files.place_of(each.name) for each in files.acknowledged().shards if each.rows]
 
 
-# --- exactly so many, each of them right ----------------------------------------------------------
+# --- exact numbers of correct rows ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", [NEXT, SAME, DISABLED, "torch"])
@@ -120,7 +120,7 @@ def test_exactly_so_many_rows_count_and_each_is_right(source: str, tmp_path: Pat
 
 
 def leaning(td: Any) -> Any:
-    """Push the cart to where the pole leans."""
+    """Push the cart in the direction of the pole."""
     return td.set("action", (td["observation"][..., 2] > 0).long())
 
 
@@ -165,7 +165,7 @@ def test_each_row_says_which_weights_chose_its_action(tmp_path: Path) -> None:
         assert collector.policy_version == int(version.max()) + 1
 
 
-# --- what dies ------------------------------------------------------------------------------------
+# --- kills ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(120 + 5 * KILLS)
@@ -181,7 +181,7 @@ def test_workers_that_are_killed(tmp_path: Path) -> None:
         max_respawns=10_000,
     ) as collector:
         while (shards := len(shards_of(path))) < 3 + KILLS:
-            if killed < KILLS and shards == 3 + killed:  # whichever it is, it has rows
+            if killed < KILLS and shards == 3 + killed:  # any worker that is killed has rows
                 os.kill(dice.choice(collector.worker_pids), signal.SIGKILL)
                 killed += 1
                 time.sleep(dice.choice((0, 0.003, 0.01)))
@@ -347,7 +347,7 @@ def test_shards_that_a_worker_sees_on_its_node_are_not_lost(
     assert len(rows_of(path)) == 200
 
 
-# --- which rows count -----------------------------------------------------------------------------
+# --- rows that count ------------------------------------------------------------------------------
 
 
 def test_rows_that_no_line_names_do_not_count(tmp_path: Path) -> None:
@@ -360,7 +360,7 @@ def test_rows_that_no_line_names_do_not_count(tmp_path: Path) -> None:
         collector.collect(300)
     with open_storage(path) as storage:
         assert len(storage) == 400
-    # As a driver leaves it that is killed before, and in the middle of, a line.
+    # A driver leaves this if it is killed before or within a line.
     for torn in (b"", b"01234567 {"):
         (path / "acknowledged.lines").write_bytes(b"".join(lines) + torn)
         rows = rows_of(path)
@@ -405,7 +405,7 @@ def test_a_reader_has_the_rows_that_counted_when_it_was_opened(tmp_path: Path) -
     assert len(before) == 100
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ def test_it_refuses_what_has_no_place_among_shards(tmp_path: Path) -> None:
         for state in (collector.state_dict, lambda: collector.load_state_dict({})):
             with pytest.raises(StateError, match="resume=True"):
                 state()
-        assert collector.collect(1000) == 100  # none of that ended the run
+        assert collector.collect(1000) == 100  # none of these ended the run
         with pytest.raises(StorageLocked):
             sharded(create, path, total_frames=200, transport="thread", resume=True)
     with pytest.raises(StorageExists, match="resume=True"):

@@ -1,4 +1,4 @@
-"""The contract of transports, over processes, threads, and one that is a file of a user's own."""
+"""The contract tests of transports, with processes, threads and a user-defined transport."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TestFarThreads(TransportContract):
 
 @pytest.mark.slow
 class TestCommands(TransportContract):
-    """Each worker imports all that it needs: seconds of CPU time."""
+    """Tests of processes by command, each of which spends seconds of CPU time on imports."""
 
     def transport(self, jobs: Sequence[bytes]) -> Transport[Any]:
         made: Transport[Any] = command(jobs)
@@ -58,7 +58,7 @@ class TestCommands(TransportContract):
 
 
 def test_a_transport_of_one_file_is_chosen_as_an_object(tmp_path: Path) -> None:
-    """Nothing of ours names it; the manifest does."""
+    """Only the manifest names the transport, and none of our code does."""
     run: dict[str, Any] = {"num_envs": 3, "frames_per_batch": 40, "total_frames": 101, "seed": 5}
     with SyncCollector("CartPole-v1", **run) as collector:
         one = list(collector)
