@@ -1,31 +1,31 @@
 #!/usr/bin/env bash
-# The gate: format, lint, types, pages and tests, all on the built wheel. On a fresh machine it makes a
-# virtual environment first; a second run reuses it.
+# The gate: check format, lint, types, docs pages and tests, all against the built wheel. The first run
+# on a machine creates a virtual environment; later runs reuse it.
 #
-#   ./check.sh                the core, in .venv, but for tests that take long (marked slow)
-#   ./check.sh --quick        format, lint, types, and tests that need no environment, process or
-#                             kill: a minute, once the virtual environment is there
-#   ./check.sh --all          with these, the core again without the extension in C, a debug build of
-#                             it under sanitizers, and environment systems, in .venv-NAME for each
-#                             NAME in tests/systems/environments.toml that has run = "all"
-#   ./check.sh --all --once   the same, and each environment goes when its tests ran: for a machine
-#                             that has no 7 GB to spare, or will not run this again
-#   ./check.sh --apart NAME   one of these environments alone, by hand
-#   ./check.sh --newest       the tests with the newest torch and the next TorchRL, without
+#   ./check.sh                check the core, in .venv, without the long tests (marked slow)
+#   ./check.sh --quick        check format, lint and types, and run the tests that need no environment,
+#                             process or kill: a minute, once the virtual environment exists
+#   ./check.sh --all          run the long tests too, then the core again without the C extension, a
+#                             debug build under sanitizers, and the environment systems, in .venv-NAME
+#                             for each NAME in tests/systems/environments.toml that has run = "all"
+#   ./check.sh --all --once   the same, but delete each virtual environment after its tests: for a machine
+#                             that cannot spare 7 GB, or will not run this again
+#   ./check.sh --apart NAME   run only this one of the environments
+#   ./check.sh --newest       run the tests with the newest torch and the next TorchRL, without
 #                             constraints, in .venv-newest
-#   ./check.sh --browser      look at the pages of the site, and at a report's, with Debian's chromium
-#                             (CHROMIUM names another); with --shots FOLDER pictures of them are left there
-#   ./check.sh -k ring        any of them, and pytest gets the arguments that are left;
-#                             --seconds-of-files 20 tells which test files took longest
+#   ./check.sh --browser      check the pages of the site, and of a report, in Debian's chromium
+#                             (CHROMIUM names another browser); --shots FOLDER saves screenshots there
+#   ./check.sh -k ring        any of these: pass the remaining arguments to pytest;
+#                             --seconds-of-files 20 lists the slowest test files
 #
-# PYTHON names the interpreter to build environments with (default: python3, at least 3.11).
+# PYTHON names the interpreter that creates the virtual environments (default: python3, at least 3.11).
 set -Eeuo pipefail
 cd "$(dirname "$0")"
-unset PYTHONDONTWRITEBYTECODE  # or each process compiles all that it imports: half of its time
+unset PYTHONDONTWRITEBYTECODE  # or every process recompiles its imports, half of its time
 python=${PYTHON:-python3}
 environment=core others=() failed=() chosen=(-m "not slow") quick=() seconds=
 browser= beside= group= log= said= scratch=
-tools=(build setuptools hypothesis psutil pytest pytest-timeout pytest-xdist)  # of every environment
+tools=(build setuptools hypothesis psutil pytest pytest-timeout pytest-xdist)  # for every environment
 
 at_end() {
     if [[ $group ]]; then kill -- -"$group" 2>/dev/null || true; fi
@@ -33,18 +33,18 @@ at_end() {
 }
 trap at_end EXIT
 
-step() { # step NAME COMMAND...: run it, remember whether it failed, and how long it took
+step() { # step NAME COMMAND...: run a step, record a failure, and report the time it took
     local began=$SECONDS
     printf '\n== %s\n' "$1"
     "${@:2}" || failed+=("$1")
     took "$1" "$began"
 }
 
-beside() { # beside NAME COMMAND...: a step while others go on; what it says comes with `join`
+beside() { # beside NAME COMMAND...: run a step in the background; `join` prints its output
     beside=$1 log=$venv/beside.log
-    set -m  # a group of its own, which ends with us
+    set -m  # start a new process group, which at_end kills
     (
-        renice -n 5 -p "$BASHPID" >/dev/null  # it takes what the others leave
+        renice -n 5 -p "$BASHPID" >/dev/null  # give priority to the steps in the foreground
         began=$SECONDS code=0
         "${@:2}" || code=$?
         echo $((SECONDS - began)) >"$log.seconds"
@@ -54,7 +54,7 @@ beside() { # beside NAME COMMAND...: a step while others go on; what it says com
     set +m
 }
 
-join() { # wait for what runs beside, say what it said, and remember whether it failed
+join() { # wait for the background step, print its output, and record a failure
     printf '\n== %s\n' "$beside"
     wait "$group" || failed+=("$beside")
     group=
@@ -62,30 +62,30 @@ join() { # wait for what runs beside, say what it said, and remember whether it 
     took "$beside" $((SECONDS - $(<"$log.seconds")))
 }
 
-took() { # took NAME BEGAN: say how many seconds ago a step began, here and at the end
+took() { # took NAME BEGAN: print a step's duration now, and again in the summary
     local line
     line=$(printf '%6d s  %s' $((SECONDS - $2)) "$1")
     seconds+=$line$'\n'
     printf '%s\n' "$line"
 }
 
-listed() { # listed EXPRESSION: its values, a line each; `every` is the list, `this` our entry
+listed() { # listed EXPRESSION: print its values, one per line; `every` is the table, `this` our entry
     "$python" -c "import sys, tomllib
 every = tomllib.load(open('tests/systems/environments.toml', 'rb'))
 this = every.get('$environment') or sys.exit('environments are: ' + ', '.join(every))
 sys.stdout.writelines(f'{each}\n' for each in $1)"
 }
 
-pip_install() { # compiling all takes half of the time: what is imported is compiled then
+pip_install() { # skip compiling, which takes half of the time: imports compile what they need
     $bin/python -m pip install -qq --no-compile "$@"
 }
 
-set_up() { # the environment, made anew when what it is made from has changed
+set_up() { # create the environment, or update it if the files that define it have changed
     local stamp=$venv/made-from wanted extras pins=(-c constraints.txt)
     wanted=$(cat pyproject.toml constraints.txt tests/systems/environments.toml | sha256sum)
     extras=$(listed "[this['extras']]")
     if [[ $environment == newest ]]; then
-        pins=(--upgrade) wanted+=" $(date +%F)"  # what is the newest today, setuptools of a venv too
+        pins=(--upgrade) wanted+=" $(date +%F)"  # the newest of today, even of a venv's setuptools
         if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then rm -rf "$venv"; fi
     fi
     if [[ ! -x $bin/python ]]; then "$python" -m venv "$venv"; fi
@@ -107,7 +107,7 @@ set_up() { # the environment, made anew when what it is made from has changed
     pip_install --no-deps --force-reinstall "$venv"/dist/*.whl
 }
 
-build_wheel() { # by way of the sdist, so that what the sdist lacks is missed here
+build_wheel() { # build from the sdist, so that a file missing there causes a failure here
     rm -rf "$venv/dist"
     if ! $bin/python -m build --no-isolation --outdir "$venv/dist" . >"$venv/build.log" 2>&1; then
         cat "$venv/build.log"
@@ -171,10 +171,10 @@ types_and_pages() {
     pages || code=1
     return "$code"
 }
-compile_tests() { # or each process of the tests does, for half a minute; what is wrong they say
+compile_tests() { # or each test process does, for half a minute; pytest reports errors later
     $bin/pytest --collect-only -qq -m "not slow" "${tests[@]}" >/dev/null 2>&1 || true
 }
-look_at_pages() { # in an environment of its own: playwright alone, which drives the browser
+look_at_pages() { # use a separate environment with only playwright, which drives the browser
     if [[ ! -x .venv-browser/bin/python ]]; then "$python" -m venv .venv-browser; fi
     .venv-browser/bin/python -m pip install -qq -c constraints.txt playwright || return
     $bin/python docs/report_page.py "$venv/report.html" || return
@@ -190,30 +190,31 @@ elif [[ $environment == core ]]; then
     step "imports" $bin/lint-imports --no-cache
     compile_tests
 fi
-# Many tests wait for other processes: three at a time, on two processors. More would only take each
-# other's time.
+# Many tests wait for other processes, so run three at a time on two processors. More would only compete
+# for the processors.
 several=(--numprocesses 3 --dist worksteal)
 export TALLYROLL_TEST_ENVIRONMENT=$environment
-run_tests() { # what fails is printed again at the end: much is printed meanwhile
-    # Where the machine fails, all tests do: the reasons of the first of them are enough.
+run_tests() { # print failures again at the end, because much other output follows them
+    # If the machine fails, all tests fail: print only the first reasons.
     $bin/pytest "${several[@]}" --maxfail 50 "${chosen[@]}" "${tests[@]}" "$@" | tee "$said" && return
     reasons+=$(grep -E '^(E  |FAILED|ERROR|_____|[^ ]+\.py:[0-9]+: )' "$said" | tail -n 60)$'\n'
     return 1
 }
-without_extension() { # as where there is no C compiler: the tests of what it does
+without_extension() { # test the Python fallback, as on a machine without a C compiler
     local its=(
         tests/collector/{batches,collectors,envs,rollout} tests/storage/{engine,replay}
-        # Of workers what they make: how they start and die, and what they share, is Python's alone.
+        # Of the worker tests, run those of collected rows: starting, dying and sharing are pure Python.
         tests/collector/workers/test_{few_slots_of_workers,weights_in_a_lease}.py
         tests/collector/workers/test_multiprocess_{async,episodes,state,sync}.py
-        # Of faults those that meet rows as they are written: the others are of files and processes.
+        # Of the fault tests, run those that hit rows while they are written: the others test files and
+        # processes.
         tests/storage/faults/test_{copies,failing_calls,kill*,power_cuts,system_errors}.py
         tests/storage/faults/rewinds/test_kill*.py
         tests/storage/formats/test_memmap_storage.py tests/project/test_golden.py
     )
     TALLYROLL_PLAN=-kernel $bin/pytest "${several[@]}" -m "not slow" "${its[@]}" "$@"
 }
-sanitizers() { # the libraries that a debug build needs, one after the other; fails without one
+sanitizers() { # print the libraries that a debug build preloads, or fail if one is missing
     local name path found=()
     for name in asan ubsan stdc++; do
         path=$(gcc -print-file-name="lib$name.so" 2>/dev/null) && [[ -e $path ]] || return
@@ -221,7 +222,7 @@ sanitizers() { # the libraries that a debug build needs, one after the other; fa
     done
     echo "${found[*]}"
 }
-under_sanitizers() { # a debug build of the extensions: a fault ends a process, or leaves a report
+under_sanitizers() { # test a debug build of the extensions: a fault aborts or leaves a report
     local tree=$PWD/$venv/debug reports=$PWD/$venv/reports preload code=0
     local options=detect_leaks=0:handle_segv=0:allocator_may_return_null=1:abort_on_error=1
     local its=(
@@ -241,7 +242,7 @@ under_sanitizers() { # a debug build of the extensions: a fault ends a process, 
     mkdir "$reports"
     TALLYROLL_DEBUG=1 CC=gcc pip_install --no-deps --no-build-isolation --target "$tree" \
         "$venv"/dist/*.tar.gz || return
-    # Standard error is not captured: a check that fails in C writes its line there.
+    # Do not capture standard error: a check that fails in C prints its message there.
     LD_PRELOAD=$preload PYTHONPATH=$tree PYTHONMALLOC=malloc TALLYROLL_CONFIGURATIONS=50 \
         TALLYROLL_FUZZED=40 \
         ASAN_OPTIONS=$options:log_path=$reports/asan \
@@ -253,7 +254,8 @@ under_sanitizers() { # a debug build of the extensions: a fault ends a process, 
     fi
     return "$code"
 }
-# Tests write and sync many small files, a third of their time on a disk: in memory where it has room.
+# Tests write and sync many small files, which takes a third of their time on a disk. Use memory if there
+# is room.
 memory=/dev/shm
 room=$(df --output=avail --block-size=1G "$memory" 2>/dev/null | tail -n 1)
 if ((${room:-0} >= 6)); then
@@ -270,7 +272,7 @@ fi
 
 if [[ ${TALLYROLL_CHECK_ONCE-} ]]; then rm -rf "$venv"; fi
 
-export TALLYROLL_RAY=short  # whose actors import torch for minutes: all of them by --apart ray
+export TALLYROLL_RAY=short  # its actors import torch for minutes; --apart ray runs all tests
 for other in "${others[@]}"; do
     step "environment $other" ./check.sh --apart "$other" "$@"
 done

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Cut a release: sdist and wheel, checked, installed and tried. Nothing is uploaded.
+"""Cut a release: build, check, install and try an sdist and a wheel. Nothing is uploaded.
 
-    ./release.py 0.1.0              all of it: a commit, a tag, and what is to be uploaded in dist/
-    ./release.py 0.1.0 --rehearse   all but these three
+    ./release.py 0.1.0              all of it: a commit, a tag, and the files to upload in dist/
+    ./release.py 0.1.0 --rehearse   everything except these three
 
-It needs git, a C compiler, what pip installs, and a tree without changes. All is done in a copy of
-the last commit, so that a step that fails leaves the tree as it was.
+The script needs git, a C compiler, the packages that pip installs, and a tree without changes. It
+works in a copy of the last commit, so that a step that fails leaves the tree as it was.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent
 VERSION_FILE = "src/tallyroll/__init__.py"
 CHANGELOG = "CHANGELOG.md"
 GLIBC = "manylinux_2_17"
-"""The oldest C library that the wheel's extension works with; `auditwheel` holds it to that."""
+"""The oldest C library that the wheel's extension supports. `auditwheel` enforces it."""
 FRAMES = 2001
 
 _VERSION_LINE = re.compile(r'^__version__ = "(.*)"$', re.MULTILINE)
@@ -38,10 +38,10 @@ _NUMBERS = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")
 
 
 class Refused(Exception):
-    """What was expected, what came, and what to do."""
+    """Reports the expectation, the actual value, and a remedy."""
 
 
-# --- pure -----------------------------------------------------------------------------------------
+# --- pure functions -------------------------------------------------------------------------------
 
 
 def numbers(version: str) -> tuple[int, int, int]:
@@ -54,12 +54,12 @@ def numbers(version: str) -> tuple[int, int, int]:
 
 
 def released(changelog: str) -> list[str]:
-    """Return the versions that have a section, the newest first."""
+    """Return the versions that have a section, newest first."""
     return [name for name in _HEADING.findall(changelog) if name != "Unreleased"]
 
 
 def folded(changelog: str, version: str, date: str) -> str:
-    """Return the changelog where all that was unreleased is the section of ``version``."""
+    """Return the changelog with all unreleased entries in a section for ``version``."""
     wanted = numbers(version)
     earlier = released(changelog)
     newest = max(map(numbers, earlier), default=(0, 0, 0))
@@ -83,7 +83,7 @@ def folded(changelog: str, version: str, date: str) -> str:
 
 
 def with_version(source: str, version: str) -> str:
-    """Return ``source``, where ``__version__`` is assigned once, with another version."""
+    """Return ``source`` with another version in its single assignment of ``__version__``."""
     changed, count = _VERSION_LINE.subn(f'__version__ = "{version}"', source)
     if count != 1:
         raise Refused(f"expected one line `__version__ = …` in {VERSION_FILE}, got {count}")
@@ -94,9 +94,10 @@ def with_version(source: str, version: str) -> str:
 
 
 def run(*command: object, cwd: Path) -> str:
-    """Run a command that has to succeed; returns what it printed.
+    """Run a command that must succeed, and return its output.
 
-    What changes Python or Tallyroll here is left out: the release is tried as it comes.
+    Environment variables that affect Python or Tallyroll are removed, so that the release is tried
+    unmodified.
     """
     words = [str(word) for word in command]
     env = {name: value for name, value in os.environ.items() if not _OURS.match(name)}
@@ -108,7 +109,7 @@ def run(*command: object, cwd: Path) -> str:
 
 
 def look(root: Path, version: str) -> None:
-    """Refuse a tree with changes, a commit without a branch, and a tag that is there."""
+    """Refuse a tree with changes, a commit that is on no branch, and an existing tag."""
     numbers(version)
     changes = run("git", "status", "--porcelain", cwd=root).splitlines()
     if changes:
@@ -124,7 +125,7 @@ def look(root: Path, version: str) -> None:
 
 
 def prepare(root: Path, tree: Path, version: str, date: str) -> None:
-    """Make a copy of the last commit, and commit the version and the changelog there."""
+    """Copy the last commit, and commit the version and the changelog in the copy."""
     changelog = folded((root / CHANGELOG).read_text(encoding="utf-8"), version, date)
     source = with_version((root / VERSION_FILE).read_text(encoding="utf-8"), version)
     run("git", "clone", "--quiet", "--no-hardlinks", root, tree, cwd=root)
@@ -136,7 +137,7 @@ def prepare(root: Path, tree: Path, version: str, date: str) -> None:
 
 
 def environment(folder: Path, constraints: Path, *wanted: object) -> Path:
-    """Make a virtual environment with packages; returns the folder of its commands."""
+    """Create a virtual environment with packages. Return the folder of its commands."""
     run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
     pip = (folder / "bin/python", "-m", "pip", "install", "--quiet", "-c", constraints)
     run(*pip, *wanted, cwd=folder.parent)
@@ -144,7 +145,7 @@ def environment(folder: Path, constraints: Path, *wanted: object) -> Path:
 
 
 def build(tools: Path, tree: Path, work: Path) -> list[Path]:
-    """Build an sdist, and from it a wheel for old C libraries; returns both, checked."""
+    """Build an sdist, and from it a wheel for old C libraries. Check and return both."""
     built, out = work / "built", work / "dist"
     python = tools / "python"
     run(python, "-m", "build", "--no-isolation", "--outdir", built, tree, cwd=work)
@@ -152,7 +153,7 @@ def build(tools: Path, tree: Path, work: Path) -> list[Path]:
     if "-cp311-abi3-linux_" not in wheel.name:
         raise Refused(f"expected a wheel cp311-abi3-linux, got {wheel.name}; is there a compiler?")
     place = f"{GLIBC}_{platform.machine()}"
-    path = f"PATH={tools}:/usr/bin:/bin"  # auditwheel looks for patchelf there
+    path = f"PATH={tools}:/usr/bin:/bin"  # auditwheel searches for patchelf in PATH
     audit = ("env", path, python, "-m", "auditwheel")
     run(*audit, "repair", "--plat", place, "--wheel-dir", out, wheel, cwd=work)
     shutil.copy(sdist, out)
@@ -182,7 +183,7 @@ def attempt(commands: Path, work: Path, version: str) -> None:
 
 
 def release(root: Path, version: str, rehearse: bool, work: Path) -> None:
-    """Do all of it in ``work``, and then, if it is no rehearsal, in the tree."""
+    """Run all steps in ``work``, and then, unless this is a rehearsal, in the tree."""
     look(root, version)
     tree, constraints = work / "tree", root / "constraints.txt"
     prepare(root, tree, version, datetime.now(UTC).date().isoformat())
@@ -209,7 +210,7 @@ def release(root: Path, version: str, rehearse: bool, work: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Carry out the command; returns the exit status."""
+    """Run the command, and return the exit status."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,6 +1,6 @@
-"""Let an sdist hold `collector` and `storage` once, and the links to them, as a checkout does.
+"""Build sdists that contain `collector` and `storage` once, with links to them, as in a checkout.
 
-With TALLYROLL_DEBUG=1 the extensions are built to be tested: see CONTRIBUTING.
+TALLYROLL_DEBUG=1 builds the extensions for testing: see CONTRIBUTING.
 """
 
 import os
@@ -15,10 +15,10 @@ _DEBUG = ["-O1", "-g", "-fno-omit-frame-pointer", "-DTALLYROLL_DEBUG", _SANITIZE
 
 
 class Checked(build_ext):
-    """Builds extensions that check what they read and write, where that is asked for."""
+    """Builds extensions that check their reads and writes, if TALLYROLL_DEBUG asks for it."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Build one."""
+        """Build one extension."""
         if os.environ.get("TALLYROLL_DEBUG", "0") != "0":
             ext.extra_compile_args += _DEBUG
             ext.extra_link_args += [_SANITIZERS]
@@ -27,10 +27,10 @@ class Checked(build_ext):
 
 
 class WithLinks(sdist):
-    """Copies each file from where it is, and makes the links of `src/tallyroll` again."""
+    """Copies each file once, from its real location, and recreates the links of `src/tallyroll`."""
 
     def make_release_tree(self, base_dir: str, files: Any) -> None:
-        """Make the tree that is packed."""
+        """Create the tree of the sdist."""
         super().make_release_tree(base_dir, [os.path.relpath(os.path.realpath(f)) for f in files])
         for name in ("collector", "storage"):
             link = os.path.join("src", "tallyroll", name)

@@ -1,7 +1,7 @@
-"""What does collecting cost beside the raw loop of ``env.step`` and the policy?
+"""Compare the time of collecting with the raw loop of ``env.step`` and the policy.
 
-Run ``python benchmarks/collect.py``. Each case is played in interleaved rounds; the ratio printed
-is the raw loop's median time for a true transition over the contender's.
+Run ``python benchmarks/collect.py``. Each case runs in interleaved rounds. The printed ratio is the
+raw loop's median time per true transition divided by the contender's.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def parse_args() -> argparse.Namespace:
     if set(wanted) - set(KNOWN) or set(args.policies) - set(POLICIES):
         parser.error(f"cases are {', '.join(KNOWN)}; policies are {', '.join(POLICIES)}")
     if args.quick:
-        # Tianshou compiles helpers that collecting does not use for 9 s when first imported
+        # On its first import, Tianshou compiles helpers for 9 s that collecting does not use.
         os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
         args.rounds, args.seconds = 2, 0.01
         args.cases = [dataclasses.replace(case, frames=16 * case.lanes) for case in args.cases]
@@ -82,7 +82,7 @@ def play(work: Work, args: argparse.Namespace) -> list[Result]:
 
 
 def main() -> None:
-    """Play every case with every policy."""
+    """Run every case with every policy."""
     args = parse_args()
     prepare()
     print_setting()

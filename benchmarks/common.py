@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved rounds, medians, tables, and a line about the machine."""
+"""Shared code of the benchmarks: interleaved rounds, medians, tables, facts about the machine."""
 
 from __future__ import annotations
 
@@ -45,31 +45,31 @@ console = Console(width=132, highlight=False)
 
 @dataclass(frozen=True)
 class Tally:
-    """What a contender did: transitions executed (reset slots excluded) and vector steps made."""
+    """Work of a contender: transitions executed (without reset slots) and vector steps made."""
 
     transitions: float
     vector_steps: float
 
     def __add__(self, other: Tally) -> Tally:
-        """Return both together."""
+        """Return the sum of both."""
         return Tally(self.transitions + other.transitions, self.vector_steps + other.vector_steps)
 
 
 class Contender(ABC):
-    """One way of doing the work; it is set up once and then advanced round by round."""
+    """One way of doing the work. It is set up once and then advanced round by round."""
 
     name: str
 
     def begin_round(self) -> None:
-        """Get going, where that takes more than a call; not timed."""
+        """Start background work, if the contender has any. Not timed."""
         return
 
     def end_round(self) -> None:
-        """Come to rest, where something goes on beyond a call; not timed."""
+        """Stop background work, if the contender has any. Not timed."""
         return
 
     def make_ready(self) -> None:
-        """Get ready for the next ``advance``; not timed."""
+        """Prepare for the next ``advance``. Not timed."""
         return
 
     @abstractmethod
@@ -78,7 +78,7 @@ class Contender(ABC):
 
     @abstractmethod
     def tally(self) -> Tally:
-        """Return what the last ``advance`` did."""
+        """Return the work of the last ``advance``."""
 
     def close(self) -> None:
         """Release environments and files."""
@@ -87,7 +87,7 @@ class Contender(ABC):
 
 @dataclass(frozen=True)
 class Round:
-    """A round: seconds on the clock, seconds of CPU time of this process, and what was done."""
+    """One round: wall-clock seconds, seconds of this process's CPU time, and the work done."""
 
     seconds: float
     own_seconds: float
@@ -103,7 +103,7 @@ class Result:
     per_vector_step: list[float] = field(default_factory=list)
     own_per_transition: list[float] = field(default_factory=list)
     plan: str = ""
-    """The way that each part of a Tallyroll run goes."""
+    """The fast path or fallback that each part of a Tallyroll run uses."""
 
     def add(self, played: Round) -> None:
         """Record one round."""
@@ -114,22 +114,22 @@ class Result:
 
     @property
     def transition_us(self) -> float:
-        """Median over the rounds, microseconds per transition."""
+        """Median over the rounds, in microseconds per transition."""
         return statistics.median(self.per_transition)
 
     @property
     def vector_step_us(self) -> float:
-        """Median over the rounds, microseconds per vector step."""
+        """Median over the rounds, in microseconds per vector step."""
         return statistics.median(self.per_vector_step)
 
     @property
     def own_us(self) -> float:
-        """Median over the rounds, microseconds of this process's CPU time per transition."""
+        """Median over the rounds of this process's CPU time, in microseconds per transition."""
         return statistics.median(self.own_per_transition)
 
     @property
     def spread(self) -> float:
-        """Half the distance between the quartiles, as a share of the median."""
+        """Half the interquartile range, as a fraction of the median."""
         if len(self.per_transition) < 3:
             return 0.0
         low, _, high = statistics.quantiles(self.per_transition, n=4)
@@ -137,14 +137,14 @@ class Result:
 
 
 def prepare() -> None:
-    """One thread for torch, and no warnings or log lines of other libraries between the figures."""
+    """Set torch to one thread, and silence warnings and log lines of other libraries."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
 
 def play_round(contender: Contender, seconds: float) -> Round:
-    """Advance until ``seconds`` have gone by; counting happens with the clock stopped."""
+    """Advance until ``seconds`` have passed. The clock is stopped while the work is counted."""
     elapsed, own, tally = 0.0, 0.0, Tally(0, 0)
     while elapsed < seconds:
         contender.make_ready()
@@ -157,7 +157,7 @@ def play_round(contender: Contender, seconds: float) -> Round:
 
 
 def interleave(contenders: Sequence[Contender], rounds: int, seconds: float) -> list[Result]:
-    """Play A B C … A B C …, so that a disturbance of the machine meets all of them.
+    """Run the contenders in the order A B C … A B C …, so that a disturbance affects all of them.
 
     Each contender is advanced once, untimed, before the first round.
     """
@@ -175,7 +175,7 @@ def interleave(contenders: Sequence[Contender], rounds: int, seconds: float) -> 
 
 
 def plan_of(contender: Contender) -> str:
-    """Return the ways of its collector's plan in one line; empty for a peer."""
+    """Return the paths of its collector's plan on one line, or an empty string for a peer."""
     plan = getattr(getattr(contender, "collector", None), "plan", None)
     if not hasattr(plan, "as_json"):
         return ""
@@ -183,7 +183,7 @@ def plan_of(contender: Contender) -> str:
 
 
 def play_and_close(contenders: Sequence[Contender], rounds: int, seconds: float) -> list[Result]:
-    """Let the contenders play, and close them whatever happens."""
+    """Run the contenders, and close them even if one fails."""
     with ExitStack() as stack:
         for contender in contenders:
             stack.callback(contender.close)
@@ -198,9 +198,9 @@ def print_results(
     units: tuple[str, str] = ("vector step", "transition"),
     more: Mapping[str, Callable[[Result], str]] | None = None,
 ) -> None:
-    """Print a table; the first result is the one that the others are compared with.
+    """Print a table that compares all results with the first one.
 
-    ``more`` are further columns, by their headings.
+    ``more`` maps headings of additional columns to functions of a result.
     """
     more = more or {}
     table = Table(title=title, title_justify="left")
@@ -225,12 +225,12 @@ def print_results(
 
 
 def ratio(reference: Result, result: Result) -> float:
-    """Ratio of medians: 1 is as fast as the reference, 0.5 takes twice as long a transition."""
+    """Ratio of medians: 1 is as fast as the reference, 0.5 takes twice as long per transition."""
     return reference.transition_us / result.transition_us
 
 
 def comparisons(results: Sequence[Result], pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """Say how the contenders of each pair, where both played, stand to each other."""
+    """Return a line for each pair of which both contenders ran, comparing the two."""
     by_name = {result.name: result for result in results}
     return [
         f"{one}: {ratio(by_name[other], by_name[one]):.2f} times the speed of {other}"
@@ -240,7 +240,7 @@ def comparisons(results: Sequence[Result], pairs: Iterable[tuple[str, str]]) -> 
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions of what is compared; a missing package is left out."""
+    """Return the installed versions of the compared packages. Missing packages are left out."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -251,12 +251,12 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the figures depend on beside the versions."""
+    """Return the other facts about the machine that affect the figures."""
     return {"cpus": os.cpu_count(), "arch": platform.machine(), "system": platform.system()}
 
 
 def print_setting() -> None:
-    """Print the machine and the versions in two lines."""
+    """Print the machine and the versions on two lines."""
     console.print(" ".join(f"{key}={value}" for key, value in machine().items()))
     console.print(" ".join(f"{key}={value}" for key, value in versions().items()))
 

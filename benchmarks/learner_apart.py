@@ -1,8 +1,8 @@
-"""The whole loops of `small_batches.py` with the gradient step timed apart from all else.
+"""Run the whole loops of `small_batches.py`, with the gradient step timed separately.
 
-A gradient step of 10 ms varies by more than the loops around it differ. Here all contenders are in
-one process, around one learner, in blocks of steps whose order is drawn; medians, and their
-standard errors in brackets.
+The time of a gradient step of 10 ms varies by more than the difference between the loops. Here all
+contenders run in one process, around one learner, in blocks of steps in random order. The output
+gives medians, with standard errors in parentheses.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from small_batch_loops import TASKS, Loop, contenders
 from small_batch_steps import RING
 
 STEPS = 12
-"""Of a block."""
+"""Steps of a block."""
 UNCOUNTED = 2
-"""Blocks of each contender at first."""
+"""Warm-up blocks of each contender, which are not counted."""
 
 
 def block(loop: Loop) -> tuple[float, float]:
-    """Return median seconds of a vector step: all but the gradient step, and the gradient step."""
+    """Return median seconds per vector step, without the gradient step and of the gradient step."""
     times = np.zeros((STEPS, 4))
     for row in times:
         row[0] = perf_counter()
@@ -41,7 +41,7 @@ def block(loop: Loop) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Play, and print a line a contender."""
+    """Run all blocks, and print one line per contender."""
     parser = argparse.ArgumentParser(description=__doc__)
     names = [task.name for task in TASKS]
     parser.add_argument("--only", default=",".join(names), help=f"of {','.join(names)}")

@@ -1,4 +1,4 @@
-"""The raw loop, which everything is compared with, and Tallyroll's collector on the same work."""
+"""The raw loop, which is the reference, and Tallyroll's collector on the same work."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ ENV_ID = "CartPole-v1"
 RING_BATCHES = 16
 OBSERVATION, ACTIONS, HIDDEN = 4, 2, 64
 ROW = (16, 8, 16, 4, 1, 1, 1, 8, 8, 4, 8)
-"""Bytes of the eleven columns of a CartPole row."""
+"""Bytes of a CartPole row in all eleven columns."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """An environment to collect from: how many lanes, stepped by whom, in batches of what size."""
+    """An environment to collect from: number of lanes, kind of vector, and batch size."""
 
     name: str
     lanes: int
@@ -45,13 +45,13 @@ class Case:
 
     @property
     def block(self) -> int:
-        """Vector steps in a batch; random actions are drawn for so many steps at a time."""
+        """Vector steps of a batch. Random actions are drawn for this many steps at a time."""
         return self.frames // self.lanes
 
 
 @dataclass(frozen=True)
 class Work:
-    """A case, the kind of policy (``random``, ``sampled``, ``argmax``), and a place for files."""
+    """A case, the kind of policy (``random``, ``sampled``, ``argmax``), and a folder for files."""
 
     case: Case
     policy: str
@@ -59,13 +59,13 @@ class Work:
 
     @property
     def title(self) -> str:
-        """What stands above its table."""
+        """The title of its table."""
         case = self.case
         return f"{case.name}: {case.lanes} lanes, {self.policy}, batches of {case.frames}"
 
 
 def records_of(work: Work, results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Return the results as plain records; the first is the raw loop's."""
+    """Return the results as plain records. The first result is the raw loop's."""
     return [
         {
             "case": work.case.name,
@@ -84,7 +84,7 @@ def records_of(work: Work, results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def make_vector_env(case: Case, mode: AutoresetMode = AutoresetMode.NEXT_STEP) -> VectorEnv:
-    """Build the case's vector environment; the native one knows NEXT_STEP only."""
+    """Create the case's vector environment. The native one supports only NEXT_STEP."""
     if case.native:
         return gym.make_vec(case.env_id, case.lanes, vectorization_mode="vector_entry_point")
     return gym.make_vec(
@@ -100,7 +100,7 @@ class Mlp(torch.nn.Module):
     """Two tanh layers of 64: observation ``[lanes, 4]`` to action ``[lanes]``."""
 
     def __init__(self, *, sample: bool) -> None:
-        """Build the layers; ``sample`` draws the action, otherwise the best one is taken."""
+        """Build the layers. ``sample`` draws the action; otherwise the best one is taken."""
         super().__init__()
         self.sample = sample
         self.logits = torch.nn.Sequential(
@@ -112,7 +112,7 @@ class Mlp(torch.nn.Module):
         )
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        """Return one action a lane, int64."""
+        """Return one action per lane, int64."""
         logits = self.logits(observation)
         if self.sample:
             return torch.multinomial(logits.softmax(-1), 1).squeeze(-1)
@@ -120,7 +120,7 @@ class Mlp(torch.nn.Module):
 
 
 def make_policy(kind: str) -> TensorDictModule | None:
-    """Return the policy module, or None for random actions; the same weights every time."""
+    """Return the policy module, or None for random actions. The weights are always the same."""
     if kind == "random":
         return None
     torch.manual_seed(0)
@@ -130,10 +130,10 @@ def make_policy(kind: str) -> TensorDictModule | None:
 
 
 class RawLoop(Contender):
-    """``env.step`` and the policy with nothing around them; subclasses choose the actions.
+    """``env.step`` and the policy without any overhead. Subclasses choose the actions.
 
-    The loop does not look at what it gets, so it cannot count reset slots either. Their share is
-    found beforehand, on the same work, by ``count_reset_share``.
+    The loop does not look at what the environment returns, so it cannot count reset slots.
+    ``count_reset_share`` finds their share beforehand, on the same work.
     """
 
     def __init__(self, work: Work, env: VectorEnv | None = None) -> None:
@@ -144,7 +144,7 @@ class RawLoop(Contender):
         self.reset_share = 0.0
 
     def tally(self) -> Tally:
-        """Return the block's slots less the expected reset slots."""
+        """Return the slots of the block minus the expected reset slots."""
         return Tally(self.case.frames * (1 - self.reset_share), self.case.block)
 
     def close(self) -> None:
@@ -160,12 +160,12 @@ def draw_actions(space: gym.Space, rng: np.random.Generator, slots: tuple[int, i
 
 
 class RawRandom(RawLoop):
-    """Random actions, drawn a block at a time as Tallyroll draws them."""
+    """Random actions, drawn one block at a time as in Tallyroll."""
 
     name = "raw"
 
     def __init__(self, work: Work, env: VectorEnv | None = None) -> None:
-        """Build the environment and a generator of the loop's own."""
+        """Create the environment and a random generator for this loop."""
         super().__init__(work, env)
         self.rng = np.random.default_rng(0)
 
@@ -189,15 +189,15 @@ class RawSample(RawLoop):
 
 
 class RawWriting(RawRandom):
-    """The raw loop, and as many bytes as a row has written to files that grow: the floor.
+    """Lower bound: the raw loop, which also writes as many bytes as a row has to growing files.
 
-    Nothing is gathered or numbered, the bytes are always the same.
+    It gathers and numbers nothing, and always writes the same bytes.
     """
 
     name = "raw + bare files (floor)"
 
     def __init__(self, work: Work) -> None:
-        """Build the environment, and a file a column."""
+        """Create the environment, and one file per column."""
         super().__init__(work)
         self.arrays = [np.ones((work.case.frames, width), np.uint8) for width in ROW]
         self.files = [
@@ -207,7 +207,7 @@ class RawWriting(RawRandom):
         self.blocks = 0
 
     def advance(self) -> None:
-        """Step one block, write its rows."""
+        """Step one block and write its rows."""
         super().advance()
         for file, array in zip(self.files, self.arrays, strict=True):
             at = self.blocks * array.nbytes
@@ -223,12 +223,12 @@ class RawWriting(RawRandom):
 
 
 class RawPolicy(RawLoop):
-    """The policy module on one TensorDict that is used again at every step."""
+    """The policy module on one TensorDict that every step reuses."""
 
     name = "raw"
 
     def __init__(self, work: Work, policy: TensorDictModule, env: VectorEnv | None = None) -> None:
-        """Build the environment and the TensorDict."""
+        """Create the environment and the TensorDict."""
         super().__init__(work, env)
         self.policy = policy
         self.data = TensorDict(
@@ -247,15 +247,15 @@ class RawPolicy(RawLoop):
 
 
 def make_raw(work: Work, policy: TensorDictModule | None, env: VectorEnv | None = None) -> RawLoop:
-    """Return the reference: random actions or the policy, with nothing around them."""
+    """Return the reference loop: only random actions or the policy."""
     return RawRandom(work, env) if policy is None else RawPolicy(work, policy, env)
 
 
 def count_reset_share(loop: RawLoop, blocks: int) -> float:
-    """Return the share of slots that are resets, looked at one by one in ``blocks`` blocks.
+    """Return the share of slots that are resets, counted one by one in ``blocks`` blocks.
 
-    The loop is used up: an environment whose ``step`` was replaced once stays a few per cent
-    slower for good (its attributes leave the interpreter's fast path), so it must not be timed.
+    Do not time the loop afterwards: an environment whose ``step`` was once replaced stays a few per
+    cent slower, because its attributes leave the interpreter's fast path.
     """
     step, ended, slots = loop.env.step, 0, 0
 
@@ -274,10 +274,10 @@ def count_reset_share(loop: RawLoop, blocks: int) -> float:
 
 
 class Collecting(Contender):
-    """One of Tallyroll's collectors, its batches dropped."""
+    """One of Tallyroll's collectors, whose batches are dropped."""
 
     def __init__(self, name: str, lanes: int, collector: Any, storage: Any = None) -> None:
-        """Begin to iterate over ``collector``; ``storage``, which it fills, is closed with it."""
+        """Start to iterate over ``collector``. ``storage``, which it fills, is closed with it."""
         self.name, self.lanes, self.collector, self.storage = name, lanes, collector, storage
         self.batches = iter(collector)
         self.counted = Tally(0, 0)
@@ -287,14 +287,14 @@ class Collecting(Contender):
         next(self.batches)
 
     def tally(self) -> Tally:
-        """Return what the collector's own ledger has gained since the last look."""
+        """Return the difference of the collector's ledger since the last call."""
         ledger = self.collector.ledger
         now = Tally(ledger.executed, ledger.slots / self.lanes)
         before, self.counted = self.counted, now
         return Tally(now.transitions - before.transitions, now.vector_steps - before.vector_steps)
 
     def close(self) -> None:
-        """Shut the collector down, and the environment with it."""
+        """Shut down the collector and its environment."""
         self.collector.shutdown()
         if self.storage is not None:
             self.storage.close()
@@ -303,9 +303,9 @@ class Collecting(Contender):
 def open_storage(
     work: Work, path: Path | None, ring: int | None
 ) -> tuple[str, MemmapStorage | None]:
-    """Make the storage at ``path``, and say so in words that follow a name.
+    """Create the storage at ``path``, and return it with a description to append to a name.
 
-    ``ring`` is how many batches it keeps, all of them by default.
+    ``ring`` is the number of batches that it keeps; by default it keeps all of them.
     """
     if path is None:
         return "", None
@@ -315,7 +315,7 @@ def open_storage(
 
 
 class Tallyroll(Collecting):
-    """``SyncCollector``; with a path, every row goes to disk as well."""
+    """``SyncCollector``. With a path, it also writes every row to disk."""
 
     def __init__(
         self,
@@ -327,7 +327,7 @@ class Tallyroll(Collecting):
         ring: int | None = None,
         **options: Any,
     ) -> None:
-        """Build a collector without an end on ``env``, by default the case's own.
+        """Create a collector without a budget on ``env``, by default the case's own.
 
         ``path`` and ``ring`` are those of ``open_storage``, ``options`` the collector's.
         """
@@ -345,7 +345,7 @@ class Tallyroll(Collecting):
 
 
 def raw_contenders(work: Work, policy: TensorDictModule | None, blocks: int) -> list[Contender]:
-    """Return the raw loops of this work, the reference first, with their reset slots known."""
+    """Return the raw loops for this work, the reference first, with their reset slots counted."""
     share = count_reset_share(make_raw(work, policy), blocks)
     loops = [make_raw(work, policy)]
     if policy is None:

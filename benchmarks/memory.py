@@ -1,8 +1,8 @@
-"""Does the process grow while rows go to disk? Run ``python benchmarks/memory.py``.
+"""Does the process grow while it writes rows to disk? Run ``python benchmarks/memory.py``.
 
-Five million CartPole rows from the native vector environment are written with a storage path. The
-process's own memory is ``RssAnon``: what it has allocated, without the pages of mapped files, which
-belong to the operating system's cache and come and go. Linux only.
+The script writes five million CartPole rows of the native vector environment to a storage path. The
+process's own memory is ``RssAnon``: the memory that it has allocated, without the pages of mapped
+files, which belong to the operating system's cache and come and go. Linux only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Sample:
-    """Memory after so many rows, in bytes: the process's own, and that of mapped files."""
+    """Memory after ``rows`` rows, in bytes: the process's own, and that of mapped files."""
 
     rows: int
     own: int
@@ -44,7 +44,7 @@ def read_memory(rows: int) -> Sample:
 
 
 def collect(path: Path, frames: int, batch: int) -> list[Sample]:
-    """Collect ``frames`` rows into ``path`` and look at the memory after every batch."""
+    """Collect ``frames`` rows into ``path`` and sample the memory after every batch."""
     samples = []
     env = GymnasiumVectorEnv(make_vector_env(CASE))
     with SyncCollector(
@@ -63,7 +63,7 @@ def bytes_on_disk(path: Path) -> int:
 
 
 def print_samples(samples: list[Sample]) -> None:
-    """Print first, median, last and largest, and the growth over the second half."""
+    """Print the first, median, last and largest sample, and the growth over the second half."""
     table = Table(title="memory after each batch, MiB", title_justify="left")
     for heading in ("", "own (RssAnon)", "mapped files (RssFile)"):
         table.add_column(heading, justify="right")
@@ -98,7 +98,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Collect, and print the memory and what lies on disk."""
+    """Collect, and print the memory and the size on disk."""
     args = parse_args()
     prepare()
     print_setting()

@@ -1,10 +1,10 @@
-"""What does ``collect(lanes)`` cost beside the loop of the same vector, in each autoreset mode?
+"""Compare ``collect(lanes)`` with the bare loop of the same vector, in each autoreset mode.
 
-Run ``python benchmarks/modes.py``. Each kind of vector is stepped bare and collected from, into a
-ring, with the same random actions; raw loops count no resets, so their share is found before.
-``--peers`` adds the loops of other libraries. Interleaved rounds, medians. ``--resets`` measures
-what seeds and options of resets cost instead: ids that are collected in batches, CPU time, the
-fastest fifth of rounds of 2,048 rows.
+Run ``python benchmarks/modes.py``. Each kind of vector is stepped without a collector, and with one
+that stores into a ring, with the same random actions. Raw loops do not count resets, so their share
+is found beforehand. ``--peers`` adds the loops of other libraries. Results are medians over
+interleaved rounds. ``--resets`` measures instead the cost of the seeds and options of resets:
+environment ids, collected in batches, in CPU time, over the fastest fifth of rounds of 2,048 rows.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ if TYPE_CHECKING:
 MODES = {"NEXT_STEP": AutoresetMode.NEXT_STEP, "SAME_STEP": AutoresetMode.SAME_STEP}
 MODES["DISABLED"] = AutoresetMode.DISABLED
 BLOCK = 64
-"""Calls in an ``advance``."""
+"""Calls per ``advance``."""
 RING = 10_000
 COUNTED = 20_000
-"""Slots in which the raw loop's resets are counted."""
+"""Slots over which the raw loop's resets are counted."""
 
 
 class Nested(gym.ObservationWrapper):
-    """CartPole's four numbers as two entries of a Dict."""
+    """CartPole's four numbers as two entries of a Dict space."""
 
     def __init__(self, env: gym.Env[Any, Any]) -> None:
-        """Declare both."""
+        """Declare both entries."""
         super().__init__(env)
         low, high = env.observation_space.low, env.observation_space.high  # type: ignore[attr-defined]
         box = gym.spaces.Box
@@ -67,28 +67,28 @@ class Nested(gym.ObservationWrapper):
         )
 
     def observation(self, observation: Any) -> Any:
-        """Return both parts."""
+        """Return both entries."""
         return {"cart": observation[:2], "pole": observation[2:]}
 
 
 class Informed(gym.Wrapper[Any, Any, Any, Any]):
-    """A number in each info."""
+    """Adds a number to each info."""
 
     def step(self, action: Any) -> Any:
-        """Step, and report."""
+        """Step, and add the number."""
         *step, info = self.env.step(action)
         info["speed"] = step[0][1]
         return *step, info
 
     def reset(self, **options: Any) -> Any:
-        """Reset, and report."""
+        """Reset, and add the number."""
         observation, info = self.env.reset(**options)
         info["speed"] = observation[1]
         return observation, info
 
 
 def cartpole(*wrappers: Callable[[Any], Any]) -> gym.Env[Any, Any]:
-    """One environment in wrappers of a lane."""
+    """Return one CartPole environment with the given wrappers."""
     env = gym.make("CartPole-v1")
     for wrap in wrappers:
         env = wrap(env)
@@ -101,17 +101,17 @@ def sync(lanes: int, mode: str, *wrappers: Any) -> SyncVectorEnv:
 
 
 def in_processes(lanes: int, mode: str) -> AsyncVectorEnv:
-    """Return Gymnasium's vector of a process a lane."""
+    """Return Gymnasium's vector with one process per lane."""
     return AsyncVectorEnv([cartpole] * lanes, autoreset_mode=MODES[mode])
 
 
 def with_statistics(lanes: int, mode: str) -> Any:
-    """Return the vector with statistics of episodes in its infos."""
+    """Return the vector with episode statistics in its infos."""
     return gym.wrappers.vector.RecordEpisodeStatistics(sync(lanes, mode))
 
 
 def wrapped(lanes: int, mode: str) -> Any:
-    """Return the vector with its rewards clipped."""
+    """Return the vector with clipped rewards."""
     return gym.wrappers.vector.ClipReward(sync(lanes, mode), -1, 1)
 
 
@@ -131,13 +131,13 @@ def of_envpool(lanes: int, mode: str) -> Any:
 
 @dataclass(frozen=True)
 class Kind:
-    """A vector that users have, and the infos that they ask for."""
+    """A vector that users have, and the infos to store."""
 
     make: Callable[[int, str], Any]
     infos: tuple[str | Info, ...] = ()
     modes: Sequence[str] = tuple(MODES)
     package: str = ""
-    """The library that it is of, if that is not Gymnasium: no seeds at its resets."""
+    """The library of the vector, if it is not Gymnasium; its resets then take no seeds."""
 
 
 KINDS = {
@@ -153,12 +153,12 @@ KINDS = {
 
 
 class Stepping(Contender):
-    """The vector's own loop; lanes that ended are reset by mask where it leaves that to us."""
+    """The vector's own loop, which resets finished lanes by mask if the vector does not."""
 
     name = "raw"
 
     def __init__(self, kind: Kind, lanes: int, mode: str) -> None:
-        """Make and reset the vector, and find the share of its reset slots."""
+        """Create and reset the vector, and find the share of its reset slots."""
         self.env, self.lanes = kind.make(lanes, mode), lanes
         self.masks = mode == "DISABLED"
         self.rng = np.random.default_rng(0)
@@ -181,7 +181,7 @@ class Stepping(Contender):
                     env.reset(options={"reset_mask": ended})
 
     def tally(self) -> Tally:
-        """Return the slots less the expected reset slots."""
+        """Return the slots minus the expected reset slots."""
         return Tally(BLOCK * self.lanes * (1 - self.share), BLOCK)
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class Stepping(Contender):
 
 
 class Collecting(Contender):
-    """``collect(n)`` from the vector, ``more`` rows than a step of all lanes makes."""
+    """``collect(n)`` from the vector, where n is a step of all lanes plus ``more`` rows."""
 
     def __init__(self, kind: Kind, lanes: int, mode: str, scratch: Path, more: int = 0) -> None:
         """Fill the ring."""
@@ -217,7 +217,7 @@ class Collecting(Contender):
             collect(count)
 
     def tally(self) -> Tally:
-        """Return what was stored."""
+        """Return the stored rows."""
         return Tally(BLOCK * self.count, BLOCK)
 
     def close(self) -> None:
@@ -227,7 +227,7 @@ class Collecting(Contender):
 
 
 class CleanRL(Peer):
-    """A SAME_STEP vector and Stable-Baselines3's buffer, as CleanRL's off-policy scripts."""
+    """A SAME_STEP vector and Stable-Baselines3's buffer, as in CleanRL's off-policy scripts."""
 
     name = "CleanRL's structure"
 
@@ -262,7 +262,7 @@ class CleanRL(Peer):
 
 
 class Tianshou(TianshouBatches):
-    """The same, a vector step a call: ``Collector.collect(n_step=lanes)``."""
+    """The same with one vector step per call: ``Collector.collect(n_step=lanes)``."""
 
     def advance(self) -> None:
         """Collect a block, call by call."""
@@ -271,7 +271,7 @@ class Tianshou(TianshouBatches):
 
 
 def peers_of(lanes: int, scratch: Path) -> tuple[list[Contender], list[str]]:
-    """Return other libraries' loops, and remarks on those that are not installed."""
+    """Return the loops of other libraries, and a remark for each one that is not installed."""
     work = Work(Case("modes", lanes, native=False, frames=BLOCK * lanes), "random", scratch)
     return installed(
         {
@@ -308,10 +308,10 @@ def parse_args() -> argparse.Namespace:
 
 
 class Rounds(Contender):
-    """A contender that advances several blocks at a time: a round has a number of calls."""
+    """Advances a contender by several blocks at a time: a round has a fixed number of calls."""
 
     def __init__(self, inner: Any, blocks: int) -> None:
-        """Take its name, and its collector for the line of its plan."""
+        """Take over its name, and its collector for the line about its plan."""
         self.inner, self.blocks, self.name = inner, blocks, inner.name
         self.collector = getattr(inner, "collector", None)
 
@@ -321,7 +321,7 @@ class Rounds(Contender):
             self.inner.advance()
 
     def tally(self) -> Tally:
-        """Return what all of them did."""
+        """Return the work of all blocks."""
         one = self.inner.tally()
         return Tally(one.transitions * self.blocks, one.vector_steps * self.blocks)
 
@@ -331,12 +331,12 @@ class Rounds(Contender):
 
 
 def beside(raw: Result, result: Result, rows: int) -> float:
-    """Microseconds more than the raw loop for as many rows as a call has."""
+    """Return the additional microseconds over the raw loop, for the rows of one call."""
     return rows * (result.transition_us - raw.transition_us)
 
 
 def compared(kind: str, mode: str, lanes: int, scratch: Path, args: argparse.Namespace) -> Any:
-    """Play one table, print it, and return its figures."""
+    """Run one table, print it, and return its figures."""
     counts = {"raw": lanes}
     found: list[Contender] = [Stepping(KINDS[kind], lanes, mode)]
     for more in (0, 1):
@@ -371,7 +371,7 @@ def compared(kind: str, mode: str, lanes: int, scratch: Path, args: argparse.Nam
     ]
 
 
-# --- what resets are given ------------------------------------------------------------------------
+# --- seeds and options of resets ------------------------------------------------------------------
 
 GIVEN: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -384,35 +384,35 @@ GIVEN: dict[str, dict[str, Any]] = {
 
 
 class Given:
-    """A loop whose resets are given something; its CPU time, and the resets in it."""
+    """A loop whose resets get seeds or options. Records its CPU time and its resets."""
 
     def __init__(self, given: str, lanes: int) -> None:
-        """Begin without any round."""
+        """Start with no rounds."""
         self.given, self.lanes = given, lanes
         self.cpu: list[float] = []
         self.resets: list[int] = []
 
     def play(self) -> int:
-        """Step 2,048 rows, and return the resets of lanes."""
+        """Step 2,048 rows, and return the number of lane resets."""
         raise NotImplementedError
 
     @property
     def fastest(self) -> float:
-        """The mean CPU time of the fastest fifth of its rounds."""
+        """The mean CPU time of the fastest fifth of the rounds."""
         return float(np.mean(sorted(self.cpu)[: max(1, len(self.cpu) // 5)]))
 
     def round(self) -> None:
-        """Play, with the clock of this thread."""
+        """Play, and measure the CPU time of this thread."""
         start = time.thread_time()
         self.resets.append(self.play())
         self.cpu.append(time.thread_time() - start)
 
 
 class GivenRaw(Given):
-    """The lanes of a vector, stepped and reset by hand, with seeds and options that are ready."""
+    """The lanes of a vector, stepped and reset by hand, with seeds and options made beforehand."""
 
     def __init__(self, *how: Any) -> None:
-        """Make lanes, seeds and actions."""
+        """Create lanes, seeds and actions."""
         super().__init__(*how)
         self.envs = [cartpole() for _ in range(self.lanes)]
         self.rng = np.random.default_rng(0)
@@ -438,7 +438,7 @@ class GivenOurs(Given):
     """Batches of a collector."""
 
     def __init__(self, *how: Any) -> None:
-        """Make it, and collect a batch."""
+        """Create the collector, and collect a batch."""
         super().__init__(*how)
         resets = Resets(**GIVEN[self.given])
         self.collector = SyncCollector(
@@ -460,7 +460,7 @@ class GivenOurs(Given):
 
 
 def given(lanes: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Print and return what each thing given costs a reset."""
+    """Print and return the cost per reset of each kind of seeds and options."""
     kinds: tuple[type[Given], ...] = (GivenRaw, GivenOurs)
     loops = [{name: kind(name, lanes) for name in GIVEN} for kind in kinds]
     for _ in range(max(5, args.calls // 2048)):
@@ -482,7 +482,7 @@ def given(lanes: int, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure every table that was asked for."""
+    """Measure every selected table."""
     args = parse_args()
     prepare()
     print_setting()

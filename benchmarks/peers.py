@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from torchrl.envs import EnvBase
 
 BATCHES_HELD = 16
-"""Batches that a peer's buffer holds: a ring, so that its pages stay warm."""
+"""Batches that a peer's buffer holds. It is a ring, so that its pages stay warm."""
 
 
 class Peer(Contender):
-    """A peer resets finished lanes itself: every slot is a transition."""
+    """A peer resets finished lanes by itself, so every slot is a transition."""
 
     def __init__(self, case: Case) -> None:
-        """Remember the case."""
+        """Store the case."""
         self.case = case
 
     @property
     def capacity(self) -> int:
-        """Rows that the peer's buffer holds."""
+        """Number of rows that the peer's buffer holds."""
         return BATCHES_HELD * self.case.frames
 
     def tally(self) -> Tally:
@@ -39,7 +39,7 @@ class Peer(Contender):
 
 
 def torchrl_env(case: Case) -> EnvBase:
-    """The case's vector in TorchRL's wrapper, in the one autoreset mode that it has right."""
+    """The case's vector in TorchRL's wrapper, in the only autoreset mode that it gets right."""
     from torchrl.envs import GymWrapper
 
     env = make_vector_env(case, AutoresetMode.DISABLED)
@@ -52,7 +52,7 @@ class TorchRL(Peer):
     def __init__(
         self, work: Work, policy: TensorDictModule | None, *, memmap: bool = False
     ) -> None:
-        """Build the collector, with a replay buffer on memory-mapped storage if ``memmap``."""
+        """Create the collector, with a replay buffer on memory-mapped storage if ``memmap``."""
         from torchrl.collectors import Collector
         from torchrl.data import LazyMemmapStorage, ReplayBuffer
 
@@ -74,8 +74,9 @@ class TorchRL(Peer):
     def advance(self) -> None:
         """Collect one batch ``[lanes, time]`` and extend the buffer with its rows.
 
-        Given to the collector as ``replay_buffer=``, the buffer would hold a lane for a row, or
-        with a ``postproc`` that makes rows, be extended from a lazy stack, which is far slower.
+        If the buffer were passed to the collector as ``replay_buffer=``, it would store one lane as
+        one row. With a ``postproc`` that makes rows, it would be extended from a lazy stack, which
+        is much slower.
         """
         data = next(self.batches)
         if self.buffer is not None:
@@ -87,12 +88,12 @@ class TorchRL(Peer):
 
 
 def single_envs(lanes: int) -> list[Callable[[], gym.Env]]:
-    """Return one factory a lane, for the peers' own vector classes."""
+    """Return one factory per lane, for the peers' own vector classes."""
     return [lambda: gym.make(ENV_ID)] * lanes
 
 
 class StableBaselines3Replay(Peer):
-    """A loop over ``DummyVecEnv`` with ``ReplayBuffer.add``, actions drawn a block at a time."""
+    """A loop over ``DummyVecEnv`` with ``ReplayBuffer.add``; actions are drawn block by block."""
 
     name = "Stable-Baselines3 + ReplayBuffer"
 
@@ -114,7 +115,7 @@ class StableBaselines3Replay(Peer):
         self.observation = self.env.reset()
 
     def advance(self) -> None:
-        """Step one block and store it, with the final observation where an episode ended."""
+        """Step one block and store it, with the final observation if an episode ended."""
         observation = self.observation
         for action in self.rng.integers(ACTIONS, size=(self.case.block, self.case.lanes)):
             following, reward, done, infos = self.env.step(action)
@@ -138,7 +139,7 @@ class StableBaselines3Ppo(Peer):
     name = "Stable-Baselines3 PPO rollout"
 
     def __init__(self, work: Work) -> None:
-        """Build the algorithm; its own default policy has two tanh layers of 64 as well."""
+        """Create the algorithm. Its default policy has two tanh layers of 64 as well."""
         from stable_baselines3 import PPO
         from stable_baselines3.common.logger import Logger
         from stable_baselines3.common.vec_env import DummyVecEnv
@@ -146,8 +147,8 @@ class StableBaselines3Ppo(Peer):
         super().__init__(work.case)
         env = DummyVecEnv(single_envs(work.case.lanes))
         self.ppo = PPO("MlpPolicy", env, n_steps=work.case.block, device="cpu", seed=0)
-        self.ppo.set_logger(Logger(None, []))  # its own would make a folder
-        # learn() would train in between; this is what it calls before its first rollout
+        self.ppo.set_logger(Logger(None, []))  # the default logger would create a folder
+        # learn() would train between rollouts; it calls this before its first rollout.
         _, self.callback = self.ppo._setup_learn(10**9)
 
     def advance(self) -> None:
@@ -177,7 +178,7 @@ class TianshouActor(torch.nn.Module):
     def forward(
         self, obs: np.ndarray, state: Any = None, info: Any = None
     ) -> tuple[torch.Tensor, Any]:
-        """Return logits ``[lanes, 2]`` and the state as it came."""
+        """Return logits ``[lanes, 2]`` and the state unchanged."""
         return self.layers(torch.from_numpy(obs)), state
 
 
@@ -187,7 +188,7 @@ class Tianshou(Peer):
     name = "Tianshou + VectorReplayBuffer"
 
     def __init__(self, work: Work) -> None:
-        """Build the collector; random actions are its own ``random=True``."""
+        """Create the collector. Random actions use its own ``random=True``."""
         from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
         from tianshou.data import Collector, VectorReplayBuffer
         from tianshou.env import DummyVectorEnv
@@ -217,7 +218,7 @@ class Tianshou(Peer):
 def peer_contenders(
     work: Work, policy: TensorDictModule | None
 ) -> tuple[list[Contender], list[str]]:
-    """Return the peers that can do this work, and a remark for each that is left out."""
+    """Return the peers that can do this work, and a remark for each one left out."""
     if work.case.native:
         return [], ["peers: none of them drives a Gymnasium vector_entry_point environment"]
     factories: dict[str, Callable[[], Contender]] = {
@@ -235,7 +236,7 @@ def peer_contenders(
 def installed(
     factories: Mapping[str, Callable[[], Contender]],
 ) -> tuple[list[Contender], list[str]]:
-    """Build the contenders whose libraries are there, and return a remark on each of the others."""
+    """Build the contenders whose libraries are installed, and return remarks on the others."""
     peers, remarks = [], []
     for name, factory in factories.items():
         try:

@@ -1,4 +1,4 @@
-"""Contenders with processes of their own: at rest while others play, and gone at the end."""
+"""Contenders with processes of their own, which idle while others run and are gone at the end."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from common import Tally
 
 LOOK = 0.05
-"""Seconds between two looks at what processes have used."""
+"""Seconds between two checks of the CPU time of processes."""
 IDLE = 0.02
-"""Seconds of CPU time in between that count as rest: two ticks of the kernel's clock."""
+"""CPU seconds between two checks that still count as idle: two ticks of the kernel's clock."""
 PATIENCE = 60.0
-"""Seconds after which processes should be at rest."""
+"""Seconds after which processes should be idle."""
 GRACE = 5.0
-"""Seconds that processes have to end by themselves."""
+"""Seconds that processes have to exit by themselves."""
 START = "forkserver"
-"""How all processes are started: quickly. What is measured does not depend on it."""
+"""Start method of all processes: a fast one. The measurements do not depend on it."""
 HEAVY = ["gymnasium", "torchrl.collectors", "torchrl.envs", "tallyroll.collector.multiprocess"]
-"""What the fork server imports, once for all processes."""
+"""Modules that the fork server imports once for all processes."""
 
 
 def family() -> set[psutil.Process]:
-    """All processes that descend from this one."""
+    """Return all descendants of this process."""
     return set(psutil.Process().children(recursive=True))
 
 
 def cpu_seconds(processes: Collection[psutil.Process]) -> float:
-    """CPU time that those of them which still run have used."""
+    """Return the CPU time that the processes that still run have used."""
     total = 0.0
     for process in processes:
         try:
@@ -51,7 +51,7 @@ def cpu_seconds(processes: Collection[psutil.Process]) -> float:
 
 
 def wait_for_rest(processes: Collection[psutil.Process]) -> None:
-    """Wait until the processes have done what they had been asked for."""
+    """Wait until the processes have finished the requested work."""
     deadline = time.monotonic() + PATIENCE
     used = cpu_seconds(processes)
     while time.monotonic() < deadline:
@@ -63,7 +63,7 @@ def wait_for_rest(processes: Collection[psutil.Process]) -> None:
 
 
 def end(processes: Collection[psutil.Process]) -> None:
-    """See to it that none of them is left."""
+    """Make sure that no process is left."""
     _, alive = psutil.wait_procs(processes, GRACE)
     for process in alive:
         process.kill()
@@ -72,13 +72,13 @@ def end(processes: Collection[psutil.Process]) -> None:
 
 @contextmanager
 def none_left() -> Iterator[None]:
-    """Start what processes are started with; whatever happens inside, nothing goes on behind it.
+    """Start the helpers that start processes, and make sure that no process is left at the end.
 
-    SIGTERM becomes an ordinary exit, so that it happens then too.
+    SIGTERM becomes an ordinary exit, so that the cleanup runs then too.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    # Importing TorchRL has set another method, for everyone.
+    # Importing TorchRL sets another start method globally.
     multiprocessing.set_start_method(START, force=True)
     multiprocessing.set_forkserver_preload(HEAVY)
     forkserver.ensure_running()
@@ -93,8 +93,8 @@ def none_left() -> Iterator[None]:
 class Apart(Contender):
     """A contender with processes of its own.
 
-    They may work ahead, which nobody should see or pay for: after a round the clock stands until
-    they are at rest, and a round begins with batches that are thrown away.
+    The processes may work ahead, which must not affect the measurements. After a round, the clock
+    is stopped until they are idle. Each round begins with batches that are thrown away.
 
     Args:
         make: builds the contender and starts its processes.
@@ -102,7 +102,7 @@ class Apart(Contender):
     """
 
     def __init__(self, make: Callable[[], Contender], ahead: int = 1) -> None:
-        """Build it and let it make a first batch, which takes as long as starting takes."""
+        """Build the contender and let it make a first batch, which includes the time to start."""
         before = family()
         try:
             self.inner = make()
@@ -115,13 +115,13 @@ class Apart(Contender):
         self.processes = family() - before
 
     def begin_round(self) -> None:
-        """Throw away what was made ahead."""
+        """Throw away the batches that were made ahead."""
         for _ in range(self.ahead):
             self.inner.advance()
         self.inner.tally()
 
     def end_round(self) -> None:
-        """Wait until nothing is made any more."""
+        """Wait until the processes are idle."""
         wait_for_rest(self.processes)
 
     def advance(self) -> None:
@@ -129,11 +129,11 @@ class Apart(Contender):
         self.inner.advance()
 
     def tally(self) -> Tally:
-        """Return what the last ``advance`` did."""
+        """Return the work of the last ``advance``."""
         return self.inner.tally()
 
     def close(self) -> None:
-        """Close it; what is then still there is killed."""
+        """Close the contender, and kill processes that still run."""
         try:
             self.inner.close()
         finally:

@@ -1,8 +1,9 @@
 """Where does the rest of the time go? Run ``python benchmarks/profile_loop.py --case sync64``.
 
-First the shares, from two clocks around ``env.step`` and the policy: whatever remains is the loop's
-own and, with ``--storage``, the writing. Then the most expensive functions as cProfile sees them,
-which slows Python code down and compiled code not at all: use it to find, not to measure.
+The script first prints shares of time, from two clocks around ``env.step`` and the policy. The
+remainder is the loop's own time and, with ``--storage``, the time for writing. Then it prints the
+most expensive functions according to cProfile. Profiling slows down Python code but not compiled
+code, so use the profile to find slow functions, not to measure them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Clock:
         self.seconds = 0.0
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` with this clock running while it is called."""
+        """Return ``function`` wrapped so that this clock runs while it is called."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
@@ -48,7 +49,7 @@ class Clock:
 class ClockedEnv(VectorWrapper):
     """A vector environment with a clock around its step.
 
-    A wrapper, because replacing ``step`` on the environment itself would slow it down.
+    This is a wrapper because replacing ``step`` on the environment itself would slow it down.
     """
 
     def __init__(self, env: VectorEnv, clock: Clock) -> None:
@@ -62,7 +63,7 @@ class ClockedEnv(VectorWrapper):
 
 
 def collector_with_clocks(work: Work, path: Path | None) -> tuple[Tallyroll, Clock, Clock]:
-    """Build Tallyroll with one clock around the environment's step and one around the policy."""
+    """Create Tallyroll with one clock around the environment's step and one around the policy."""
     env_clock, policy_clock = Clock(), Clock()
     policy = make_policy(work.policy)
     if policy is not None:
@@ -95,7 +96,7 @@ def print_shares(work: Work, path: Path | None, seconds: float) -> None:
 
 
 def print_profile(work: Work, path: Path | None, seconds: float, functions: int) -> None:
-    """Print the functions with the most time of their own."""
+    """Print the functions with the largest own time."""
     contender = Tallyroll(work, make_policy(work.policy), path)
     contender.advance()
     contender.tally()
@@ -116,7 +117,7 @@ def print_profile(work: Work, path: Path | None, seconds: float, functions: int)
 
 
 def own_time(entry: tuple[Any, Any]) -> float:
-    """Sort key: most own time first."""
+    """Sort key: largest own time first."""
     return -entry[1][2]
 
 
@@ -126,7 +127,7 @@ def short(path: str) -> str:
 
 
 def title_of(work: Work, path: Path | None) -> str:
-    """Name what is looked at."""
+    """Return the title of the report."""
     where = "in memory" if path is None else "to disk"
     return f"{work.case.name}, {work.policy}, {where}"
 

@@ -40,12 +40,13 @@ LEARNT = (
     ("next", "reward"),
     ("next", "terminated"),
 )
-"""The columns that are learnt from, which are all that the peers' buffers hold."""
+"""The columns to learn from. The peers' buffers hold only these."""
 CHEETAH, PENDULUM = "HalfCheetah-v5", "Pendulum-v1"
 DISCOUNT, FOLLOW, TEMPERATURE = 0.99, 0.005, 0.2
 EPSILON, STEP_SIZE = 1.0, 0.0
-"""As in the first step of training, however long it goes on: who is faster would else be ahead in
-learning, have longer episodes and fewer resets. What is computed is the same."""
+"""Values of the first training step, kept for the whole run. Otherwise a faster contender would
+learn more, and have longer episodes and fewer resets. The amount of computation is the same.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,12 @@ class Task:
     """A loop to run.
 
     Args:
-        name: for the command line.
+        name: name on the command line.
         algorithm: ``dqn`` or ``sac``.
-        env_id: Gymnasium's.
-        lanes: of the vector.
-        steps: vector steps in an ``advance``.
-        sampled: rows after each vector step.
+        env_id: id of the Gymnasium environment.
+        lanes: lanes of the vector.
+        steps: vector steps per ``advance``.
+        sampled: rows to sample after each vector step.
         learns: whether a gradient step follows.
     """
 
@@ -72,7 +73,7 @@ class Task:
 
     @property
     def case(self) -> Case:
-        """The environment, and the vector steps of an ``advance``."""
+        """The environment, and the vector steps per ``advance``."""
         return Case(
             self.name,
             lanes=self.lanes,
@@ -82,20 +83,20 @@ class Task:
         )
 
     def playable(self) -> Task:
-        """The same, without MuJoCo with another environment of continuous actions."""
+        """The same task, or without MuJoCo one with another environment of continuous actions."""
         lacks = self.env_id == CHEETAH and find_spec("mujoco") is None
         return replace(self, env_id=PENDULUM) if lacks else self
 
     def learner(self) -> Learner:
-        """The same one for every contender: see :func:`learner_of`."""
+        """The learner that all contenders share: see :func:`learner_of`."""
         return learner_of(self.algorithm, self.env_id)
 
 
 @lru_cache(maxsize=1)
 def learner_of(algorithm: str, env_id: str) -> Learner:
-    """One learner for all loops: where its weights lie in memory changes its speed by 3 %.
+    """Return one learner for all loops: the memory address of its weights changes its speed by 3 %.
 
-    Its steps are of size 0, so that nobody finds other weights for others having learnt before.
+    Its step size is 0, so that contenders do not change the weights for those after them.
     """
     torch.manual_seed(0)
     env = gym.make(env_id)
@@ -114,7 +115,7 @@ TASKS = (
 
 
 class Rows(NamedTuple):
-    """Sampled rows, in the types and the trailing dimensions of whoever sampled them."""
+    """Sampled rows, with the types and the trailing dimensions that each library returns."""
 
     observation: torch.Tensor
     action: torch.Tensor
@@ -124,7 +125,7 @@ class Rows(NamedTuple):
 
 
 def network(inputs: int, outputs: int, hidden: int) -> nn.Sequential:
-    """Two hidden layers."""
+    """Return a network with two hidden layers."""
     return nn.Sequential(
         nn.Linear(inputs, hidden),
         nn.ReLU(),
@@ -135,7 +136,7 @@ def network(inputs: int, outputs: int, hidden: int) -> nn.Sequential:
 
 
 def adam(*modules: nn.Module) -> torch.optim.Optimizer:
-    """One optimiser for the parameters of all."""
+    """Return one optimizer for the parameters of all modules."""
     parameters = [parameter for module in modules for parameter in module.parameters()]
     return torch.optim.Adam(parameters, lr=STEP_SIZE, fused=True)
 
@@ -160,28 +161,28 @@ class Learner:
         """Make a gradient step on ``rows``."""
 
     def follow(self, target: nn.Module, online: nn.Module) -> None:
-        """Move the target network a little."""
+        """Move the target network slightly towards the online network."""
         with torch.no_grad():
             torch._foreach_lerp_(list(target.parameters()), list(online.parameters()), FOLLOW)
 
 
 class EpsilonGreedy(nn.Module):
-    """The best action, or now and then any."""
+    """Take a random action with probability `EPSILON`, or else the best one."""
 
     def __init__(self, values: nn.Module, actions: int) -> None:
-        """Choose by the network ``values`` among so many ``actions``."""
+        """Choose among ``actions`` actions by the network ``values``."""
         super().__init__()
         self.values, self.actions = values, actions
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        """Return one action a lane, int64."""
+        """Return one action per lane, int64."""
         best = self.values(observation.float()).argmax(-1)
         chance = torch.rand(best.shape)
         return torch.where(chance < EPSILON, torch.randint_like(best, self.actions), best)
 
 
 class Dqn(Learner):
-    """Values of actions by 64x64, and a target network that follows."""
+    """Action values from a 64x64 network, with a target network."""
 
     def __init__(self, env: gym.Env) -> None:
         """Build the networks for the spaces of ``env``."""
@@ -192,7 +193,7 @@ class Dqn(Learner):
         self.optimizer = adam(self.values)
 
     def update(self, rows: Rows) -> None:
-        """One step towards the target's best value."""
+        """Take one step towards the target's best value."""
         with torch.no_grad():
             best = self.target(rows.following.float()).amax(-1)
             goes_on = 1 - rows.terminated.reshape(-1).float()
@@ -203,16 +204,16 @@ class Dqn(Learner):
 
 
 class SquashedNormal(nn.Module):
-    """A tanh of normal draws around what a network says."""
+    """The tanh of normal samples around the output of a network."""
 
     def __init__(self, inputs: int, space: gym.spaces.Box) -> None:
-        """Build a network of 256x256 for actions of ``space``, which is symmetric."""
+        """Build a network of 256x256 for actions in ``space``, which is symmetric."""
         super().__init__()
         self.layers = network(inputs, 2 * space.shape[0], 256)
         self.register_buffer("scale", torch.from_numpy(space.high.copy()))
 
     def draw(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return actions and the logarithm of their densities."""
+        """Return actions and their log-densities."""
         mean, spread = self.layers(observation.float()).chunk(2, -1)
         spread = spread.clamp(-5, 2)
         noise = torch.randn_like(mean)
@@ -221,12 +222,12 @@ class SquashedNormal(nn.Module):
         return squashed * self.scale, density.sum(-1)
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        """Return one action a lane."""
+        """Return one action per lane."""
         return self.draw(observation)[0]
 
 
 class Sac(Learner):
-    """An actor and two critics of 256x256, two targets that follow, a fixed temperature."""
+    """An actor and two critics of 256x256, two target critics, and a fixed temperature."""
 
     def __init__(self, env: gym.Env) -> None:
         """Build the networks for the spaces of ``env``."""
@@ -237,7 +238,7 @@ class Sac(Learner):
         self.of_actor, self.of_critics = adam(self.actor), adam(self.critics)
 
     def update(self, rows: Rows) -> None:
-        """One step of the critics and one of the actor."""
+        """Take one step of the critics and one of the actor."""
         observation, following = rows.observation.float(), rows.following.float()
         with torch.no_grad():
             action, density = self.actor.draw(following)
@@ -255,17 +256,17 @@ class Sac(Learner):
     def least(
         self, critics: nn.ModuleList, observation: torch.Tensor, action: torch.Tensor
     ) -> torch.Tensor:
-        """Return the lower one of two values."""
+        """Return the lower of the two values."""
         pair = torch.cat((observation, action), -1)
         first, second = (critic(pair).squeeze(-1) for critic in critics)
         return torch.minimum(first, second)
 
 
 class Loop(Contender):
-    """Vector steps, each followed by sampled rows and, if the task says so, a gradient step."""
+    """Vector steps, each followed by sampled rows and, if the task learns, a gradient step."""
 
     def __init__(self, task: Task) -> None:
-        """Take the learner that all have."""
+        """Use the learner that all contenders share."""
         self.task, self.learner = task, task.learner()
         self.actor = self.learner.actor
 
@@ -275,10 +276,10 @@ class Loop(Contender):
 
     @abstractmethod
     def sample(self) -> Rows:
-        """Return random rows of what is stored."""
+        """Return random rows from those that are stored."""
 
     def learnt(self) -> None:
-        """Hand on what was learnt, where that takes a call."""
+        """Publish the new weights, if that takes a call."""
         return
 
     def advance(self) -> None:
@@ -292,7 +293,7 @@ class Loop(Contender):
                 self.learnt()
 
     def tally(self) -> Tally:
-        """Every slot is a transition: nobody here takes slots for resets."""
+        """Return all slots as transitions, because no contender spends slots on resets."""
         return Tally(self.task.steps * self.task.lanes, self.task.steps)
 
     def act(self, observation: np.ndarray) -> np.ndarray:
@@ -302,12 +303,12 @@ class Loop(Contender):
 
 
 class Raw(Loop):
-    """Steps, and rows gathered by NumPy from arrays that never change: nothing is stored."""
+    """Steps, and rows gathered by NumPy from constant arrays. Stores nothing."""
 
     name = RAW
 
     def __init__(self, task: Task, ring: int) -> None:
-        """Build the vector and five arrays of ``ring`` rows."""
+        """Create the vector and five arrays of ``ring`` rows."""
         super().__init__(task)
         self.env, self.ring = bare_vector(task.case), ring
         self.observation, _ = self.env.reset(seed=0)
@@ -324,7 +325,7 @@ class Raw(Loop):
         ]
 
     def step(self) -> None:
-        """Step, reset by mask."""
+        """Step, and reset by mask."""
         self.observation, _, terminated, truncated, _ = self.env.step(self.act(self.observation))
         ended = terminated | truncated
         if ended.any():
@@ -362,7 +363,7 @@ class Tallyroll(Loop):
         return rows_of(storage.get(torch.randint(len(storage), (self.task.sampled,)), LEARNT))
 
     def learnt(self) -> None:
-        """Count the version of the weights up."""
+        """Increment the version of the weights."""
         self.collector.update_policy_weights_()
 
     def close(self) -> None:
@@ -371,12 +372,12 @@ class Tallyroll(Loop):
 
 
 def policy_of(actor: nn.Module) -> TensorDictModule:
-    """The actor over TensorDicts."""
+    """Return the actor as a TensorDict module."""
     return TensorDictModule(actor, in_keys=["observation"], out_keys=["action"])
 
 
 def rows_of(data: Any) -> Rows:
-    """Take the columns that are learnt from out of a TensorDict."""
+    """Take the columns to learn from out of a TensorDict."""
     following = data.get("next")
     return Rows(
         data.get("observation"),
@@ -388,7 +389,7 @@ def rows_of(data: Any) -> Rows:
 
 
 class StableBaselines3Loop(Loop):
-    """Over ``ReplayBuffer.sample`` of Stable-Baselines3."""
+    """A loop with ``ReplayBuffer.sample`` of Stable-Baselines3."""
 
     buffer: Any
 
@@ -427,9 +428,9 @@ class StableBaselines3(StableBaselines3Loop):
 
 
 class CleanRL(StableBaselines3Loop):
-    """Gymnasium's vector, Stable-Baselines3's buffer, plain torch, as CleanRL's scripts.
+    """Gymnasium's vector, Stable-Baselines3's buffer, plain torch, as in CleanRL's scripts.
 
-    SAME_STEP, so that the final observation is among the infos. No statistics of episodes.
+    Uses SAME_STEP, which puts the final observation into the infos. Keeps no episode statistics.
     """
 
     name = "CleanRL"
@@ -451,7 +452,7 @@ class CleanRL(StableBaselines3Loop):
         self.observation, _ = env.reset(seed=0)
 
     def step(self) -> None:
-        """Step and store, with the final observation where an episode ended."""
+        """Step and store, with the final observation if an episode ended."""
         action = self.act(self.observation)
         following, reward, terminated, truncated, infos = self.env.step(action)
         stored = following.copy()
@@ -491,7 +492,7 @@ class TorchRL(Loop):
 def contenders(
     task: Task, scratch: Path, ring: int, *, peers: bool
 ) -> tuple[list[Contender], list[str]]:
-    """Return all of them, the raw loop first, and remarks on those left out."""
+    """Return all contenders, the raw loop first, and remarks on those left out."""
     found: list[Contender] = [Raw(task, ring), Tallyroll(task, scratch, ring)]
     if not peers:
         return found, []

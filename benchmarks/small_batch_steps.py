@@ -1,4 +1,4 @@
-"""One vector step a call: the raw loop, Tallyroll, and the loops of other libraries."""
+"""One vector step per call: the raw loop, Tallyroll, and the loops of other libraries."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
     from tensordict.nn import TensorDictModule
 
 STEPS = 64
-"""Vector steps, each a call, in an ``advance``: as many as random actions are drawn ahead for."""
+"""Vector steps, one per call, in an ``advance``. As many random actions are drawn ahead."""
 CASES = tuple(
     Case(f"step{lanes}", lanes=lanes, native=False, frames=STEPS * lanes) for lanes in (1, 8, 64)
 )
 RING = 10_000
-"""Rows that each buffer keeps. All have gone round once before anything is timed."""
+"""Rows that each buffer keeps. Every buffer has wrapped around once before anything is timed."""
 WORKERS = 2
 COUNTED = 20_000
-"""Slots in which the raw loop's resets are counted."""
+"""Slots over which the raw loop's resets are counted."""
 RAW, NEXT_STEP, COLLECT = "raw", "NEXT_STEP", "tallyroll collect"
 
 
 def bare_vector(case: Case) -> VectorEnv:
-    """The vector that a collector makes of an id: lanes are reset by mask, nothing is copied."""
+    """Return the vector that a collector makes of an id: it resets by mask and copies nothing."""
     return gym.make_vec(
         case.env_id,
         case.lanes,
@@ -58,7 +58,7 @@ def bare_vector(case: Case) -> VectorEnv:
 
 
 class MaskedRandom(RawRandom):
-    """Random actions; lanes whose episode has ended are reset by mask."""
+    """Random actions. Lanes whose episode has ended are reset by mask."""
 
     def advance(self) -> None:
         """Step one block."""
@@ -72,7 +72,7 @@ class MaskedRandom(RawRandom):
 
 
 class MaskedPolicy(RawPolicy):
-    """The policy module; lanes whose episode has ended are reset by mask."""
+    """The policy module. Lanes whose episode has ended are reset by mask."""
 
     def advance(self) -> None:
         """Step one block."""
@@ -89,7 +89,7 @@ class MaskedPolicy(RawPolicy):
 
 
 class MaskedNetwork(MaskedPolicy):
-    """The same network without a TensorDict around it, as Stable-Baselines3's loop calls it."""
+    """The same network without a TensorDict around it, as in Stable-Baselines3's loop."""
 
     name = "raw, plain torch"
 
@@ -123,10 +123,10 @@ def raws(work: Work, policy: TensorDictModule | None) -> list[Contender]:
 
 
 class Calling(Collecting):
-    """``collect(lanes)``, a block's vector steps one by one."""
+    """``collect(lanes)``, called once for each vector step of a block."""
 
     def __init__(self, name: str, case: Case, collector: Any, storage: Any) -> None:
-        """Fill the ring, with whole steps of all lanes: nothing is carried from call to call."""
+        """Fill the ring with whole steps of all lanes, so that no rows carry over between calls."""
         super().__init__(name, case.lanes, collector, storage)
         self.calls = case.block
         collector.collect(-(-storage.max_size // case.lanes) * case.lanes)
@@ -143,22 +143,22 @@ class CallingWorkers(Calling):
     """The same with worker processes, which may have executed more than was collected."""
 
     def tally(self) -> Tally:
-        """Return what was asked for."""
+        """Return the requested number."""
         return Tally(self.calls * self.lanes, self.calls)
 
 
 class Iterating(Calling):
-    """Batches of ``frames_per_batch=lanes``, dropped."""
+    """Batches with ``frames_per_batch=lanes``, which are dropped."""
 
     def advance(self) -> None:
-        """Collect a block's batches."""
+        """Collect the batches of a block."""
         batches = self.batches
         for _ in range(self.calls):
             next(batches)
 
 
 def ring_of(work: Work, name: str, ring: int) -> MemmapStorage:
-    """Make a ring in a folder of its own."""
+    """Create a ring in its own folder."""
     return MemmapStorage(work.scratch / f"{work.case.name}-{work.policy}-{name}", max_size=ring)
 
 
@@ -181,7 +181,7 @@ def one_process(
 
 
 def iterating(work: Work, policy: TensorDictModule | None, ring: int) -> Iterating:
-    """``SyncCollector`` of the case's id in batches of one vector step."""
+    """``SyncCollector`` of the case's id with batches of one vector step."""
     storage = ring_of(work, "iterated", ring)
     collector = SyncCollector(
         work.case.env_id,
@@ -217,16 +217,17 @@ def workers_calling(
 
 
 class StableBaselines3(Peer):
-    """``DummyVecEnv``, the terminal observation, ``ReplayBuffer.add``: its off-policy loop.
+    """Its off-policy loop: ``DummyVecEnv``, the terminal observation, ``ReplayBuffer.add``.
 
-    Kinder to it than its own: no callbacks, no statistics of episodes, observations copied where
-    an episode ended only, random actions drawn ahead, the policy's network without its wrappings.
+    This loop is faster than Stable-Baselines3's own. It has no callbacks and no episode statistics,
+    copies observations only when an episode ends, draws random actions ahead, and calls the
+    policy's network without its wrappers.
     """
 
     name = "Stable-Baselines3"
 
     def __init__(self, work: Work, policy: TensorDictModule | None, ring: int) -> None:
-        """Build the environment and the buffer, whose pages are touched."""
+        """Create the environment and the buffer, and touch the buffer's pages."""
         super().__init__(work.case)
         self.env, self.buffer = stable_baselines3(work.case, ring)
         self.network = None if policy is None else policy.module
@@ -252,7 +253,7 @@ class StableBaselines3(Peer):
 
 
 def stable_baselines3(case: Case, ring: int) -> tuple[Any, Any]:
-    """Its vector and its buffer of ``ring`` rows, pages touched."""
+    """Return its vector and its buffer of ``ring`` rows, whose pages are touched."""
     from stable_baselines3.common.buffers import ReplayBuffer
     from stable_baselines3.common.vec_env import DummyVecEnv
 
@@ -263,7 +264,7 @@ def stable_baselines3(case: Case, ring: int) -> tuple[Any, Any]:
 def touched_buffer(
     kind: Any, observations: gym.Space, actions: gym.Space, case: Case, ring: int, **options: Any
 ) -> Any:
-    """A buffer of ``ring`` rows that counts as full, every page of it in memory."""
+    """Return a buffer of ``ring`` rows that counts as full and has every page in memory."""
     buffer = kind(ring, observations, actions, device="cpu", n_envs=case.lanes, **options)
     for array in vars(buffer).values():
         if isinstance(array, np.ndarray):
@@ -275,7 +276,7 @@ def touched_buffer(
 def stable_baselines3_step(
     env: Any, buffer: Any, observation: np.ndarray, action: np.ndarray
 ) -> np.ndarray:
-    """Step and store, with the terminal observation where an episode ended."""
+    """Step and store, with the terminal observation if an episode ended."""
     following, reward, done, infos = env.step(action)
     stored = following
     if done.any():
@@ -298,7 +299,7 @@ class TorchRL(Peer):
         self.collector, self.batches, self.buffer = torchrl_parts(work, policy, ring, memmap=memmap)
 
     def advance(self) -> None:
-        """Collect and store a block's batches."""
+        """Collect and store the batches of a block."""
         batches, extend = self.batches, self.buffer.extend
         for _ in range(self.case.block):
             extend(next(batches).reshape(-1))
@@ -311,7 +312,7 @@ class TorchRL(Peer):
 def torchrl_parts(
     work: Work, policy: TensorDictModule | None, ring: int, *, memmap: bool, **options: Any
 ) -> tuple[Any, Any, Any]:
-    """TorchRL's collector, its batches, and a full buffer; ``options`` are the buffer's."""
+    """Return TorchRL's collector, its batches, and a full buffer made with ``options``."""
     from torchrl.collectors import Collector
     from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
 
@@ -330,7 +331,7 @@ def torchrl_parts(
 def contenders(
     work: Work, ring: int, *, peers: bool, workers: bool
 ) -> tuple[list[Contender], list[str]]:
-    """Return all of them, the raw loop first, and remarks on those left out."""
+    """Return all contenders, the raw loop first, and remarks on those left out."""
     policy = make_policy(work.policy)
     found = raws(work, policy)
     found.append(one_process(work, policy, ring))

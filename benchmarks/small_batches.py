@@ -1,8 +1,9 @@
-"""What does a vector step cost where each is stored before the next is made?
+"""Measure the cost of a vector step when each step is stored before the next one.
 
-Run ``python benchmarks/small_batches.py``. First one vector step a call, into a ring, beside the
-raw loop; then whole off-policy loops (a vector step, 256 sampled rows, a gradient step) beside the
-loops of other libraries around the same learner. Interleaved rounds, medians.
+Run ``python benchmarks/small_batches.py``. The first part compares one vector step per call, stored
+into a ring, with the raw loop. The second part compares whole off-policy loops (a vector step, 256
+sampled rows, a gradient step) with the loops of other libraries around the same learner. Results
+are medians over interleaved rounds.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 KNOWN = (*(case.name for case in CASES), *(task.name for task in TASKS))
 QUICK = "step8,dqn1,sac8"
 POLICIES = {"random": "random", "mlp": "sampled", "argmax": "argmax"}
-"""By the names of the command line, those of ``loops.make_policy``."""
+"""Kinds of policies of ``loops.make_policy``, by their names on the command line."""
 LEARNERS = ("without", "with")
 
 
@@ -83,28 +84,31 @@ def parse_args() -> argparse.Namespace:
 
 
 def ours_beside(results: Sequence[Result]) -> list[str]:
-    """Say how Tallyroll's ``collect`` stands to each peer."""
+    """Return lines that compare Tallyroll's ``collect`` with each peer."""
     peers = [result.name for result in results if not result.name.startswith(("raw", "tallyroll"))]
     return comparisons(results, [(small_batch_steps.COLLECT, peer) for peer in peers])
 
 
 def paired(reference: Result, result: Result) -> float:
-    """Ratio to the reference in the same round, the median: steadier where the machine is not."""
+    """Return the median ratio to the reference of the same round.
+
+    It is more stable than the ratio of medians on a noisy machine.
+    """
     pairs = zip(reference.per_transition, result.per_transition, strict=True)
     return statistics.median(theirs / own for theirs, own in pairs)
 
 
 def beside(reference: Result, result: Result, lanes: int) -> float:
-    """Microseconds more than the reference of the same round, the median.
+    """Return the median of the additional microseconds over the reference of the same round.
 
-    Both take as many transitions as a vector step has lanes.
+    Both times are for as many transitions as a vector step has lanes.
     """
     pairs = zip(reference.per_transition, result.per_transition, strict=True)
     return lanes * statistics.median(own - theirs for theirs, own in pairs)
 
 
 def raw_of(result: Result, results: Sequence[Result]) -> Result:
-    """The raw loop over an environment that resets as the result's does."""
+    """Return the raw loop over an environment that resets in the same way as the result's."""
     spends = [raw for raw in results if raw.name == f"{RAW}, {NEXT_STEP}"]
     return spends[0] if result.name.endswith(NEXT_STEP) else results[0]
 
@@ -117,7 +121,7 @@ def play(
     args: argparse.Namespace,
     **about: Any,
 ) -> list[dict[str, Any]]:
-    """Let the contenders play, print their table, return their figures and what they are about."""
+    """Run the contenders, print their table, and return their figures together with ``about``."""
     results = play_and_close(contenders, args.rounds, args.seconds)
     lanes, raw = work.case.lanes, results[0]
 
@@ -142,13 +146,13 @@ def play(
     )
     records = records_of(work, results)
     for record, result in zip(records, results, strict=True):
-        del record["frames_per_batch"]  # not what a call stores
+        del record["frames_per_batch"]  # it is not the number of rows that a call stores
         record |= {**about, **more(result)}
     return records
 
 
 def play_steps(case: Case, policy: str, args: argparse.Namespace, scratch: Path) -> list[Any]:
-    """One vector step a call."""
+    """Compare one vector step per call."""
     work = Work(case, POLICIES[policy], scratch)
     title = (
         f"{case.name}: {case.env_id}, {case.lanes} lanes, {policy}, one vector step a call, "
@@ -161,7 +165,7 @@ def play_steps(case: Case, policy: str, args: argparse.Namespace, scratch: Path)
 
 
 def play_loops(task: Task, learner: str, args: argparse.Namespace, scratch: Path) -> list[Any]:
-    """Whole loops."""
+    """Compare whole loops."""
     task = replace(task, learns=learner == "with")
     work = Work(task.case, task.algorithm, scratch)
     title = (
@@ -175,7 +179,7 @@ def play_loops(task: Task, learner: str, args: argparse.Namespace, scratch: Path
 
 
 def jobs(args: argparse.Namespace) -> Iterator[Callable[[Path], list[Any]]]:
-    """Yield what is played, in order; each wants a folder for files."""
+    """Yield the benchmarks to run, in order. Each is called with a folder for files."""
     if "steps" in args.part:
         for case in args.cases:
             for policy in args.policy if case.name in args.wanted else ():
@@ -187,7 +191,7 @@ def jobs(args: argparse.Namespace) -> Iterator[Callable[[Path], list[Any]]]:
 
 
 def main() -> None:
-    """Play every case."""
+    """Run every case."""
     args = parse_args()
     with none_left():
         prepare()

@@ -1,4 +1,4 @@
-"""How fast is ``split_trajectories`` beside TorchRL's? Run ``python benchmarks/split.py``."""
+"""Compare ``split_trajectories`` with TorchRL's. Run ``python benchmarks/split.py``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def make_rows(count: int, trajectories: int) -> TensorDict:
-    """Return ``count`` CartPole-like rows of adjacent trajectories of random lengths, 1 or more."""
+    """Return ``count`` CartPole-like rows: adjacent trajectories of random lengths, at least 1."""
     generator = torch.Generator().manual_seed(0)
     starts = torch.randperm(count - 1, generator=generator)[: trajectories - 1] + 1
     first = torch.zeros(count, dtype=torch.int64)
@@ -42,12 +42,12 @@ def make_rows(count: int, trajectories: int) -> TensorDict:
 
 
 class Split(Contender):
-    """One of the two functions on the same rows; a call is one vector step of all rows."""
+    """One of the two functions on the same rows. A call counts as one vector step of all rows."""
 
     def __init__(
         self, name: str, split: Callable[[TensorDict], TensorDict], rows: TensorDict
     ) -> None:
-        """Remember what to call with what."""
+        """Store the name, the function and the rows."""
         self.name, self.split, self.rows = name, split, rows
 
     def advance(self) -> None:
@@ -55,12 +55,12 @@ class Split(Contender):
         self.result = self.split(self.rows)
 
     def tally(self) -> Tally:
-        """Return the rows that were split."""
+        """Return the number of rows that were split."""
         return Tally(transitions=len(self.rows), vector_steps=1)
 
 
 def check_same(ours: TensorDict, theirs: TensorDict) -> None:
-    """Stop unless both hold the same trajectories in the same padded places."""
+    """Exit unless both results have the same trajectories at the same padded positions."""
     mask = theirs["collector", "mask"]
     same_mask = torch.equal(ours["collector", "mask"], mask)
     if not same_mask or not torch.equal(ours["observation"][mask], theirs["observation"][mask]):
@@ -81,7 +81,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Check that both agree, then time them in interleaved rounds."""
+    """Check that both functions agree, then time them in interleaved rounds."""
     args = parse_args()
     prepare()
     print_setting()

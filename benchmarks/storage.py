@@ -1,8 +1,8 @@
-"""What do writing and reading rows cost beside NumPy copies into a raw memory map?
+"""Compare writing and reading rows with NumPy copies into a raw memory map.
 
-Run ``python benchmarks/storage.py``. For each kind of row: batches into rows that were written
-before, batches into files that grow, and random rows. The ratio printed is the floor's median
-time over the contender's.
+Run ``python benchmarks/storage.py``. For each kind of row, it measures batches written over
+existing rows, batches appended to growing files, and random reads. The printed ratio is the median
+time of the floor, the plain NumPy copies, divided by the contender's.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ COMPARED = (
 
 @dataclass(frozen=True)
 class Job:
-    """What is done: how to start a storage on it, and the storages that can do it."""
+    """A kind of work: how to start a storage on it, and the storages that support it."""
 
     title: str
     start: Callable[[type[Store], Spec], Calls]
@@ -81,7 +81,7 @@ JOBS = {
         [GrowingFloor, *storage_ours.GROWERS],
         storage_peers.GROWERS,
     ),
-    # Apart from the others: what they write keeps the disk busy for a long time.
+    # Separate from the other jobs: these writes keep the disk busy for a long time.
     "files-write": Job(
         ROUND + LIBRARIES, writing, [Floor, *storage_ours.FORMATS], storage_peers.FILES
     ),
@@ -93,16 +93,16 @@ JOBS = {
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of row and how much of it is written and read.
+    """A kind of row, and the number of rows to write and read.
 
     Args:
-        name: for the command line.
-        make: makes that many rows.
-        batches: rows of a write.
-        room: rows that a storage which is written to holds.
-        grown: rows of a write into files that grow.
-        until: rows at which such files are begun anew.
-        held: rows that a storage which is read holds.
+        name: name on the command line.
+        make: creates the given number of rows.
+        batches: rows per write.
+        room: capacity of a storage that is written to, in rows.
+        grown: rows per write into growing files.
+        until: rows at which growing files are started again.
+        held: rows in a storage that is read.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Kind:
     held: int
 
     def cases(self, what: str) -> list[tuple[int, int]]:
-        """Return the rows of a call and the rows of the storage, for each table."""
+        """Return the rows per call and the rows of the storage, for each table."""
         if what.endswith("write"):
             return [(batch, self.room) for batch in self.batches]
         return [(self.grown, self.until) if what == "grow" else (READ_ROWS, self.held)]
@@ -156,7 +156,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def play(job: Job, spec: Spec, args: argparse.Namespace, title: str) -> list[Result]:
-    """Measure one table's contenders and print it; the floor is the first of them."""
+    """Measure the contenders of one table and print it. The first contender is the floor."""
     peers, remarks = ([], []) if args.no_peers else storage_peers.installed(job.peers)
     with ExitStack() as stack:
         calls = []

@@ -1,4 +1,4 @@
-"""Tallyroll's storages, alone and under TorchRL's replay buffers."""
+"""Tallyroll's storages, used directly and under TorchRL's replay buffers."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ KINDS = [name for name in SUFFIX if hasattr(storage, name)]
 
 
 class Ours(Store):
-    """A storage of ours, `extend` and `get` with nothing in between."""
+    """A Tallyroll storage, whose `extend` and `get` are called directly."""
 
     kind: ClassVar[str] = "MemmapStorage"
     options: ClassVar[tuple[str, ...]] = ("max_size",)
 
     def __init__(self, spec: Spec) -> None:
-        """Make it with room for all rows."""
+        """Create it with space for all rows."""
         super().__init__(spec)
         path = spec.scratch / f"ours{SUFFIX[self.kind]}"
         options = dict.fromkeys(self.options, spec.room)
         self.storage = getattr(storage, self.kind)(path, **options)
-        # The same rows are written again and again; and as a collector writes them.
+        # A collector's rows have new ids, but here the same rows are written repeatedly.
         self.write, self.read = partial(self.storage.extend, ids="fresh"), self.storage.get
 
     def asked(self, index: np.ndarray) -> torch.Tensor:
-        """Return a tensor, as TorchRL's samplers make it."""
+        """Return a tensor, as TorchRL's samplers do."""
         return torch.from_numpy(index)
 
     def close(self) -> None:
@@ -47,7 +47,7 @@ class Ours(Store):
 
 
 class FromTensorDicts(Ours):
-    """A ring, given TensorDicts."""
+    """A ring that is given TensorDicts."""
 
     name = "MemmapStorage ring, TensorDict"
 
@@ -57,18 +57,18 @@ class FromTensorDicts(Ours):
 
 
 class FromArrays(Ours):
-    """A ring, given what the collector gives: a mapping of arrays."""
+    """A ring that is given a mapping of arrays, as by the collector."""
 
     name = "MemmapStorage ring, arrays"
 
 
 class Reused(Ours):
-    """The same ring, whose batches are read into memory that is used again."""
+    """The same ring, whose batches are read into reused memory."""
 
     name = "MemmapStorage ring, get(out=)"
 
     def __init__(self, spec: Spec) -> None:
-        """Make it."""
+        """Create it."""
         super().__init__(spec)
         self._reused: dict[int, ReusedRows] = {}
         self.read = self._read
@@ -82,20 +82,20 @@ class Reused(Ours):
 
 
 class Capacity(Ours):
-    """A storage that keeps every row, in space that is reserved beforehand."""
+    """A storage that keeps every row, in space reserved beforehand."""
 
     options = ("capacity",)
     wraps = False
 
     def __init__(self, spec: Spec) -> None:
-        """Make it."""
+        """Create it."""
         super().__init__(spec)
         self.name = f"{self.kind}(capacity=)"
 
     def rewind(self) -> None:
-        """Forget the rows and leave the files, which a user cannot do: pages are warm, as a ring's.
+        """Drop the rows but keep the files, which users cannot do: pages stay warm, as in a ring.
 
-        So the formats can be compared with each other and with the floor.
+        This makes the formats comparable with each other and with the floor.
         """
         engine = self.storage.reader.engine
         engine._header.head = engine._header.reserve = 0
@@ -103,12 +103,12 @@ class Capacity(Ours):
 
 
 class Growing(Ours):
-    """A storage that grows as rows come."""
+    """A storage that grows as rows are appended."""
 
     options = ()
 
     def __init__(self, spec: Spec) -> None:
-        """Make it."""
+        """Create it."""
         super().__init__(spec)
         self.name = f"{self.kind}, growing"
 
@@ -120,7 +120,7 @@ class UnderBuffer(Ours):
     buffer_class: ClassVar[type[ReplayBuffer]] = ReplayBuffer
 
     def __init__(self, spec: Spec) -> None:
-        """Put a buffer on it."""
+        """Create a buffer that uses the ring."""
         super().__init__(spec)
         self.buffer = self.buffer_class(storage=self.storage)
         self.vouched = ExitStack()
@@ -132,7 +132,7 @@ class UnderBuffer(Ours):
         return tensordict_of(rows)
 
     def asked(self, index: np.ndarray) -> Any:
-        """Return how many rows the buffer shall draw."""
+        """Return the number of rows that the buffer draws."""
         return len(index)
 
 
@@ -144,7 +144,7 @@ class UnderTensorDictBuffer(UnderBuffer):
 
 
 def of_format(base: type[Ours], kind: str) -> type[Ours]:
-    """Return the same for another format."""
+    """Return the same class for another format."""
     return type(f"{base.__name__}{kind}", (base,), {"kind": kind})
 
 

@@ -1,4 +1,4 @@
-"""The peers of the storage benchmark, each with the same columns wherever it can hold them."""
+"""The peers of the storage benchmark. Each has the same columns, as far as it supports them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 CHUNK_NBYTES = 2**20
-"""Bytes of a chunk of all columns together, in the chunked formats."""
+"""Bytes of a chunk, summed over all columns, in the chunked formats."""
 
 
 def chunk_rows(spec: Spec) -> int:
-    """Rows of a chunk, a divisor of the room."""
+    """Return the rows of a chunk, a divisor of ``room``."""
     rows = max(1, CHUNK_NBYTES // row_nbytes(spec.rows))
     return min(2 ** (rows.bit_length() - 1), spec.room)
 
 
 class Wrapping(Store):
-    """A library that writes at any row: the position is ours to keep."""
+    """A library that can write at any row, so this class keeps the write position."""
 
     def __init__(self, spec: Spec) -> None:
-        """Begin at row 0."""
+        """Start at row 0."""
         super().__init__(spec)
         self.at = 0
 
@@ -39,12 +39,12 @@ class Wrapping(Store):
 
 
 class TorchRLStorage(Wrapping):
-    """``set`` with a slice, the cursor that is cheapest for it, and ``get``."""
+    """``set`` with a slice, its cheapest cursor, and ``get``."""
 
     kind: ClassVar[str]
 
     def __init__(self, spec: Spec) -> None:
-        """Make it; ``LazyMemmapStorage`` in a folder."""
+        """Create it; ``LazyMemmapStorage`` in a folder."""
         from torchrl.data import replay_buffers
 
         super().__init__(spec)
@@ -82,7 +82,7 @@ class UnderBuffer(TorchRLStorage):
     """TorchRL's ``ReplayBuffer`` on its own storage."""
 
     def __init__(self, spec: Spec) -> None:
-        """Put a buffer on it."""
+        """Create a buffer that uses the storage."""
         from torchrl.data import ReplayBuffer
 
         super().__init__(spec)
@@ -91,7 +91,7 @@ class UnderBuffer(TorchRLStorage):
         self.write, self.read = self.buffer.extend, self.buffer.sample
 
     def asked(self, index: np.ndarray) -> Any:
-        """Return how many rows the buffer shall draw."""
+        """Return the number of rows that the buffer draws."""
         return len(index)
 
 
@@ -108,7 +108,7 @@ class LazyTensorUnderBuffer(UnderBuffer):
 
 
 class Cpprb(Store):
-    """cpprb's ``ReplayBuffer`` in memory; it chooses the rows that it samples."""
+    """cpprb's ``ReplayBuffer`` in memory. It chooses the rows that it samples."""
 
     name = "cpprb, memory"
     mapped: ClassVar[bool] = False
@@ -135,7 +135,7 @@ class Cpprb(Store):
         self.buffer.add(**given)
 
     def asked(self, index: np.ndarray) -> Any:
-        """Return how many rows the buffer shall draw."""
+        """Return the number of rows that the buffer draws."""
         return len(index)
 
 
@@ -147,16 +147,16 @@ class CpprbMapped(Cpprb):
 
 
 class StableBaselines3(Store):
-    """Stable-Baselines3's ``ReplayBuffer``: a call adds one row of each of N lanes, five columns.
+    """Stable-Baselines3's ``ReplayBuffer``: a call adds one row for each of N lanes, five columns.
 
-    It chooses the rows that it samples, and makes tensors of them.
+    It chooses the rows that it samples, and converts them to tensors.
     """
 
     name = "Stable-Baselines3 (5 columns)"
     lanes: ClassVar[int] = 0
 
     def __init__(self, spec: Spec) -> None:
-        """Make it for N lanes."""
+        """Create it for N lanes."""
         import gymnasium as gym
         from stable_baselines3.common.buffers import ReplayBuffer
 
@@ -174,14 +174,14 @@ class StableBaselines3(Store):
         self.read = self.buffer.sample
 
     def fill(self) -> None:
-        """Touch its arrays: it takes N rows at a time and no other number."""
+        """Touch its arrays. It accepts only N rows at a time."""
         buffer = self.buffer
         buffer.observations[:] = buffer.next_observations[:] = 1
         buffer.actions[:] = buffer.rewards[:] = buffer.dones[:] = buffer.timeouts[:] = 0
         buffer.full = True
 
     def given(self, rows: Rows) -> tuple[Any, ...]:
-        """Return what ``add`` takes."""
+        """Return the arguments of ``add``."""
         ended = rows["next", "terminated"][:, 0] | rows["next", "truncated"][:, 0]
         infos = [{"TimeLimit.truncated": bool(flag)} for flag in rows["next", "truncated"][:, 0]]
         return (
@@ -198,24 +198,24 @@ class StableBaselines3(Store):
         self.buffer.add(*given)
 
     def asked(self, index: np.ndarray) -> Any:
-        """Return how many rows the buffer shall draw."""
+        """Return the number of rows that the buffer draws."""
         return len(index)
 
 
 class StableBaselines3OneLane(StableBaselines3):
-    """The same for one lane, from which it samples faster."""
+    """The same for one lane, for which sampling is faster."""
 
     lanes = 1
 
 
 class H5py(Wrapping):
-    """h5py, a contiguous dataset for each column, written and read through the library."""
+    """h5py: a contiguous dataset for each column, written and read through the library."""
 
     name = "h5py, contiguous"
     layout: ClassVar[str] = "contiguous"
 
     def __init__(self, spec: Spec) -> None:
-        """Make the datasets with room for all rows, or for none if they are to grow."""
+        """Create the datasets with space for all rows, or for none if they grow."""
         import h5py
 
         super().__init__(spec)
@@ -233,14 +233,14 @@ class H5py(Wrapping):
             self.datasets.append(self.file.create_dataset(name, shape, column.dtype, **chunked))
 
     def write(self, given: Rows) -> None:
-        """Write, and hand all to the operating system as the others do."""
+        """Write, and flush to the operating system as the other contenders do."""
         where = self.place(length(given))
         for dataset, array in zip(self.datasets, given.values(), strict=True):
             dataset[where] = array
         self.file.flush()
 
     def asked(self, index: np.ndarray) -> np.ndarray:
-        """Return the numbers sorted, as h5py wants them."""
+        """Return the row numbers sorted, as h5py requires."""
         return np.sort(index)
 
     def read(self, asked: np.ndarray) -> list[np.ndarray]:
@@ -276,13 +276,13 @@ class H5pyGrowing(H5py):
 
 
 class ZarrPython(Wrapping):
-    """zarr-python, uncompressed chunks in a local store."""
+    """zarr-python: uncompressed chunks in a local store."""
 
     name = "zarr-python"
     grows: ClassVar[bool] = False
 
     def __init__(self, spec: Spec) -> None:
-        """Make the arrays with room for all rows, or for none if they are to grow."""
+        """Create the arrays with space for all rows, or for none if they grow."""
         import zarr
 
         super().__init__(spec)
@@ -310,7 +310,7 @@ class ZarrPython(Wrapping):
 
 
 class ZarrPythonGrowing(ZarrPython):
-    """The same, appended."""
+    """The same, with appended batches."""
 
     name = "zarr-python, appended"
     grows = True
@@ -322,12 +322,12 @@ class ZarrPythonGrowing(ZarrPython):
 
 
 class TensorStore(Wrapping):
-    """TensorStore on Zarr v3, uncompressed; all columns of a call at once."""
+    """TensorStore on Zarr v3, uncompressed. A call handles all columns concurrently."""
 
     name = "TensorStore (Zarr v3)"
 
     def __init__(self, spec: Spec) -> None:
-        """Make the arrays with room for all rows."""
+        """Create the arrays with space for all rows."""
         import tensorstore
 
         super().__init__(spec)
@@ -348,7 +348,7 @@ class TensorStore(Wrapping):
         ]
 
     def write(self, given: Rows) -> None:
-        """Write, and wait until all is written."""
+        """Write, and wait until everything is written."""
         where = self.place(length(given))
         pending = [
             array[where].write(column)
@@ -366,13 +366,14 @@ class TensorStore(Wrapping):
 class Minari(Store):
     """Minari's storage on HDF5: a call adds an episode of N steps, as its ``DataCollector`` does.
 
-    Observations once (N + 1), actions, rewards, two flags. It reads whole episodes only.
+    It stores observations once (N + 1), actions, rewards and two flags, and reads only full
+    episodes.
     """
 
     name = "Minari, an episode a call (5 columns)"
 
     def __init__(self, spec: Spec) -> None:
-        """Make an empty one."""
+        """Create an empty one."""
         import gymnasium as gym
         from minari.data_collector import EpisodeBuffer
         from minari.dataset.minari_storage import MinariStorage
@@ -386,7 +387,7 @@ class Minari(Store):
             gym.spaces.Box(0 if limit == 255 else -limit, limit, observation.shape[1:]),
             gym.spaces.Discrete(2),
             data_format="hdf5",
-            jpeg_encoding=False,  # lossy, and made for three channels
+            jpeg_encoding=False,  # lossy, and only for three channels
         )
 
     def given(self, rows: Rows) -> dict[str, Any]:
@@ -426,7 +427,7 @@ READERS = [*TORCHRL, Cpprb, CpprbMapped, StableBaselines3OneLane]
 
 
 def installed(stores: list[type[Store]]) -> tuple[list[type[Store]], list[str]]:
-    """Return those whose library is there, and a remark for each library that is not."""
+    """Return the stores whose library is installed, and a remark for each missing library."""
     missing = {
         library
         for store, library in LIBRARIES.items()

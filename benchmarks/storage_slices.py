@@ -1,18 +1,18 @@
-"""What do slices of trajectories cost beside as many random rows?
+"""Compare slices of trajectories with the same number of random rows.
 
-Run ``python benchmarks/storage_slices.py``; with ``--priorities`` prioritised draws and updates of
-256 rows instead, indices and weights without the rows, beside those of other libraries that are
-installed. 64 lanes, one row of each a batch, so that neighbours
-in a trajectory lie 64 rows apart. 32 slices of 16 rows are read from a full ring; and once more
-with a batch written before every read.
+Run ``python benchmarks/storage_slices.py``. With ``--priorities`` it measures prioritized draws and
+updates of 256 rows instead, that is, indices and weights without the rows, and compares them with
+those of other installed libraries. Each batch has one row of each of 64 lanes, so consecutive rows
+of a trajectory are 64 rows apart. The benchmark reads 32 slices of 16 rows from a full ring, and
+then does so again with a batch written before every read.
 
-``--rows 1e6,1e7,1e8`` measures the index alone, of as many rows that are in no file: of lanes that
-spend a slot on each reset, in batches of 64, 128 and 65,536 rows (``--batches``), with episodes of
+``--rows 1e6,1e7,1e8`` measures only the index, for this many rows, which are in no file. The lanes
+spend a slot on each reset; batches have 64, 128 and 65,536 rows (``--batches``), and episodes have
 22, 50 and 300 rows on average (``--episodes``).
 
-``--packed SRC`` packs storages that are there, one after the other, and reads them in one thread:
-bytes a row, CPU a row, rows in order, and 256 random rows with all their columns, of a reader that
-has just been opened and of one that has all chunks.
+``--packed SRC`` packs existing storages, one after the other, and reads them in one thread. It
+prints bytes per row, CPU time per row, and the times of reading rows in order and of 256 random
+rows with all their columns, by a reader that has just been opened and by one that has all chunks.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ from tallyroll.storage.trajectories.row_index import RowIndex
 
 LANES, SLICES, SLICE = 64, 32, 16
 SHORTEST, LONGEST = 100, 300
-"""Bounds of the trajectories' lengths."""
+"""Minimum and maximum length of a trajectory."""
 SIZES = (100_032, 1_000_000)
-"""Rows of the ring: whole batches."""
+"""Rows of the ring, a multiple of the batch."""
 PRIORITIES = 256
-"""Rows that are drawn, or updated, by their priorities at a time."""
+"""Rows that are drawn or updated by priority at a time."""
 TRAJECTORY = ("collector", "traj_ids")
 
 
 def lane_steps(steps: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """One lane's count of trajectories before each row, and the step within the trajectory."""
+    """For each row of one lane, return the trajectories before it and its step in its own."""
     lengths = generator.integers(SHORTEST, LONGEST + 1, size=steps // SHORTEST + 1)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     rows = np.arange(steps)
@@ -72,7 +72,7 @@ def lane_steps(steps: int, generator: np.random.Generator) -> tuple[np.ndarray, 
 
 
 def interleaved_rows(count: int) -> Rows:
-    """Rows [count] of 64 lanes, a row of each after the other, with the columns of CartPole."""
+    """Return rows [count] of 64 interleaved lanes, with the columns of CartPole."""
     generator, steps = np.random.default_rng(0), count // LANES + 1
     lanes = [lane_steps(steps, generator) for _ in range(LANES)]
     ordinal, step = (np.stack(part, axis=1) for part in zip(*lanes, strict=True))
@@ -103,15 +103,15 @@ class Reader:
     """A full ring under TorchRL's ``ReplayBuffer`` with a sampler.
 
     Args:
-        name: of the row in the table.
+        name: name of the row in the table.
         ring: the storage, still empty.
         sampler: chooses the rows.
-        whole: the rows that fill it.
-        later: batches that may be written afterwards, and then go on where ``whole`` ends.
+        whole: the rows that fill the ring.
+        later: batches to write afterwards, if any. They continue the trajectories of ``whole``.
     """
 
     def __init__(self, name: str, ring: Any, sampler: Any, whole: Rows, later: list[Rows]) -> None:
-        """Fill the ring, one row of each lane a batch."""
+        """Fill the ring with batches of one row per lane."""
         self.name, self.ring, self.later = name, ring, later
         self.buffer = ReplayBuffer(storage=ring, sampler=sampler, batch_size=SLICES * SLICE)
         self.ours = isinstance(ring, MemmapStorage)
@@ -137,14 +137,14 @@ class Reader:
         self.sample()
 
     def calls(self) -> Calls:
-        """Return what is timed."""
+        """Return the calls to time."""
         if not self.later:
             return Calls(self.name, self.read, [None], SLICES * SLICE, close=self.close)
         batches = self.later if self.ours else map(tensordict_of, self.later)
         return Calls(self.name, self.write_and_read, batches, SLICES * SLICE, close=self.close)
 
     def whole_slices(self) -> int:
-        """Of one sample, how many slices are successive rows of one trajectory."""
+        """Count the slices of one sample that are consecutive rows of one trajectory."""
         sample = self.sample()["collector"].reshape(SLICES, SLICE)
         same = (sample["traj_ids"] == sample["traj_ids"][:, :1]).all(1)
         successive = (sample["step"].diff(dim=1) == 1).all(1)
@@ -160,7 +160,7 @@ class Direct(Reader):
 
 
 def batches_of(rows: Rows) -> list[Rows]:
-    """The rows as batches of one row of each lane, in the same memory."""
+    """Split the rows into batches of one row per lane, without a copy."""
     return [
         {key: column[start : start + LANES] for key, column in rows.items()}
         for start in range(0, length(rows), LANES)
@@ -168,14 +168,16 @@ def batches_of(rows: Rows) -> list[Rows]:
 
 
 def lane_by_lane(rows: Rows) -> Rows:
-    """The same rows in the order in which TorchRL's sampler can tell trajectories by id."""
+    """Return the rows in an order in which TorchRL's sampler can separate trajectories by id."""
     order = np.lexsort((rows["collector", "step"], rows["collector", "traj_ids"]))
     return {key: column[order] for key, column in rows.items()}
 
 
 def readers(whole: Rows, later: list[Rows], scratch: Path, *, peers: bool) -> list[Reader]:
-    """A random sample of as many rows, which the others are compared with; slices by ours and by
-    TorchRL's sampler."""
+    """Return the reader of random rows, which is the reference, and the readers of slices.
+
+    Slices are drawn by Tallyroll's sampler and by TorchRL's.
+    """
     size = length(whole)
 
     def ring(name: str) -> Any:
@@ -198,7 +200,7 @@ def readers(whole: Rows, later: list[Rows], scratch: Path, *, peers: bool) -> li
 
 
 def refusal(whole: Rows) -> str:
-    """What TorchRL's sampler says to rows of many lanes by trajectory id."""
+    """Return TorchRL's error for interleaved rows of many lanes, sliced by trajectory id."""
     by_id = SliceSampler(slice_len=SLICE, traj_key=TRAJECTORY)
     try:
         Reader("", LazyTensorStorage(length(whole)), by_id, whole, []).read(None)
@@ -230,9 +232,9 @@ def play(size: int, batches: int, args: argparse.Namespace) -> list[Result]:
 
 
 class Prioritised:
-    """Draws, and updates, of 256 rows of ``size`` that all have random priorities.
+    """Draws and updates of 256 rows out of ``size`` rows with random priorities.
 
-    A subclass sets `draw`, which is called without an argument, and `update`, which is called with
+    A subclass sets `draw`, which is called without arguments, and `update`, which is called with
     indices [256] and priorities, float32 [256].
     """
 
@@ -240,10 +242,10 @@ class Prioritised:
     update: Callable[[np.ndarray, np.ndarray], Any]
 
     def close(self) -> None:
-        """Close what is open."""
+        """Release what the contender has opened."""
 
     def calls(self, name: str, size: int, work: str) -> Calls:
-        """Return what is timed."""
+        """Return the calls to time."""
         if work == "draw":
             return Calls(name, lambda _: self.draw(), [None], PRIORITIES, close=self.close)
         generator = np.random.default_rng(0)
@@ -271,7 +273,7 @@ class Ours(Prioritised):
 
 
 class Plain(Ours):
-    """The same without the extension."""
+    """The same without the C extension."""
 
     def __init__(self, size: int) -> None:
         """Fill it."""
@@ -280,7 +282,7 @@ class Plain(Ours):
 
 
 class Cpprb(Prioritised):
-    """cpprb, which returns the rows too: one byte each here."""
+    """cpprb, which also returns the rows; here a row has one byte."""
 
     def __init__(self, size: int) -> None:
         """Fill it."""
@@ -295,7 +297,7 @@ class Cpprb(Prioritised):
 
 
 class Tianshou(Prioritised):
-    """Tianshou's buffer: its sum tree by numba, its weights by NumPy."""
+    """Tianshou's buffer. Its sum tree uses numba, its weights use NumPy."""
 
     def __init__(self, size: int) -> None:
         """Fill it."""
@@ -304,7 +306,7 @@ class Tianshou(Prioritised):
         buffer = PrioritizedReplayBuffer(size, alpha=0.6, beta=0.4)
         first = Batch(obs=0, act=0, rew=0.0, terminated=False, truncated=False, obs_next=0, info={})
         buffer.add(first)
-        buffer._size = size  # as if all were written: that takes minutes
+        buffer._size = size  # pretend that all rows were written, which would take minutes
         buffer.weight[np.arange(size)] = np.random.rand(size)
 
         def draw() -> tuple[np.ndarray, np.ndarray]:
@@ -315,7 +317,7 @@ class Tianshou(Prioritised):
 
 
 class Rlox(Prioritised):
-    """rlox's buffer in Rust, which returns the rows too: one number each of what it asks for."""
+    """rlox's buffer in Rust, which also returns the rows; here each column has one number."""
 
     def __init__(self, size: int) -> None:
         """Fill it."""
@@ -326,14 +328,14 @@ class Rlox(Prioritised):
         for priority in np.random.default_rng(0).random(size).tolist():
             buffer.push(one, one, 0.0, False, False, one, priority)
         self.draw = partial(buffer.sample, PRIORITIES)
-        # It takes arrays of these types alone.
+        # It accepts only arrays of these types.
         self.update = lambda index, given: buffer.update_priorities(
             index.astype(np.uint64), given.astype(np.float64)
         )
 
 
 class TorchRL(Prioritised):
-    """TorchRL's sampler, where its compiled part loads."""
+    """TorchRL's sampler, if its compiled part loads."""
 
     def __init__(self, size: int) -> None:
         """Fill it."""
@@ -359,7 +361,7 @@ def play_priorities(size: int, work: str, args: argparse.Namespace) -> list[Resu
             try:
                 found.append(kind(size).calls(name, size, work))
                 stack.callback(found[-1].close)
-            except (ImportError, RuntimeError) as error:  # not installed, or not for this torch
+            except (ImportError, RuntimeError) as error:  # missing, or for another torch
                 remarks.append(f"{name}: {str(error).splitlines()[0]}")
         results = interleave(found, args.rounds, args.seconds)
     print_results(f"{work} {PRIORITIES} of {size} rows", results, remarks, "ours", ("call", "row"))
@@ -367,7 +369,7 @@ def play_priorities(size: int, work: str, args: argparse.Namespace) -> list[Resu
 
 
 def next_step_chunks(rows: int, episode: int, batch: int) -> Iterator[RowChunk]:
-    """Rows of 64 lanes without their reset slots, in batches that are laid out lane by lane."""
+    """Yield rows of 64 lanes without reset slots, in batches that are laid out lane by lane."""
     rng, slots, start = np.random.default_rng(0), 2**18 // LANES, 0
     count, step = np.zeros(LANES, np.int64), np.zeros(LANES, np.int64)
     resets = np.zeros(LANES, np.bool_)
@@ -390,7 +392,7 @@ def next_step_chunks(rows: int, episode: int, batch: int) -> Iterator[RowChunk]:
 
 
 def median_us(call: Callable[[], Any], times: int = 300) -> float:
-    """The median time of a call."""
+    """Return the median time of a call, in microseconds."""
     each = []
     for _ in range(times):
         begin = time.perf_counter()
@@ -400,7 +402,7 @@ def median_us(call: Callable[[], Any], times: int = 300) -> float:
 
 
 def play_index(rows: int, episode: int, batch: int) -> dict[str, float]:
-    """Measure the index of so many rows, and print a line."""
+    """Measure the index of ``rows`` rows, and print one line."""
     index, rng, build = RowIndex(), np.random.default_rng(1), 0.0
     for chunk in next_step_chunks(rows, episode, batch):
         begin = time.process_time()
@@ -426,7 +428,7 @@ def play_index(rows: int, episode: int, batch: int) -> dict[str, float]:
 
 
 def play_packed(source: Path, rounds: int) -> dict[str, Any]:
-    """Print what packing a storage, and reading it, costs; medians, and the least of packing."""
+    """Print the cost of packing and reading a storage: medians, and the minimum for packing."""
     random, packing, cold, cached, ordered = np.random.default_rng(0), [], [], [], []
     with open_storage(source) as storage, tempfile.TemporaryDirectory() as scratch:
         for number in range(rounds):
@@ -437,7 +439,7 @@ def play_packed(source: Path, rounds: int) -> dict[str, Any]:
             reader = PackedReader(ZarrArchive(path), threads=1)
             rows = random.integers(0, report.rows, 256)
             cold.append(seconds_of(lambda reader=reader, rows=rows: reader.take(rows)))
-            for _ in range(2):  # chunks are kept when they are asked for again
+            for _ in range(2):  # chunks are cached on the second access
                 reader.take(np.arange(0, report.rows, 32))
             cached.append(median_us(lambda reader=reader, rows=rows: reader.take(rows), 50) / 1e3)
             reader.close()
@@ -463,14 +465,14 @@ def play_packed(source: Path, rounds: int) -> dict[str, Any]:
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
-    """Return the seconds that this thread works in one call."""
+    """Return the CPU seconds of this thread in one call."""
     began = time.thread_time()
     call()
     return time.thread_time() - began
 
 
 def numbers(text: str) -> list[int]:
-    """Whole numbers of an option, as in ``1e6,1e7``."""
+    """Parse the integers of an option, such as ``1e6,1e7``."""
     return [int(float(each)) for each in text.split(",")]
 
 
@@ -512,7 +514,7 @@ def main() -> None:
             write_json(args.json, played)
         return
     console.print(f"{args.rounds} interleaved rounds of at least {args.seconds} s, one thread")
-    # A batch and a read take more than 0.1 ms.
+    # A write and a read together take more than 0.1 ms.
     enough = int((args.rounds + 1) * (args.seconds + QUANTUM) / 1e-4) + 100
     records: list[dict[str, Any]] = []
     if args.priorities:

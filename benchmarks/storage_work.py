@@ -1,4 +1,4 @@
-"""The rows that are written and read, what a storage does with them, and the floor."""
+"""The rows to write and read, the work of a storage, and the floor."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ Key = tuple[str, ...]
 Rows = dict[Key, np.ndarray]
 
 READ_ROWS = 256
-"""Rows of a read."""
+"""Rows per read."""
 READS = 1024
-"""Reads of different rows, before they begin again."""
+"""Reads of different rows, before they repeat."""
 QUANTUM = 2e-3
-"""Seconds of calls between two looks at the clock."""
+"""Seconds of calls between two checks of the clock."""
 WARMING = 0.02
-"""Seconds of calls before the clock of a round starts: a contender finds its own in the caches."""
+"""Seconds of untimed calls before a round, to warm the caches with the contender's own data."""
 LONGEST_LAP = 0.25
-"""Seconds of calls on a file that grows, before it is begun anew."""
+"""Seconds of calls on a growing file, before it is started again."""
 FIRST_STEP, LARGEST_STEP = 2**20, 2**28
-"""Bytes by which files that grow are enlarged: as much as they have, within these bounds."""
+"""Bytes by which growing files are enlarged: their current size, within these bounds."""
 
 
 def cartpole_rows(count: int) -> Rows:
-    """Rows [count] as a collector writes them: eleven columns, 75 bytes a row."""
+    """Return rows [count] as a collector writes them: eleven columns, 75 bytes per row."""
     env = GymnasiumVectorEnv(gym.make_vec("CartPole-v1", 64, vectorization_mode="sync"))
     with SyncCollector(env, None, frames_per_batch=count, total_frames=count, seed=0) as collector:
         (batch,) = collector
     return {
         key if isinstance(key, tuple) else (key,): np.ascontiguousarray(leaf.numpy())
         for key, leaf in batch.items(True, True)
-        if key != ("collector", "cut")  # in batches only
+        if key != ("collector", "cut")  # only in batches
     }
 
 
 def image_rows(count: int) -> Rows:
-    """The same columns, the observations 84x84x4 bytes each: 56 KB a row."""
+    """Return rows with the same columns, and observations of 84x84x4 bytes: 56 KB per row."""
     images = np.random.default_rng(0).integers(256, size=(count + 1, 84, 84, 4), dtype=np.uint8)
     rows = cartpole_rows(count)
     rows["observation",], rows["next", "observation"] = images[:-1], images[1:].copy()
@@ -62,27 +62,27 @@ def image_rows(count: int) -> Rows:
 
 
 def length(rows: Rows) -> int:
-    """How many rows these are."""
+    """Return the number of rows."""
     return len(rows["action",])
 
 
 def first(rows: Rows, count: int) -> Rows:
-    """The first ``count`` rows, in memory of their own."""
+    """Return a copy of the first ``count`` rows."""
     return {key: column[:count].copy() for key, column in rows.items()}
 
 
 def row_nbytes(rows: Rows) -> int:
-    """Bytes of one row in all columns."""
+    """Return the bytes of one row in all columns."""
     return sum(column[:1].nbytes for column in rows.values())
 
 
 def flat(rows: Rows) -> dict[str, np.ndarray]:
-    """The same arrays by names without a hierarchy, for libraries that know none."""
+    """Return the same arrays by flat names, for libraries without nested keys."""
     return {"_".join(key): column for key, column in rows.items()}
 
 
 def tensordict_of(rows: Rows) -> TensorDict:
-    """The rows as a TensorDict [N] over the same memory."""
+    """Return the rows as a TensorDict [N] that shares their memory."""
     data = TensorDict({}, batch_size=[length(rows)])
     for key, column in rows.items():
         data[key] = torch.from_numpy(column)
@@ -91,13 +91,13 @@ def tensordict_of(rows: Rows) -> TensorDict:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a storage is made for.
+    """The parameters of a storage.
 
     Args:
         rows: the batch [N, ...] of one write.
-        filler: a batch by which the storage is filled.
-        room: rows that it holds: a multiple of both.
-        scratch: a folder of its own for files.
+        filler: a batch to fill the storage with.
+        room: capacity in rows, a multiple of both batches.
+        scratch: a separate folder for files.
     """
 
     rows: Rows
@@ -107,22 +107,22 @@ class Spec:
 
     @property
     def count(self) -> int:
-        """N."""
+        """The number of rows in a batch, N."""
         return length(self.rows)
 
 
 class Store(ABC):
-    """One way of holding rows. It goes round when it is full, or else `rewind` empties it."""
+    """One way of storing rows. When it is full it wraps around, or `rewind` empties it."""
 
     name: str
     wraps: ClassVar[bool] = True
 
     def __init__(self, spec: Spec) -> None:
-        """Make it, without rows."""
+        """Create it without rows."""
         self.spec = spec
 
     def given(self, rows: Rows) -> Any:
-        """Return rows in the form in which `write` takes them; not timed."""
+        """Convert rows to the form that `write` takes. Not timed."""
         return rows
 
     def write(self, given: Any) -> Any:
@@ -130,38 +130,38 @@ class Store(ABC):
         raise NotImplementedError
 
     def asked(self, index: np.ndarray) -> Any:
-        """Return row numbers [M], none twice, in the form that `read` takes; not timed."""
+        """Convert unique row numbers [M] to the form that `read` takes. Not timed."""
         return index
 
     def read(self, asked: Any) -> Any:
-        """Read these rows, or as many that the storage chooses itself."""
+        """Read these rows, or as many rows that the storage chooses itself."""
         raise NotImplementedError
 
     def fill(self) -> None:
-        """Write every row once, so that no page of memory or of a file is new any more."""
+        """Write every row once, so that every page of memory or of a file has been touched."""
         given = self.given(self.spec.filler)
         for _ in range(self.spec.room // length(self.spec.filler)):
             self.write(given)
 
     def rewind(self) -> None:
-        """Begin at row 0 again, where ``wraps`` is False."""
+        """Start at row 0 again, if ``wraps`` is False."""
         return
 
     def close(self) -> None:
-        """Let go of files."""
+        """Close the files."""
         return
 
 
 class Calls(Contender):
-    """One call over and over, its arguments in turn: as many between two looks as take 2 ms.
+    """One call, repeated with each argument in turn, for 2 ms between two checks of the clock.
 
     Args:
-        name: of the row in the table.
-        call: what is timed.
-        arguments: what it is called with.
+        name: name of the row in the table.
+        call: the function to time.
+        arguments: its arguments, one per call.
         rows: rows of one call.
         before: called after every ``most`` calls, with the clock stopped.
-        most: calls at a time at most; None for no end.
+        most: maximum number of calls at a time; None for no limit.
         close: called at the end.
     """
 
@@ -177,7 +177,7 @@ class Calls(Contender):
         close: Callable[[], None] | None = None,
         quantum: float = QUANTUM,
     ) -> None:
-        """Learn how long a call takes."""
+        """Measure how long a call takes."""
         self.name, self.call, self.rows = name, call, rows
         self.arguments = itertools.cycle(arguments)
         self._before, self._most, self._close = before, most, close
@@ -192,11 +192,11 @@ class Calls(Contender):
         return time.perf_counter() - start
 
     def begin_round(self) -> None:
-        """Drive out of the caches what the contender before left there."""
+        """Replace the previous contender's data in the caches."""
         play_round(self, WARMING)
 
     def make_ready(self) -> None:
-        """Make room for the next calls."""
+        """Prepare for the next calls."""
         if self._before and self._most and self._made + self._calls > self._most:
             self._before()
             self._made = 0
@@ -209,17 +209,17 @@ class Calls(Contender):
         self._made += self._calls
 
     def tally(self) -> Tally:
-        """Return rows and calls of one ``advance``."""
+        """Return the rows and calls of one ``advance``."""
         return Tally(self.rows * self._calls, self._calls)
 
     def close(self) -> None:
-        """Let go of files."""
+        """Close the files."""
         if self._close:
             self._close()
 
 
 def writing(make: type[Store], spec: Spec) -> Calls:
-    """Batches into a storage whose pages were all written before."""
+    """Measure batches written to a storage whose pages have all been written before."""
     store = make(spec)
     store.fill()
     store.rewind()
@@ -235,7 +235,7 @@ def writing(make: type[Store], spec: Spec) -> Calls:
 
 
 def reading(make: type[Store], spec: Spec) -> Calls:
-    """Random rows out of a full storage, the same for all that can be told which."""
+    """Measure random reads from a full storage. Storages that accept indices get the same ones."""
     store = make(spec)
     store.fill()
     generator = np.random.default_rng(0)
@@ -246,7 +246,10 @@ def reading(make: type[Store], spec: Spec) -> Calls:
 
 
 def growing(make: type[Store], spec: Spec) -> Calls:
-    """Batches into files that grow; they are begun anew with the clock stopped, first batch in."""
+    """Measure batches written to growing files.
+
+    The files are started again with the clock stopped, which includes their first batch.
+    """
     store = make(spec)
     given = store.given(spec.rows)
 
@@ -272,16 +275,16 @@ def growing(make: type[Store], spec: Spec) -> Calls:
 
 
 def raw_files(spec: Spec) -> list[int]:
-    """An open file for each column."""
+    """Open a file for each column."""
     paths = [spec.scratch / f"{index}.raw" for index in range(len(spec.rows))]
     return [os.open(path, os.O_RDWR | os.O_CREAT) for path in paths]
 
 
 def raw_maps(spec: Spec) -> list[np.ndarray]:
-    """A plain array [room, ...] for each column, over a memory map of a file.
+    """Return a plain array [room, ...] for each column, over a memory map of a file.
 
-    The files are full of rows: what `os.pwrite` has written lies in larger pages than what was
-    first touched through a map, and is copied to faster by some per cent.
+    The files are full of rows. Pages that `os.pwrite` has written are larger than pages that were
+    first touched through a map, and copies to them are a few per cent faster.
     """
     maps = []
     for file, column in zip(raw_files(spec), spec.filler.values(), strict=True):
@@ -296,7 +299,7 @@ def raw_maps(spec: Spec) -> list[np.ndarray]:
 
 
 class Floor(Store):
-    """NumPy copies into raw memory maps, and ``take`` into arrays that are used again."""
+    """NumPy copies into raw memory maps, and ``take`` into reused arrays."""
 
     name = "NumPy and raw memory maps (floor)"
 
@@ -313,7 +316,7 @@ class Floor(Store):
             column[:] = column
 
     def given(self, rows: Rows) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the columns' maps, each with the array that is copied into it."""
+        """Return each column's map, and the array to copy into it."""
         return list(zip(self.columns, rows.values(), strict=True))
 
     def write(self, given: list[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -325,27 +328,27 @@ class Floor(Store):
         self.at = stop % self.spec.room
 
     def asked(self, index: np.ndarray) -> np.ndarray:
-        """Make the arrays, the first time."""
+        """Create the output arrays on the first call."""
         if not self.outs:
             self.outs = [np.empty((len(index), *c.shape[1:]), c.dtype) for c in self.columns]
         return index
 
     def read(self, asked: np.ndarray) -> Any:
-        """Gather column by column; ``clip`` is the mode in which NumPy needs no copy in between."""
+        """Gather column by column. With mode ``clip``, NumPy needs no intermediate copy."""
         for column, out in zip(self.columns, self.outs, strict=True):
             column.take(asked, axis=0, out=out, mode="clip")
 
 
 class BareTensorDict(Floor):
-    """The floor, and a TensorDict over its arrays, made in the quickest way that is known.
+    """The floor, plus a TensorDict over its arrays, created in the fastest known way.
 
-    No index is checked, and the next read overwrites what this one has returned.
+    It checks no index, and the next read overwrites the result of this one.
     """
 
     name = "the floor and a TensorDict of it"
 
     def __init__(self, spec: Spec) -> None:
-        """Plan the levels of the TensorDict."""
+        """Prepare the nested levels of the TensorDict."""
         super().__init__(spec)
         self.nest = TensorDictBuilder(
             [(key, torch.from_numpy(a).dtype) for key, a in spec.rows.items()]
@@ -358,9 +361,9 @@ class BareTensorDict(Floor):
 
 
 class GrowingFloor(Store):
-    """``os.pwrite`` of whole arrays to bare files, their space reserved as they grow.
+    """``os.pwrite`` of full arrays to plain files, whose space is reserved as they grow.
 
-    Through a map every new page costs a fault, which takes several times as long.
+    Through a memory map every new page costs a page fault, which takes several times as long.
     """
 
     name = "os.pwrite to bare files (floor)"
@@ -373,7 +376,7 @@ class GrowingFloor(Store):
         self.at = self.room = 0
 
     def given(self, rows: Rows) -> list[tuple[int, np.ndarray]]:
-        """Return the bytes of a row with each array."""
+        """Return each array with the bytes of one of its rows."""
         return [(array[:1].nbytes, array) for array in rows.values()]
 
     def write(self, given: list[tuple[int, np.ndarray]]) -> None:

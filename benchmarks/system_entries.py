@@ -1,5 +1,6 @@
-"""The environment systems that are measured, an entry each: how Tallyroll, the system itself and
-TorchRL make and step the same task.
+"""The environment systems to measure, one entry each.
+
+An entry says how Tallyroll, the system itself and TorchRL create and step the same task.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Step = Callable[..., Any]
-"""Takes the actions ``[lane, ...]`` of a vector step, an array for each action of the system; or
-nothing, where legal actions depend on what was seen: then it draws them as well."""
+"""A function of the actions ``[lane, ...]`` of a vector step, one array per action of the system.
+
+If the legal actions depend on the observations, it takes no arguments and draws the actions itself.
+"""
 Raw = tuple[Step, Callable[[], None]]
-"""A step, and how to close what was made for it."""
+"""A step function, and a function that releases its resources."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A system on one task; each of the three is given the number of lanes."""
+    """A system on one task. Each of the three factories is called with the number of lanes."""
 
     name: str
     raw: Callable[[int], Raw]
@@ -40,17 +43,17 @@ class Entry:
     """``SYSTEM:task`` is made by `System.make`, with ``kwargs``."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     make: Callable[[int], EnvBase] | None = None
-    """In its place, where the task has no such name."""
+    """Creates the environment if the task has no such name."""
     torchrl: Callable[[int], EnvBase] | None = None
     masked: bool = False
-    """The raw step draws legal actions itself."""
+    """Whether the raw step draws legal actions itself."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the collector that the task needs."""
     costs: int = 1
-    """How many times fewer steps a batch has, because a step is costly."""
+    """Divides the number of steps in a batch, for tasks whose step is expensive."""
 
     def ours(self, lanes: int) -> EnvBase:
-        """What Tallyroll's collector is given."""
+        """Return the environment that Tallyroll's collector gets."""
         if self.make is not None:
             return self.make(lanes)
         system = registry.load(self.name)
@@ -58,12 +61,12 @@ class Entry:
 
 
 def serial(lanes: int, make: Callable[[], EnvBase]) -> EnvBase:
-    """TorchRL's way to step several of an environment that has one lane."""
+    """TorchRL's way to step several copies of an environment that has one lane."""
     return make() if lanes == 1 else SerialEnv(lanes, make)
 
 
 def seeded(env: EnvBase) -> EnvBase:
-    """For wrappers that cannot be reset before they were given a seed."""
+    """Seed a wrapper that cannot be reset before it has a seed."""
     env.set_seed(0)
     return env
 
@@ -77,7 +80,7 @@ def pendulums(lanes: int) -> EnvBase:
 
 
 def raw_torchrl(lanes: int) -> Raw:
-    """The loop that TorchRL's collectors are made of."""
+    """The loop that TorchRL's collectors are built on."""
     env = pendulums(lanes)
     state = {"now": env.reset()}
 
@@ -99,7 +102,7 @@ def vector(lanes: int, mode: AutoresetMode = AutoresetMode.NEXT_STEP) -> Any:
 
 
 def stepped(env: Any, **reset: Any) -> Raw:
-    """The step of a vector that was reset."""
+    """Return the step of a vector, after resetting it."""
     env.reset(**reset)
     return env.step, env.close
 
@@ -110,8 +113,8 @@ def raw_gymnasium(lanes: int) -> Raw:
 
 
 def minigrid(lanes: int) -> Any:
-    """A room of MiniGrid: images, and missions that are texts."""
-    import minigrid  # noqa: F401  it registers
+    """A room of MiniGrid, with images and with missions as text."""
+    import minigrid  # noqa: F401  importing it registers the environments
 
     name = "MiniGrid-Empty-8x8-v0"
     how = {"autoreset_mode": AutoresetMode.DISABLED}
@@ -119,7 +122,7 @@ def minigrid(lanes: int) -> Any:
 
 
 def raw_minigrid(lanes: int) -> Raw:
-    """The vector, and a reset of the lanes that ended."""
+    """The vector's step, and a reset of the lanes that ended."""
     env = minigrid(lanes)
 
     def step(action: NDArray[Any]) -> None:
@@ -168,7 +171,7 @@ def raw_ale(lanes: int) -> Raw:
 
 
 def raw_procgen(lanes: int) -> Raw:
-    """Procgen's act and observe."""
+    """Procgen's ``act`` and ``observe``."""
     from procgen import ProcgenGym3Env
 
     env = ProcgenGym3Env(num=lanes, env_name="coinrun", rand_seed=0)
@@ -184,7 +187,7 @@ def raw_procgen(lanes: int) -> Raw:
 
 
 def compiled(reset: Callable[..., Any], step: Callable[..., Any], lanes: int) -> Raw:
-    """A loop over ``state, seen = step(state, action)``; all that is seen becomes NumPy's."""
+    """A loop over ``state, seen = step(state, action)``, which converts all outputs to NumPy."""
     import jax
 
     advance = jax.jit(step)
@@ -198,7 +201,7 @@ def compiled(reset: Callable[..., Any], step: Callable[..., Any], lanes: int) ->
 
 
 def compiled_masked(reset: Callable[..., Any], step: Callable[..., Any], lanes: int) -> Raw:
-    """The same where ``reset`` and ``step`` return the legal actions as well, bool ``[..., n]``."""
+    """The same if ``reset`` and ``step`` also return the legal actions, bool ``[..., n]``."""
     import jax
 
     advance, rng = jax.jit(step), np.random.default_rng(0)
@@ -216,7 +219,7 @@ def compiled_masked(reset: Callable[..., Any], step: Callable[..., Any], lanes: 
 
 
 def raw_brax(lanes: int) -> Raw:
-    """Brax's environment for training: it resets itself."""
+    """Brax's environment for training, which resets itself."""
     from brax import envs
 
     env = envs.create("ant", batch_size=lanes, auto_reset=True)
@@ -229,7 +232,7 @@ def raw_brax(lanes: int) -> Raw:
 
 
 def raw_playground(lanes: int) -> Raw:
-    """MuJoCo Playground's environment for training: it resets itself."""
+    """MuJoCo Playground's environment for training, which resets itself."""
     from mujoco_playground import registry, wrapper
 
     env = wrapper.wrap_for_brax_training(registry.load("CartpoleBalance"))
@@ -262,7 +265,7 @@ def raw_gymnax(lanes: int) -> Raw:
 
 
 def raw_jumanji(lanes: int) -> Raw:
-    """Jumanji's wrapper for training: it resets itself."""
+    """Jumanji's wrapper for training, which resets itself."""
     import jumanji
     from jumanji.wrappers import VmapAutoResetWrapper
 
@@ -281,7 +284,7 @@ def raw_jumanji(lanes: int) -> Raw:
 
 
 def raw_smax(lanes: int) -> Raw:
-    """``env.step``, which resets itself, and the legal actions of what follows."""
+    """``env.step``, which resets itself, and the legal actions of the next state."""
     import jax
     from jaxmarl import make
     from jaxmarl.environments.smax import map_name_to_scenario
@@ -324,7 +327,7 @@ def raw_vmas(lanes: int) -> Raw:
 
 
 def raw_pettingzoo(lanes: int) -> Raw:
-    """A parallel environment a lane."""
+    """One parallel environment per lane."""
     from mpe2 import simple_spread_v3
 
     each = [simple_spread_v3.parallel_env(max_cycles=25) for _ in range(lanes)]
@@ -342,7 +345,7 @@ def raw_pettingzoo(lanes: int) -> Raw:
 
 
 def agents_as_lanes(lanes: int) -> Any:
-    """SuperSuit's vector, of which a lane is an agent: of one environment, or of pairs."""
+    """SuperSuit's vector, whose lanes are agents: of one environment, or of pairs."""
     import supersuit
     from mpe2 import simple_spread_v3
 
@@ -352,7 +355,7 @@ def agents_as_lanes(lanes: int) -> Any:
 
 
 def raw_turns(lanes: int) -> Raw:
-    """PettingZoo's own loop over a game of turns a lane: ``last``, and a legal move."""
+    """PettingZoo's own loop over one turn-based game per lane: ``last``, and a legal move."""
     from pettingzoo.classic import tictactoe_v3
 
     each = [tictactoe_v3.env() for _ in range(lanes)]
@@ -374,7 +377,7 @@ def raw_turns(lanes: int) -> Raw:
 
 
 def raw_dm_control(lanes: int) -> Raw:
-    """An environment a lane, which resets itself in the step after its last."""
+    """One environment per lane, which resets itself in the step after its last."""
     from dm_control import suite
 
     each = [suite.load("cartpole", "balance", {"random": lane}) for lane in range(lanes)]
@@ -387,7 +390,7 @@ def raw_dm_control(lanes: int) -> Raw:
 
 
 def raw_openspiel(lanes: int) -> Raw:
-    """A game a lane, in which every action is always legal."""
+    """One game per lane, in which every action is always legal."""
     import pyspiel
 
     game, rng = pyspiel.load_game("catch"), np.random.default_rng(0)
@@ -419,7 +422,7 @@ def turns(lanes: int) -> EnvBase:
 
 
 def pettingzoo_of_torchrl() -> EnvBase:
-    """TorchRL's wrapper, as it keeps lanes going until their last agent is done."""
+    """TorchRL's wrapper, with lanes that continue until their last agent is done."""
     from mpe2 import simple_spread_v3
 
     env = simple_spread_v3.parallel_env(max_cycles=25)
@@ -471,7 +474,7 @@ ENTRIES = (
         "Snake-v1",
         {"unbounded": ["step_count"]},
         masked=True,
-        options={"validate": "warn"},  # a snake that is trapped has no legal move
+        options={"validate": "warn"},  # a trapped snake has no legal move
         torchrl=lambda lanes: seeded(
             torchrl_envs.JumanjiEnv("Snake-v1", batch_size=[lanes], jit=True)
         ),

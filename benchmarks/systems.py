@@ -1,9 +1,10 @@
-"""What does collecting from each environment system cost beside the system's own raw loop?
+"""Compare collecting from each environment system with the system's own raw loop.
 
-Run ``python benchmarks/systems.py``. Random actions at 1, 8 and 64 lanes, in interleaved rounds:
-the system's own calls with nothing around them, Tallyroll's collector, and TorchRL's wrapper of
-the system with its collector, where there is one. A ratio is the raw loop's median time for a
-vector step over the contender's. Systems that are not installed are named and left out.
+Run ``python benchmarks/systems.py``. It takes random actions at 1, 8 and 64 lanes, in interleaved
+rounds, with three contenders: the system's own calls without any overhead, Tallyroll's collector,
+and TorchRL's collector with its wrapper of the system, if there is one. A ratio is the raw loop's
+median time per vector step divided by the contender's. Systems that are not installed are skipped
+and listed.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ if TYPE_CHECKING:
 KNOWN = tuple(entry.name for entry in ENTRIES)
 QUICK = "gymnasium,torchrl,sb3"
 STEPS = {1: 1024, 8: 512, 64: 128}
-"""Vector steps in a batch, by lanes, where a step is cheap."""
+"""Vector steps per batch, by number of lanes, for cheap steps."""
 
 
 class Loop(Contender):
-    """A contender that makes ``steps`` vector steps; it also measures the time of its thread.
+    """A contender that makes ``steps`` vector steps and also measures the CPU time of its thread.
 
-    The clock has the last word, but where threads of the system do the work, it tells little
+    Wall-clock time is the main result, but if the system works in its own threads, it says little
     about the loop around them.
     """
 
     def __init__(self, lanes: int, steps: int) -> None:
-        """Begin to count."""
+        """Reset the counters."""
         self.lanes, self.steps = lanes, steps
         self.thread_seconds, self.stepped = 0.0, 0
 
@@ -54,26 +55,27 @@ class Loop(Contender):
         raise NotImplementedError
 
     def tally(self) -> Tally:
-        """Return slots and vector steps: all contenders have the same share of reset slots."""
+        """Return slots and vector steps. All contenders have the same share of reset slots."""
         return Tally(self.lanes * self.steps, self.steps)
 
     @property
     def thread_us(self) -> float:
-        """Microseconds of this thread's CPU time a vector step."""
+        """Microseconds of this thread's CPU time per vector step."""
         return 1e6 * self.thread_seconds / self.stepped
 
 
 class Raw(Loop):
-    """The system's own step on random actions, and what it returns as NumPy arrays.
+    """The system's own step on random actions, with outputs as NumPy arrays.
 
-    They are drawn a block at a time, as Tallyroll draws them; where only some are legal, step by
-    step from the mask that was seen. It resets itself, keeps no final observation and no row.
+    Actions are drawn one block at a time, as in Tallyroll. If only some actions are legal, they are
+    drawn at every step from the last mask. The system resets itself; the loop keeps no final
+    observations and no rows.
     """
 
     name = "raw"
 
     def __init__(self, entry: Entry, env: EnvBase, lanes: int, steps: int) -> None:
-        """Make the system; actions are those of ``env``, Tallyroll's."""
+        """Create the system. The actions are those of Tallyroll's ``env``."""
         super().__init__(lanes, steps)
         action = env.full_action_spec
         self.specs = [action[key] for key in action.keys(True, True)]
@@ -97,10 +99,10 @@ class Raw(Loop):
 
 
 class Collecting(Loop):
-    """A collector, its batches dropped."""
+    """A collector whose batches are dropped."""
 
     def __init__(self, name: str, collector: Any, lanes: int, steps: int) -> None:
-        """Begin to iterate over ``collector``."""
+        """Start to iterate over ``collector``."""
         super().__init__(lanes, steps)
         self.name, self.collector = name, collector
         self.batches = iter(collector)
@@ -110,12 +112,12 @@ class Collecting(Loop):
         next(self.batches)
 
     def close(self) -> None:
-        """Shut the collector down, and the environment with it."""
+        """Shut down the collector and its environment."""
         self.collector.shutdown()
 
 
 def contenders(entry: Entry, lanes: int, args: argparse.Namespace) -> tuple[list[Loop], str]:
-    """Return the raw loop, Tallyroll, and TorchRL where it can do this; and a remark."""
+    """Return the raw loop, Tallyroll, and TorchRL if it supports the task; and a remark."""
     steps = max(1, (4 if args.quick else STEPS[lanes]) // entry.costs)
     options = {"frames_per_batch": lanes * steps, "total_frames": -1}
     env = entry.ours(lanes)
@@ -129,7 +131,7 @@ def contenders(entry: Entry, lanes: int, args: argparse.Namespace) -> tuple[list
         peer = Collector(entry.torchrl(lanes), None, **options)
         made.append(Collecting("TorchRL", peer, lanes, steps))
         made[-1].advance()
-    except Exception as error:  # noqa: BLE001  whatever keeps it from running is what is reported
+    except Exception as error:  # noqa: BLE001  any error is reported
         if made[-1].name == "TorchRL":
             made.pop()
         return made, f"{type(error).__name__}: {error}".splitlines()[0]
@@ -137,7 +139,7 @@ def contenders(entry: Entry, lanes: int, args: argparse.Namespace) -> tuple[list
 
 
 def record_of(name: str, lanes: int, loops: list[Loop], results: list[Result]) -> dict[str, Any]:
-    """Return the figures of a system at a number of lanes."""
+    """Return the figures of a system at one number of lanes."""
     raw = results[0]
     return {
         "system": name,
@@ -156,7 +158,7 @@ def record_of(name: str, lanes: int, loops: list[Loop], results: list[Result]) -
 
 
 def table_of(records: list[dict[str, Any]]) -> Table:
-    """Return a line for each system and number of lanes."""
+    """Return a table with one line for each system and number of lanes."""
     table = Table()
     for heading in ("system", "lanes"):
         table.add_column(heading)
@@ -210,7 +212,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Play every system at every number of lanes, and print one table."""
+    """Measure every system at every number of lanes, and print one table."""
     args = parse_args()
     prepare()
     print_setting()
@@ -221,7 +223,7 @@ def main() -> None:
         for lanes in args.lanes:
             try:
                 loops, remark = contenders(entry, lanes, args)
-            except ImportError as missing:  # MissingExtra is one
+            except ImportError as missing:  # includes MissingExtra
                 remarks.append(f"{entry.name}: left out, {missing}")
                 break
             if remark:

@@ -1,7 +1,7 @@
-"""Environments for worker processes: one that works for a millisecond, two that return at once.
+"""Environments for worker processes: one that works for a millisecond, two that return immediately.
 
-Gymnasium imports this module wherever one of its ids is made: ``worker_envs:Busy-v0``,
-``worker_envs:HalfCheetah-v5``. So it imports little.
+Gymnasium imports this module in every process that creates one of its ids: ``worker_envs:Busy-v0``,
+``worker_envs:HalfCheetah-v5``. It therefore imports little.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from gymnasium.vector.utils import batch_space
 BUSY = "worker_envs:Busy-v0"
 CHEETAH = "worker_envs:HalfCheetah-v5"
 TIME_LIMIT = 1000
-"""Steps of an episode, in both."""
+"""Steps per episode, for both ids."""
 IMAGE = (84, 84, 4)
 IMAGES = 8
-"""Different images that a lane sees in turn."""
+"""Number of different images that a lane returns in turn."""
 
 
 def spin(iterations: int) -> int:
-    """Keep this processor busy: so many steps of a random generator, in plain Python."""
+    """Keep the processor busy: run a random generator for some iterations, in plain Python."""
     state = 1
     for _ in range(iterations):
         state = (state * 1103515245 + 12345) & 0x7FFFFFFF
@@ -33,7 +33,7 @@ def spin(iterations: int) -> int:
 
 
 def iterations_for(seconds: float) -> int:
-    """How often ``spin`` goes round in so many seconds, by the fastest of many short runs."""
+    """Return the iterations of ``spin`` in this time, from the fastest of many short runs."""
     trial = 10_000
     times = []
     for _ in range(50):
@@ -44,16 +44,16 @@ def iterations_for(seconds: float) -> int:
 
 
 class Busy(gym.Env):
-    """Each step works for so many iterations and has nothing to show for it."""
+    """An environment whose steps only work for some iterations."""
 
     def __init__(self, iterations: int) -> None:
-        """Observations of CartPole's size."""
+        """Declare observations of CartPole's size."""
         self.iterations = iterations
         self.observation_space = gym.spaces.Box(-1, 1, (4,), np.float32)
         self.action_space = gym.spaces.Discrete(2)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
-        """Begin an episode, at once."""
+        """Begin an episode, without any work."""
         super().reset(seed=seed)
         return np.zeros(4, np.float32), {}
 
@@ -64,10 +64,10 @@ class Busy(gym.Env):
 
 
 class Images(VectorEnv):
-    """Hands out images ``[lanes, 84, 84, 4]`` that were there before: a step costs nothing."""
+    """Returns images ``[lanes, 84, 84, 4]`` that exist already, so that a step costs nothing."""
 
     def __init__(self, lanes: int) -> None:
-        """Make the images."""
+        """Create the images."""
         self.num_envs = lanes
         self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
         self.single_observation_space = gym.spaces.Box(0, 255, IMAGE, np.uint8)
@@ -83,17 +83,17 @@ class Images(VectorEnv):
         return self.images[0], {}
 
     def step(self, actions: np.ndarray) -> tuple[Any, ...]:
-        """Return the next image; no episode ever ends."""
+        """Return the next image. Episodes never end."""
         self.steps += 1
         image = self.images[self.steps % IMAGES]
         return image, self.reward, self.flags, self.flags, {}
 
 
 class Still(VectorEnv):
-    """Returns at once, always the same: a step costs nothing."""
+    """Returns the same observation immediately, so that a step costs nothing."""
 
     def __init__(self, lanes: int) -> None:
-        """Observations of CartPole's size."""
+        """Declare observations of CartPole's size."""
         self.num_envs = lanes
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
         self.single_observation_space = gym.spaces.Box(-1, 1, (4,), np.float32)
@@ -108,7 +108,7 @@ class Still(VectorEnv):
         return self.observation, {}
 
     def step(self, actions: np.ndarray) -> tuple[Any, ...]:
-        """Return it again; no episode ever ends."""
+        """Return the same observation. Episodes never end."""
         return self.observation, self.reward, self.flags, self.flags, {}
 
 
@@ -123,5 +123,6 @@ if "Busy-v0" not in gym.registry:
 if find_spec("mujoco") is not None:
     import mujoco
 
-    # MuJoCo writes a line to stderr and to a file for each deprecated word in Gymnasium's models.
+    # MuJoCo writes a line to stderr and to a file for each deprecated keyword in Gymnasium's
+    # models.
     mujoco.set_mju_user_warning(lambda _: None)

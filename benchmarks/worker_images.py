@@ -1,4 +1,4 @@
-"""Images from an environment to a ring on disk: Tallyroll's collectors, and bare copies."""
+"""Images from an environment to a ring on disk, by Tallyroll's collectors and by bare copies."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ RING_BATCHES = 4
 
 
 def image_case(workers: int, lanes: int, frames: int) -> Case:
-    """So many lanes and frames a worker."""
+    """Return a case with this number of lanes and frames per worker."""
     return Case("images", lanes=workers * lanes, native=False, frames=workers * frames)
 
 
 class TwoCopies(Contender):
-    """Each image is copied into a slab, and a slab's rows into memory maps of a ring of files.
+    """Copies each image into a slab, and the slab's rows into memory maps of a ring of files.
 
-    In the slab an observation and the one that was next a step before are the same memory, in
-    files they are two columns: an image is written once there and twice here. The other columns,
-    which are small, are always the same.
+    In the slab, an observation and the next observation of the previous step share memory. In the
+    files they are two columns. An image is therefore written once there and twice here. The other
+    columns, which are small, are constant.
     """
 
     name = "copies, one process (floor)"
 
     def __init__(self, case: Case, scratch: Path) -> None:
-        """Make slab and files."""
+        """Create the slab and the files."""
         self.case = case
         self.images = images(case.lanes)
         self.slab = np.ones((case.block + 1, case.lanes, *IMAGE), np.uint8)
@@ -45,7 +45,7 @@ class TwoCopies(Contender):
         self.given = self.store.given(rows)
 
     def rows(self) -> Rows:
-        """The rows of a batch; their observations are views of the slab."""
+        """The rows of a batch. Their observations are views of the slab."""
         rows = image_rows(self.case.frames)
         for key, part in ((("observation",), slice(-1)), (("next", "observation"), slice(1, None))):
             rows[key] = self.slab[part].reshape(self.case.frames, *IMAGE)
@@ -60,16 +60,19 @@ class TwoCopies(Contender):
         self.store.write(self.given)
 
     def tally(self) -> Tally:
-        """Return one batch."""
+        """Return the work of one batch."""
         return Tally(self.case.frames, self.case.block)
 
     def close(self) -> None:
-        """Let go of files."""
+        """Close the files."""
         self.store.close()
 
 
 def contenders(work: Work, workers: int) -> list[Contender]:
-    """Return the copies, and one process and several that yield what they store, or store only."""
+    """Return the bare copies, and collectors of one process and of several workers.
+
+    There are collectors that yield the rows they store, and others that only store them.
+    """
     floor = work.scratch / "floor"
     floor.mkdir()
     found: list[Contender] = [TwoCopies(work.case, floor)]
@@ -82,7 +85,7 @@ def contenders(work: Work, workers: int) -> list[Contender]:
             found.append(
                 Apart(partial(collecting, work, workers, mode, word, options), AHEAD[mode])
             )
-    # The rings have gone round once before anything is timed: pages are not new any more.
+    # Let the rings wrap around once before timing, so that all of their pages have been touched.
     for contender in found:
         for _ in range(RING_BATCHES):
             contender.advance()
@@ -93,7 +96,7 @@ def contenders(work: Work, workers: int) -> list[Contender]:
 def collecting(
     work: Work, workers: int, mode: str, word: str, options: dict[str, Any]
 ) -> Contender:
-    """Tallyroll's workers, each with its share of the lanes."""
+    """Return Tallyroll's workers, each with its share of the lanes."""
     path = work.scratch / f"rows-{mode}{word}"
     make = partial(Images, work.case.lanes // workers)
     started = workers_collecting(work, None, workers, mode, path, make, **options)
@@ -101,6 +104,6 @@ def collecting(
 
 
 def named(name: str, contender: Contender) -> Contender:
-    """The contender under another name: that they write into a ring is true of all here."""
+    """Rename the contender to a name without the ring, because all contenders here have one."""
     contender.name = name
     return contender

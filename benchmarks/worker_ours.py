@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 MODES = ("sync", "async")
 AHEAD = {"sync": 1, "async": 4}
-"""Batches that may lie ready when nobody has asked for a while: two slabs a worker."""
+"""Batches that may be ready after an idle time: there are two slabs per worker."""
 
 
 def name_of(workers: int, mode: str) -> str:
-    """What it is called in a table."""
+    """Return the name for tables."""
     return f"tallyroll, {workers} workers, {mode}"
 
 
@@ -38,7 +38,7 @@ def workers_collecting(
     ring: int | None = None,
     **options: Any,
 ) -> Collecting:
-    """Start the workers; each calls ``make``, by default for the case's vector in its share.
+    """Start the workers. Each calls ``make``, by default for its share of the case's vector.
 
     ``path`` and ``ring`` are those of ``open_storage``, ``options`` the collector's.
     """

@@ -1,4 +1,4 @@
-"""The peers with worker processes, and bare processes that none of them can outdo."""
+"""The peers with worker processes, and bare processes as an upper bound of their speed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def share(work: Work, workers: int) -> Work:
-    """The part of the work that is one worker's: as many vector steps of fewer lanes."""
+    """Return the work of one worker: the same number of vector steps on fewer lanes."""
     case = work.case
     return replace(
         work, case=replace(case, lanes=case.lanes // workers, frames=case.frames // workers)
@@ -32,7 +32,7 @@ def share(work: Work, workers: int) -> Work:
 
 
 def loop_without_end(work: Work, pipe: Connection) -> None:
-    """Run the raw loop for a block each time that something is received."""
+    """Run the raw loop for one block for each message."""
     prepare()
     loop = make_raw(work, make_policy(work.policy))
     try:
@@ -46,7 +46,7 @@ def loop_without_end(work: Work, pipe: Connection) -> None:
 
 
 class RawProcesses(Contender):
-    """The raw loop in processes that exchange nothing: as fast as this machine does the work."""
+    """The raw loop in processes that exchange nothing: the speed of the machine."""
 
     def __init__(self, work: Work, workers: int, reset_share: float) -> None:
         """Start the processes."""
@@ -65,18 +65,18 @@ class RawProcesses(Contender):
             self.processes.append(process)
 
     def advance(self) -> None:
-        """Let each step one block."""
+        """Let each process step one block."""
         for pipe in self.pipes:
             pipe.send(True)
         for pipe in self.pipes:
             pipe.recv()
 
     def tally(self) -> Tally:
-        """Return all blocks' slots less the expected reset slots."""
+        """Return the slots of all blocks minus the expected reset slots."""
         return Tally(self.case.frames * (1 - self.reset_share), self.case.block)
 
     def close(self) -> None:
-        """Let the processes go."""
+        """Stop the processes."""
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
@@ -84,7 +84,7 @@ class RawProcesses(Contender):
 
 
 def wake(pipe: Connection) -> None:
-    """Answer each byte by a byte."""
+    """Answer each byte with a byte."""
     prepare()
     file = pipe.fileno()
     with suppress(ConnectionError, KeyboardInterrupt):
@@ -93,7 +93,7 @@ def wake(pipe: Connection) -> None:
 
 
 class WakingProcesses(RawProcesses):
-    """Processes that only wake each other: this one all others, and each of them this one."""
+    """Processes that only wake each other: the parent wakes all children, and each of them it."""
 
     def __init__(self, case: Case, workers: int) -> None:
         """Start the processes."""
@@ -103,7 +103,7 @@ class WakingProcesses(RawProcesses):
         self.files = [pipe.fileno() for pipe in self.pipes]
 
     def advance(self) -> None:
-        """Wake each, and be woken by each, once a vector step."""
+        """Once per vector step, wake each process and wait until it answers."""
         files, read, write = self.files, os.read, os.write
         for _ in range(self.case.block):
             for file in files:
@@ -113,10 +113,10 @@ class WakingProcesses(RawProcesses):
 
 
 class TorchRLProcesses(Peer):
-    """TorchRL's ``MultiSyncCollector`` or ``MultiAsyncCollector``, a vector in each worker.
+    """TorchRL's ``MultiSyncCollector`` or ``MultiAsyncCollector``, with one vector per worker.
 
-    ``SerialEnv`` of as many lanes takes three times as long. ``cat_results=0`` is a little faster
-    than the stack that is the default.
+    A ``SerialEnv`` with as many lanes takes three times as long. ``cat_results=0`` is slightly
+    faster than the default, which stacks.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class TorchRLProcesses(Peer):
         super().__init__(work.case)
         collector = MultiSyncCollector if sync else MultiAsyncCollector
         self.name = f"TorchRL {collector.__name__}"
-        # A batch is one worker's where they do not wait for each other.
+        # Without synchronization, each worker yields its own batches.
         self.batches_at_once = 1 if sync else workers
         more: dict[str, Any] = {"cat_results": 0} if sync else {}
         self.collector = collector(
@@ -143,23 +143,23 @@ class TorchRLProcesses(Peer):
         self.batches = iter(self.collector)
 
     def advance(self) -> None:
-        """Collect a batch, or one of each worker."""
+        """Collect one batch, or one from each worker."""
         for _ in range(self.batches_at_once):
             next(self.batches)
 
     def tally(self) -> Tally:
-        """Return these batches."""
+        """Return the work of these batches."""
         batches = self.batches_at_once
         return Tally(batches * self.case.frames, batches * self.case.block)
 
     def close(self) -> None:
-        """Shut the collector down, which gives torch in this process more threads again."""
+        """Shut down the collector, which makes torch use more threads in this process again."""
         self.collector.shutdown()
         prepare()
 
 
 class StableBaselines3Vector:
-    """``SubprocVecEnv``, a process a lane, with the signatures of a Gymnasium vector."""
+    """``SubprocVecEnv``, one process per lane, with the signatures of a Gymnasium vector."""
 
     def __init__(self, case: Case) -> None:
         """Start the processes."""
@@ -177,7 +177,7 @@ class StableBaselines3Vector:
 
 
 def gymnasium_vector(case: Case) -> VectorEnv:
-    """``AsyncVectorEnv``, a process a lane, observations in shared memory."""
+    """``AsyncVectorEnv``, one process per lane, with observations in shared memory."""
     return gym.make_vec(
         case.env_id,
         case.lanes,
@@ -189,7 +189,7 @@ def gymnasium_vector(case: Case) -> VectorEnv:
 def loop_over(
     name: str, env: Any, work: Work, policy: TensorDictModule | None, reset_share: float
 ) -> Contender:
-    """The raw loop over a vector environment with processes."""
+    """Return the raw loop over a vector environment with processes."""
     loop = make_raw(work, policy, env)
     loop.name, loop.reset_share = f"{name}, {work.case.lanes} processes", reset_share
     return loop

@@ -1,7 +1,7 @@
-"""What do worker processes bring beside one process, and beside other libraries' workers?
+"""Compare worker processes with one process, and with other libraries' workers.
 
-Run ``python benchmarks/workers.py``. Each case is played in interleaved rounds by one process, by
-Tallyroll's workers and by the peers', all on the same environments and policy.
+Run ``python benchmarks/workers.py``. Each case runs in interleaved rounds, in one process, with
+Tallyroll's workers and with the peers', all on the same environments and the same policy.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class Kind:
     """A kind of environment.
 
     Args:
-        name: for the command line.
-        env_id: Gymnasium's.
-        lanes: of a worker.
-        frames: of a worker, in a batch.
+        name: name on the command line.
+        env_id: id of the Gymnasium environment.
+        lanes: lanes per worker.
+        frames: frames per worker and batch.
         policies: random actions, or a network.
-        time_limit: steps of every episode; None where they differ.
-        needs: a package that the environment needs.
+        time_limit: steps of every episode; None if episodes differ in length.
+        needs: a package that the environment requires.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Kind:
     needs: str | None = None
 
     def case(self, workers: int, env_kwargs: dict[str, Any]) -> Case:
-        """All workers' lanes and frames."""
+        """Return the case with the lanes and frames of all workers."""
         return Case(
             self.name,
             lanes=workers * self.lanes,
@@ -104,9 +104,9 @@ KINDS = (
     Kind("busy", worker_envs.BUSY, 4, 128, time_limit=LIMIT),
 )
 IMAGE_LANES, IMAGE_FRAMES = 8, 256
-"""Lanes, and frames in a batch, of a worker that collects images."""
+"""Lanes, and frames per batch, of a worker that collects images."""
 STILL_LANES, STILL_STEPS = 4, 256
-"""Lanes of a worker whose step costs nothing, and steps, each a call, in an ``advance``."""
+"""Lanes of a worker whose step costs nothing, and steps, one per call, in an ``advance``."""
 KNOWN = (*(kind.name for kind in KINDS), IMAGES, WAKEUPS)
 QUICK = f"cartpole,{IMAGES},{WAKEUPS}"
 
@@ -150,8 +150,8 @@ def peers(
 ) -> tuple[list[Contender], list[str]]:
     """Return the peers, and remarks on those left out.
 
-    A vector with a process a lane is driven with as many lanes as the others have, and with as
-    many as there are workers.
+    A vector with one process per lane runs twice: with as many lanes as the other contenders have,
+    and with as many lanes as there are workers.
     """
     factories: dict[str, Callable[[], Contender]] = {
         "TorchRL, sync": lambda: Apart(
@@ -173,12 +173,12 @@ def peers(
 
 
 def over_stable_baselines3(work: Work, policy: TensorDictModule | None) -> Contender:
-    """The raw loop over ``SubprocVecEnv``, which resets in the step that ends an episode."""
+    """Return the raw loop over ``SubprocVecEnv``, which resets in the step that ends an episode."""
     return loop_over("SB3 SubprocVecEnv", StableBaselines3Vector(work.case), work, policy, 0.0)
 
 
 def over_gymnasium(work: Work, policy: TensorDictModule | None, resets: float) -> Contender:
-    """The raw loop over ``AsyncVectorEnv``."""
+    """Return the raw loop over ``AsyncVectorEnv``."""
     return loop_over("AsyncVectorEnv", gymnasium_vector(work.case), work, policy, resets)
 
 
@@ -219,7 +219,7 @@ def play_case(
 
 
 def pairs(workers: int) -> list[tuple[str, str]]:
-    """Who is to be compared with whom."""
+    """Return the pairs of contenders to compare."""
     compared = []
     for mode, theirs in zip(MODES, ("MultiSyncCollector", "MultiAsyncCollector"), strict=True):
         name = name_of(workers, mode)
@@ -228,7 +228,7 @@ def pairs(workers: int) -> list[tuple[str, str]]:
 
 
 def play_images(case: Case, args: argparse.Namespace, scratch: Path) -> list[dict[str, Any]]:
-    """Run the images, print their table, return their figures."""
+    """Run the image case, print its table, and return its figures."""
     work = Work(case, "random", scratch)
     found = worker_images.contenders(work, args.workers)
     results = play_and_close(found, args.rounds, args.seconds)
@@ -246,7 +246,7 @@ def play_images(case: Case, args: argparse.Namespace, scratch: Path) -> list[dic
 
 
 def play_wakeups(case: Case, args: argparse.Namespace, scratch: Path) -> list[dict[str, Any]]:
-    """Run one step a call beside processes that only wake each other, and print the table."""
+    """Compare one step per call with processes that only wake each other, and print the table."""
     work, workers = Work(case, "random", scratch), args.workers
 
     def ours(count: int) -> Calling:
@@ -277,7 +277,7 @@ def play_wakeups(case: Case, args: argparse.Namespace, scratch: Path) -> list[di
 
 
 def report(work: Work, results: list[Result], one: Result) -> list[dict[str, Any]]:
-    """Return the results as plain records; ``one`` is one process's."""
+    """Return the results as plain records. ``one`` is the result of one process."""
     return [
         {
             **record,
@@ -291,9 +291,9 @@ def report(work: Work, results: list[Result], one: Result) -> list[dict[str, Any
 
 
 def env_kwargs_of(kind: Kind, quick: bool) -> dict[str, Any]:
-    """Return what makes the environment that works for a millisecond do so on this machine.
+    """Return the arguments with which a step of the busy environment takes a millisecond here.
 
-    Found once and handed to all, so that all do the same work.
+    They are measured once and used by all contenders, so that all do the same work.
     """
     if kind.env_id != worker_envs.BUSY:
         return {}
@@ -301,7 +301,7 @@ def env_kwargs_of(kind: Kind, quick: bool) -> dict[str, Any]:
 
 
 def jobs(args: argparse.Namespace) -> Iterator[Callable[[Path], list[dict[str, Any]]]]:
-    """Yield what is played, in order; each wants a folder for files."""
+    """Yield the benchmarks to run, in order. Each is called with a folder for files."""
     for kind in args.kinds:
         if kind.name not in args.wanted:
             continue
@@ -321,7 +321,7 @@ def jobs(args: argparse.Namespace) -> Iterator[Callable[[Path], list[dict[str, A
 
 
 def main() -> None:
-    """Play every case with every policy."""
+    """Run every case with every policy."""
     args = parse_args()
     with none_left():
         prepare()

@@ -1,8 +1,9 @@
-"""Look at each page of the built site with Debian's chromium: `./check.sh --browser`.
+"""Check each page of the built site with Debian's chromium: `./check.sh --browser`.
 
-And at a report's, which `report_page.py` makes. At the width of a phone and of a desk, in light and
-dark: errors, what is missing or comes from the network, what is cut off or too small to read, what
-is not drawn, and whether the search answers. Needs playwright.
+Also checks the report page that `report_page.py` makes. At the widths of a phone and of a desktop,
+in light and dark mode, it looks for errors, for resources that are missing or come from the
+network, for content that is cut off, too small to read or not drawn, and for a search without
+results. Needs playwright.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 WIDTHS = {"phone": 390, "desk": 1280}
 SCHEMES = ("light", "dark")
 SMALLEST = 0.7
-"""The least scale of a drawing: its small letters, of 12 px, have 8 px then."""
+"""Minimum scale of a drawing, at which its small letters of 12 px have 8 px."""
 
 FAULTS = """([desk, smallest]) => {
     const found = [], edge = document.documentElement.clientWidth
@@ -71,7 +72,7 @@ OF_BROKEN = (
 
 
 def chromium() -> str:
-    """Return the path of the browser; without one this is the end of the program."""
+    """Return the path of the browser, or exit if there is none."""
     wanted = os.environ.get("CHROMIUM") or "chromium"
     found = shutil.which(wanted)
     if found is None:
@@ -80,7 +81,7 @@ def chromium() -> str:
 
 
 class Looker:
-    """A page of the browser, and what went wrong on it."""
+    """A page of the browser, and the errors that it reported."""
 
     def __init__(self, browser: Any, scheme: str, device: str) -> None:
         self.desk = device == "desk"
@@ -101,23 +102,23 @@ class Looker:
             self.said.append(f"from the network: {request.url}")
 
     def look(self, file: Path) -> list[str]:
-        """Open a file; return its faults."""
+        """Open a file, and return its faults."""
         self.said.clear()
         self.page.goto(file.as_uri())
         return [*self.page.evaluate(FAULTS, [self.desk, SMALLEST]), *self.said]
 
     def search(self, site: Path, word: str) -> list[str]:
-        """Return that a word of the pages is not found, if so."""
+        """Search for a word of the pages. Return a fault if it is not found."""
         self.page.goto(f"{(site / 'search.html').as_uri()}?q={word}")
         try:
             self.page.wait_for_selector("#search-results li a", timeout=10_000)
-        except Exception as error:  # noqa: BLE001  it is reported
+        except Exception as error:  # noqa: BLE001  reported as a fault
             return [f"no result for {word}: {str(error).splitlines()[0]}"]
         return []
 
 
 def check_itself(looker: Looker) -> Iterator[str]:
-    """Yield the faults that are not found on a page that has them."""
+    """Yield the faults that the checks miss on a page that has them all."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "broken.html"
         file.write_text(BROKEN, encoding="utf-8")
@@ -131,7 +132,7 @@ def check_itself(looker: Looker) -> Iterator[str]:
 def look_at(
     browser: Any, site: Path, shots: Path | None, more: Sequence[Path] = ()
 ) -> Iterator[str]:
-    """Yield the faults of all pages of the site, and of more, a line each."""
+    """Yield the faults of all pages of the site and of the additional pages, one per line."""
     pages = [*sorted(site.glob("*.html")), *more]
     for device in WIDTHS:
         for scheme in SCHEMES:
@@ -150,7 +151,7 @@ def look_at(
 
 
 def main() -> None:
-    """Look at the site; exit with 1 if a page has a fault."""
+    """Check the site. Exit with 1 if a page has a fault."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("site", type=Path, nargs="?", help="the folder of the built site")
     parser.add_argument(
@@ -160,7 +161,7 @@ def main() -> None:
     args = parser.parse_args()
     browser_path = chromium()
     if args.site is None:
-        return  # asked whether there is a browser
+        return  # only checks that there is a browser
     if not (args.site / "index.html").is_file():
         sys.exit(f"no site is in {args.site}: python -m sphinx -b html docs {args.site} makes it")
     try:
@@ -171,7 +172,7 @@ def main() -> None:
         args.shots.mkdir(parents=True, exist_ok=True)
     faults = 0
     with sync_playwright() as driver:
-        # Chromium's sandbox refuses to start as root; the pages are ours.
+        # Chromium refuses to start its sandbox as root, and the pages are ours.
         browser = driver.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
         for fault in look_at(
             browser, args.site.resolve(), args.shots, [each.resolve() for each in args.page]

@@ -1,4 +1,4 @@
-"""Settings of the site: Sphinx, Markdown by MyST, furo's theme, and nothing from the network."""
+"""Settings of the site: Sphinx, Markdown by MyST, the furo theme, and nothing from the network."""
 
 from typing import Any
 
@@ -14,25 +14,25 @@ myst_heading_anchors = 3
 
 html_theme = "furo"
 html_title = "Tallyroll"
-html_show_search_summary = False  # a summary is fetched, which a page opened from disk may not
+html_show_search_summary = False  # fetches a summary, which a page opened from disk cannot
 html_copy_source = False
 html_show_copyright = False
-html_use_index = html_domain_indices = False  # two columns, cut off on a phone: the search does it
-html_theme_options = {  # lines of 96 letters fit the column
+html_use_index = html_domain_indices = False  # too wide for a phone, which has the search
+html_theme_options = {  # lines of 96 characters fit the column
     "light_css_variables": {"code-font-size": "0.75rem"},
 }
 
-autodoc_typehints = "none"  # docstrings say what an argument may be
+autodoc_typehints = "none"  # docstrings describe the types of arguments
 autodoc_member_order = "bysource"
 napoleon_numpy_docstring = False
-napoleon_use_rtype = False  # else the words before a colon in "Returns" are looked up as a type
+napoleon_use_rtype = False  # or the words before a colon in "Returns" are linked as a type
 nitpick_ignore = [("py:exc", "As iterating does."), ("py:class", "Offsets")]
 
 _of_attributes: dict[str, list[str]] = {}
 
 
 def setup(app: Any) -> None:
-    """Keep napoleon from reading the words before a colon of an attribute's text as its type."""
+    """Keep napoleon from parsing the words before a colon in an attribute's docstring as a type."""
     app.connect("autodoc-process-docstring", _remember, priority=400)
     app.connect("autodoc-process-docstring", _restore, priority=600)
 

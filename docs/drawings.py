@@ -1,6 +1,6 @@
-"""Draw the three pictures of the README and the page of concepts: `python docs/drawings.py`.
+"""Draw the three pictures of the README and the concepts page: `python docs/drawings.py`.
 
-Each has a ground of its own and two sets of colours, so that it can be read in dark and light.
+Each picture has its own background and two sets of colours, for light and dark mode.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "drawings"
-WIDTH, CELL, GAP = 480, 44, 6  # on a phone they have two thirds of this, and letters of 8 px
+WIDTH, CELL, GAP = 480, 44, 6  # a phone shows them at two thirds of this size, with letters of 8 px
 STEP = CELL + GAP
 
 STYLE = """
@@ -37,28 +37,28 @@ text { font: 14px sans-serif; fill: #24292f; }
 
 
 def text(x: float, y: float, words: str, *kinds: str) -> str:
-    """One line of text, whose left end, or middle, is at x."""
+    """Return a line of text whose left end, or middle, is at x."""
     return f'<text x="{x:g}" y="{y:g}" class="{" ".join(kinds)}">{escape(words)}</text>'
 
 
 def cell(x: float, y: float, kind: str, words: str = "", width: float = CELL) -> str:
-    """A box with words in its middle."""
+    """Return a box with centred text."""
     box = f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{CELL}" rx="5" class="{kind}"/>'
     return box + text(x + width / 2, y + CELL / 2 + 5, words, "middle") if words else box
 
 
 def path(kind: str, way: str) -> str:
-    """A line."""
+    """Return a line."""
     return f'<path d="{way}" class="{kind}"/>'
 
 
 def arrow(x: float, y: float, to: float) -> str:
-    """An arrow to the right."""
+    """Return an arrow to the right."""
     return path("line", f"M{x:g} {y:g}H{to:g}m-7 -5l7 5l-7 5")
 
 
 def picture(height: int, title: str, parts: Iterable[str]) -> str:
-    """A whole file."""
+    """Return the content of a picture file."""
     ground = (
         f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8" class="{{}}"/>'
     )
@@ -75,7 +75,7 @@ def picture(height: int, title: str, parts: Iterable[str]) -> str:
 
 
 def reset_slot() -> str:
-    """Two lanes over six step calls, each of which spends one of them on a reset."""
+    """Draw two lanes over six step calls. Each lane spends one of them on a reset."""
     ends, resets = {(0, 2), (1, 3)}, {(0, 3), (1, 4)}
     parts = [text(20, 30, "Two lanes, six step calls: 12 slots, 10 transitions", "strong")]
     for lane in range(2):
@@ -100,7 +100,7 @@ def reset_slot() -> str:
 
 
 def surplus() -> str:
-    """Four lanes and batches of ten: the third step makes twelve."""
+    """Draw four lanes and batches of ten, in which the third step makes twelve transitions."""
     second = 310
     parts = [text(20, 30, "Four lanes, batches of 10: two rows too many", "strong")]
     for batch, x0 in enumerate((90, second)):
@@ -131,7 +131,7 @@ def surplus() -> str:
 
 
 def kill() -> str:
-    """A storage before a commit, when its process is killed, and when it is opened again."""
+    """Draw a storage before a commit, when its process is killed, and when it is opened again."""
     width, count = 24, 9
     stages = (
         ("6 rows are committed", 6, 0),

@@ -1,7 +1,7 @@
-"""Make a page of `tallyroll report` to look at: `python docs/report_page.py FILE`.
+"""Make a sample page of `tallyroll report`: `python docs/report_page.py FILE`.
 
-Over a few runs that are collected on the spot: of two policies and one that is still under its
-budget, with a path at which nothing is.
+The script collects a few runs for it: runs of two policies, one run that is still below its budget,
+and a path that does not exist.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FRAMES = 2_000
 
 
 def upright(td: TensorDictBase) -> TensorDictBase:
-    """Push to the side to which the pole falls."""
+    """Push towards the side to which the pole is falling."""
     return td.set("action", (td["observation"][..., 2] > 0).long())
 
 
 def collect(path: Path, policy: Any, seed: int, frames: int) -> None:
-    """Collect so many transitions of a run of `FRAMES`."""
+    """Collect this number of transitions of a run of `FRAMES`."""
     with SyncCollector(
         "CartPole-v1",
         policy,

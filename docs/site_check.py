@@ -1,7 +1,7 @@
-"""Parse the built site: `python docs/site_check.py SITE`, which the gate does.
+"""Check the built site: `python docs/site_check.py SITE`. The gate runs this script.
 
-Links lead to pages and headings that are there, images are there and have a text, and nothing is
-loaded from the network, so that the site opens from disk.
+Links must lead to existing pages and headings, images must exist and have alternative text, and
+nothing may be loaded from the network, so that the site can be opened from disk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LOADING = {"script": "src", "img": "src", "link": "href", "iframe": "src", "sour
 
 
 class Page(HTMLParser):
-    """Ids of a page, what it loads and where its links lead; what it lacks."""
+    """The ids of a page, the resources it loads, the targets of its links, and its faults."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Page(HTMLParser):
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note a tag that begins."""
+        """Record a start tag."""
         of = {name: value or "" for name, value in attrs}
         if "id" in of:
             if of["id"] in self.ids:
@@ -43,7 +43,7 @@ class Page(HTMLParser):
 
 
 def check(site: Path) -> Iterator[str]:
-    """Yield the faults of all pages, a line each."""
+    """Yield the faults of all pages, one per line."""
     pages = {file: Page(file.read_text("utf-8")) for file in sorted(site.resolve().rglob("*.html"))}
     if not pages:
         yield f"no page is in {site}: python -m sphinx -b html docs {site} makes them"
@@ -63,7 +63,7 @@ def check(site: Path) -> Iterator[str]:
 
 
 def main() -> None:
-    """Check the site that is named; exit with 1 if a page has a fault."""
+    """Check the given site. Exit with 1 if a page has a fault."""
     if len(sys.argv) != 2:
         sys.exit("usage: python docs/site_check.py SITE")
     faults = [*check(Path(sys.argv[1]))]

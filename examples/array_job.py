@@ -1,16 +1,18 @@
-"""Fifteen runs, killed at random and started again by the same command, end at exact budgets.
+"""Run 15 training jobs that are killed at random and restarted, and check that budgets are exact.
 
     pip install -c constraints.txt '.[report]'
     python examples/array_job.py
 
-Each run is a job of ``examples/array_job.sh``, which is for Slurm: PPO, DQN and SAC with five seeds
-each. Here they are processes of this machine, some at a time. Each is killed at random, by SIGKILL
-or by SIGTERM, at which it saves, and goes back to the end of the queue; its command is the same
-each time. In the end every storage is read and verified, has exactly the transitions that were
-asked for and a ledger that balances, and a report is written.
+Each run is a job of the Slurm script ``examples/array_job.sh``: PPO, DQN and SAC with five seeds
+each. This script runs the jobs as local processes, ``--at-once`` at a time. It kills each job at
+random, either with SIGKILL or with SIGTERM, on which the job saves a checkpoint. A killed job goes
+to the end of the queue and is restarted with the same command. At the end the script reads and
+verifies every storage, checks that it has exactly the requested number of transitions and that its
+ledger balances, and writes a report.
 
-Measured with --at-once 3: 45 kills, 25 of them by SIGKILL, and 60 starts; all 15 exact, in 19.3
-minutes on two cores that were in demand by others. Most of it is importing torch 60 times.
+Measured with --at-once 3: 45 kills, 25 of them by SIGKILL, and 60 starts; all 15 runs are exact.
+It took 19.3 minutes on two cores that were busy with other work. Most of that time goes into
+importing torch 60 times.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from tallyroll.storage import open_storage, verify
 from tallyroll.storage.errors import StorageError
 
 SCRIPT = Path(__file__).with_suffix(".sh").resolve()
-ALGORITHMS, SEEDS = ("ppo", "dqn", "sac"), 5  # as it has them
+ALGORITHMS, SEEDS = ("ppo", "dqn", "sac"), 5  # in the order of the script
 
 
 def option(default: Any, text: str) -> Any:
@@ -65,7 +67,7 @@ def parse() -> Args:
     for name, (low, high) in ranges.items():
         if not low <= (value := getattr(args, name)) <= high:
             parser.error(f"--{name.replace('_', '-')}: expected {low} to {high}, got {value}")
-    for package in ("scipy", "jinja2"):  # of the report, which comes last
+    for package in ("scipy", "jinja2"):  # the report, which comes last, needs them
         if find_spec(package) is None:
             parser.error(f"{package} is not installed; pip install 'tallyroll[report]'")
     return args
@@ -73,12 +75,12 @@ def parse() -> Args:
 
 @dataclass
 class Job:
-    """A job of the array, and what happened to it."""
+    """A job of the array, with the kills and starts that it has had."""
 
     task: int
     folder: Path
     kills: list[tuple[signal.Signals, float, float]]
-    """Kills to come: the signal, the share of what is left to collect, seconds from the start."""
+    """Kills to come: (signal, share of the remaining transitions, seconds after the start)."""
     killed: list[str] = field(default_factory=list)
     starts: int = 0
 
@@ -88,15 +90,15 @@ class Job:
 
     @property
     def stored(self) -> int:
-        """Transitions that are committed now."""
+        """The number of committed transitions."""
         try:
             with open_storage(self.folder / self.name) as storage:
                 return storage.head
-        except StorageError:  # there is none yet
+        except StorageError:  # the storage does not exist yet
             return 0
 
     def run(self, args: Args, stop: Event) -> bool:
-        """Start the job, kill it if that is due; return whether it is done."""
+        """Start the job, and kill it if a kill is due. Return True if it has finished."""
         self.starts += 1
         number, share, seconds = self.kills.pop() if self.kills else (None, 0.0, 0.0)
         begun = self.stored
@@ -126,11 +128,11 @@ class Job:
                     self.killed.append(f"{number.name[3:]} at {now}")
                     if number == signal.SIGKILL:
                         os.killpg(process.pid, number)
-                    else:  # as Slurm does: the script alone, which tells the run
+                    else:  # like Slurm: signal only the script, which forwards it to the run
                         process.send_signal(number)
                 time.sleep(0.05)
         finally:
-            with suppress(ProcessLookupError):  # none of its processes is left
+            with suppress(ProcessLookupError):  # all of its processes have exited
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if process.returncode and not sent:
@@ -140,7 +142,7 @@ class Job:
 
 
 def run_all(jobs: list[Job], args: Args) -> None:
-    """Run jobs, some at a time; those that were killed go to the end of the queue."""
+    """Run ``args.at_once`` jobs at a time. Killed jobs go to the end of the queue."""
     stop = Event()
     with ThreadPoolExecutor(args.at_once) as pool:
         try:
@@ -164,7 +166,7 @@ def main(args: Args) -> None:
         kills = []
         for _ in range(args.kills):
             number = draw.choice([signal.SIGKILL, signal.SIGTERM])
-            # One of three comes while it starts, loads its checkpoint, or begins to collect.
+            # One kill in three hits a job that starts, loads its checkpoint, or begins to collect.
             early = draw.random() < 1 / 3
             kills.append(
                 (number, 0.0, 10 * draw.random()) if early else (number, draw.random(), 0.0)

@@ -2,13 +2,13 @@
 # Three algorithms with five seeds each, as an array of 15 Slurm jobs that may be killed at any time:
 #
 #     sbatch examples/array_job.sh                          # from the root of the repository
-#     SLURM_ARRAY_TASK_ID=7 bash examples/array_job.sh      # one of them, without Slurm
-#     python examples/array_job.py                          # all of them, killed at random, here
+#     SLURM_ARRAY_TASK_ID=7 bash examples/array_job.sh      # one job, without Slurm
+#     python examples/array_job.py                          # all jobs on this machine, killed at random
 #
-# A job that was preempted, whose node failed, or whose time is up is put back into the queue, and its
-# command is the same each time: it goes on from the newest checkpoint of its folder, and ends with
-# exactly its budget. RUNS names the folder of all of them (default: runs), and PYTHON the interpreter
-# (default: python); a finished job that is started again trains no more.
+# A job that was preempted, whose node failed, or whose time limit was reached goes back into the queue.
+# Its command is the same each time: it resumes from the newest checkpoint in its folder, and ends
+# with exactly its budget. RUNS names the parent folder of all jobs (default: runs), and PYTHON the
+# interpreter (default: python). A finished job that is started again does not train any further.
 #SBATCH --job-name=array
 #SBATCH --array=0-14
 #SBATCH --time=01:00:00
@@ -33,14 +33,15 @@ dqn) options=(
     --total-frames 20001 --num-envs 16 --frames-per-batch 16 --random-frames 1000 --ring 15000
     --updates 2 --save-every 1000
 ) ;;
-sac) options=(  # its defaults are HalfCheetah's, which takes minutes
+sac) options=(  # the defaults are for HalfCheetah, which takes minutes
     --env-id Pendulum-v1 --total-frames 5001 --random-frames 1000 --ring 4500 --updates 4
     --width 64 --minibatch 64 --gamma 0.95 --lr 3e-3 --tau 0.03 --save-every 500
 ) ;;
 esac
 
-# Slurm signals this script alone, by SIGTERM before it takes the machine away, and by SIGUSR1 two
-# minutes before the limit: the job saves and ends. After a preemption Slurm queues it again itself.
+# Slurm signals only this script: SIGTERM before it takes the machine away, and SIGUSR1 two minutes
+# before the time limit. The job then saves a checkpoint and ends. After a preemption Slurm itself
+# requeues the job.
 job='' told='' again=''
 tell() {
     told=1
@@ -49,14 +50,14 @@ tell() {
 trap tell TERM
 trap 'again=1; tell' USR1
 
-# What is given to this script comes last, and wins: --total-frames 1001, say.
+# The arguments of this script come last, so they override the others: for example --total-frames 1001.
 "${PYTHON:-python}" "examples/$algorithm.py" --seed "$((task % seeds + 1))" --eval-episodes 10 \
     --checkpoint "${RUNS:-runs}/$algorithm" "${options[@]}" "$@" &
 job=$!
-if [[ $told ]]; then tell; fi  # it came before there was a job
+if [[ $told ]]; then tell; fi  # a signal arrived before the job was started
 
 told=1
-while [[ $told ]]; do  # a signal ends `wait`, and not the job
+while [[ $told ]]; do  # a signal ends `wait`, but not the job
     told='' status=0
     wait "$job" || status=$?
 done

@@ -1,18 +1,19 @@
-"""DQN solves CartPole-v1 while workers go on collecting, on exactly 100,000 transitions.
+"""DQN solves CartPole-v1 while workers keep collecting, on exactly 100,000 transitions.
 
     python examples/async_offpolicy.py --seed 1
 
-Two workers step 32 lanes each and do not wait for training: while this process takes gradient
-steps they fill shared memory, and stop only where two leases of theirs, half a batch each, lie
-there unread. So the weights that chose an action are somewhat old when its transition arrives, but
-never older than that: ``policy_version``, a column of every row, says which they were, and the
-last lines sum it up. Rows come as they come; the total is exact all the same, and so is the random
-opening. ``collect(n)`` puts the next n into a ring on disk, from which ``n_step`` follows every
-sampled transition along its lane. The rest is dqn.py. The data of a seed differ from run to run:
-they depend on which worker is first.
+Two workers step 32 lanes each and do not wait for training. They fill shared memory while this
+process takes gradient steps, and pause only when two of their leases, of half a batch each, are
+still unread. The weights that chose an action are therefore somewhat old when its transition
+arrives, but their age is bounded. The column ``policy_version`` records them for every row, and
+the last lines of the output summarize their ages. The order in which rows arrive varies, but the
+total is exact, and so is the number of initial random actions. ``collect(n)`` stores the next n
+transitions in a ring on disk, and ``n_step`` follows every sampled transition along its lane. The
+rest is the same as in dqn.py. Two runs with the same seed give different data, because the data
+depend on which worker finishes first.
 
-Solved is a mean return of at least 475 over 100 whole episodes with the weights that the last
-update left. Measured with the defaults, which were settled on the seeds 11, 12 and 13:
+The task is solved when the mean return over 100 full episodes, played with the final weights, is
+at least 475. Measured with the defaults, which were tuned on seeds 11, 12 and 13:
 
     seed  last 100 training episodes  evaluation, 100 episodes
     1     500.0                       500.0
@@ -21,8 +22,8 @@ update left. Measured with the defaults, which were settled on the seeds 11, 12 
     4     480.3                       500.0
     5     500.0                       500.0
 
-in 74 to 180 s a seed on two cores with much else to do. Transitions arrived when the weights behind
-them were 2 versions old (512 transitions, 8 steps of each lane, 64 gradient steps), and none
+A seed takes 74 to 180 s on two busy cores. When a transition arrived, the weights that chose its
+action were 2 versions old (512 transitions, 8 steps of each lane, 64 gradient steps), and never
 older.
 """
 
@@ -49,7 +50,7 @@ from tallyroll.storage import MemmapStorage, n_step
 SOLVED = 475
 ACTIONS = Categorical(2)
 SCALE = torch.tensor([2.4, 2.0, 0.2, 2.0])
-"""Of position, velocity, angle and angular velocity: the network is shown numbers of one size."""
+"""Scale of position, velocity, angle and angular velocity, to normalize the network's inputs."""
 
 
 def option(default: Any, text: str) -> Any:
@@ -111,7 +112,7 @@ def train(storage: MemmapStorage, args: Args) -> QValueActor:
     explore = EGreedyModule(
         ACTIONS, eps_end=args.epsilon, annealing_num_steps=max(1, args.total_frames // 5)
     )
-    # Only the action is stored: what the policy writes beside it would become columns.
+    # Store only the action: other keys that the policy writes would become columns.
     policy = TensorDictSequential(actor, explore, selected_out_keys=["action"])
     loss = DQNLoss(actor, loss_function="l2", delay_value=True, double_dqn=True)
     loss.make_value_estimator(gamma=args.gamma)
@@ -121,7 +122,7 @@ def train(storage: MemmapStorage, args: Args) -> QValueActor:
     def update() -> None:
         index = torch.randint(len(storage), (args.minibatch,))
         rows = n_step(storage, index, args.steps, args.gamma)
-        rows["next", "reward"] *= 1 - args.gamma  # values lie between 0 and 1
+        rows["next", "reward"] *= 1 - args.gamma  # scales the values to [0, 1]
         optimizer.zero_grad()
         loss(rows)["loss"].backward()
         nn.utils.clip_grad_norm_(loss.parameters(), args.max_grad_norm)
@@ -129,7 +130,7 @@ def train(storage: MemmapStorage, args: Args) -> QValueActor:
         target.step()
 
     ages: list[np.ndarray] = []
-    """Of the weights behind each row when it arrived, in versions."""
+    """Ages of the weights that chose each row's action, on arrival, in versions."""
     collector = MultiprocessCollector(
         "CartPole-v1",
         policy,

@@ -1,12 +1,12 @@
-"""Exactly N transitions of an environment on disk, read again through a TorchRL replay buffer.
+"""Collect exactly N transitions to disk, and read them back through a TorchRL replay buffer.
 
     python examples/collect_to_disk.py --frames 100000 --out data/examples/cartpole
 
-Random actions; the first batch makes the storage, and every batch is committed before the next
-one is collected. ``--out`` must not exist yet.
+Actions are random. The first batch creates the storage, and every batch is committed before the
+next one is collected. ``--out`` must not exist yet.
 
-Measured with the defaults, twice the same rows: 100,000 transitions, 4488 episodes, 7.2 MiB, in
-1.3 to 2.6 s on two shared cores.
+Measured with the defaults, in two runs that gave the same rows: 100,000 transitions, 4488 episodes,
+7.2 MiB, in 1.3 to 2.6 s on two shared cores.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main(args: Args) -> None:
     returns = collector.episodes.returns
     print(f"{args.frames} transitions in {seconds:.1f} s, {len(returns)} episodes")
 
-    # The ledger says where every slot went.
+    # The ledger accounts for every slot.
     ledger = collector.ledger
     print(
         f"ledger: {ledger.slots} slots = {ledger.executed} executed + {ledger.reset_slots} resets; "
@@ -84,7 +84,7 @@ def main(args: Args) -> None:
     )
     assert ledger.stored == args.frames
 
-    # Read again, here or in any other process, while a run writes or afterwards.
+    # Read the rows back. Any other process can do the same, during a run or after it.
     with MemmapStorage(args.out, mode="read") as storage:
         assert len(storage) == args.frames
         print(f"{args.out}: {len(storage)} rows, {storage.nbytes / 2**20:.1f} MiB")

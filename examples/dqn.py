@@ -1,16 +1,17 @@
 """DQN solves CartPole-v1 from a ring on disk, on exactly 100,000 transitions.
 
     python examples/dqn.py --seed 1
-    python examples/dqn.py --seed 1 --checkpoint runs/dqn    # once more, if it was killed
+    python examples/dqn.py --seed 1 --checkpoint runs/dqn    # run again to resume after a kill
 
-64 lanes write into a ring of memory-mapped files, in which new transitions overwrite the oldest:
-``collect(n)`` puts n more there and yields nothing, for training looks only at samples. ``n_step``
-follows each of them along its lane, whenever its successors were collected, and TorchRL's DQN loss
-(double DQN) takes the result as it is. Exploration is TorchRL's ``EGreedyModule``, whose epsilon
-falls while it collects; the first 2000 actions are random, exactly.
+64 lanes write into a ring of memory-mapped files, in which new transitions overwrite the oldest.
+``collect(n)`` adds n transitions to the ring and yields nothing, because training uses only sampled
+rows. ``n_step`` follows each sampled transition along its lane, even if its successors were
+collected in later calls, and TorchRL's DQN loss (double DQN) takes the result unchanged.
+Exploration uses TorchRL's ``EGreedyModule``, whose epsilon decays during collection. Exactly the
+first 2000 actions are random.
 
-Solved is a mean return of at least 475 over 100 whole episodes with the weights that the last
-update left. Measured with the defaults:
+The task is solved when the mean return over 100 full episodes, played with the final weights, is
+at least 475. Measured with the defaults:
 
     seed  last 100 training episodes  evaluation, 100 episodes
     1     496.6                       500.0
@@ -19,12 +20,12 @@ update left. Measured with the defaults:
     4     443.3                       500.0
     5     500.0                       500.0
 
-in 40 to 80 s a seed on two shared cores. Seeds 6, 7 and 8, tried once the defaults stood, give
-500.0 too.
+A seed takes 40 to 80 s on two shared cores. Seeds 6, 7 and 8, which were run after the defaults had
+been fixed, also give 500.0.
 
-With ``--prioritized`` transitions are drawn by their TD errors (alpha 0.6 and beta 0.4, which were
-fixed before the first run, everything else as above). It solves CartPole no better than uniform
-draws do, which leave nothing to gain there:
+``--prioritized`` samples transitions by their TD errors. Alpha is 0.6 and beta is 0.4; both were
+fixed before the first run, and all other settings are as above. On CartPole this is no better than
+uniform sampling, which leaves nothing to gain:
 
     seed  last 100 training episodes  evaluation, 100 episodes
     1     471.4                       500.0
@@ -56,7 +57,7 @@ from tallyroll.storage import MemmapStorage, PrioritizedSampler, n_step
 SOLVED = 475
 ACTIONS = Categorical(2)
 SCALE = torch.tensor([2.4, 2.0, 0.2, 2.0])
-"""Of position, velocity, angle and angular velocity: the network is shown numbers of one size."""
+"""Scale of position, velocity, angle and angular velocity, to normalize the network's inputs."""
 
 
 def option(default: Any, text: str) -> Any:
@@ -122,7 +123,7 @@ def train(storage: MemmapStorage, args: Args) -> QValueActor:
     explore = EGreedyModule(
         ACTIONS, eps_end=args.epsilon, annealing_num_steps=max(1, args.total_frames // 5)
     )
-    # Only the action is stored: what the policy writes beside it would become columns.
+    # Store only the action: other keys that the policy writes would become columns.
     policy = TensorDictSequential(actor, explore, selected_out_keys=["action"])
     loss = DQNLoss(actor, loss_function="l2", delay_value=True, double_dqn=True)
     loss.make_value_estimator(gamma=args.gamma)
@@ -167,8 +168,8 @@ def train(storage: MemmapStorage, args: Args) -> QValueActor:
                 else:
                     drawn, weights = sampler.draw(args.minibatch)
                     rows = n_step(storage, storage.index_of(drawn), args.steps, args.gamma)
-                    rows["priority_weight"] = torch.from_numpy(weights)  # the loss looks for it
-                rows["next", "reward"] *= 1 - args.gamma  # values lie between 0 and 1
+                    rows["priority_weight"] = torch.from_numpy(weights)  # the loss reads this key
+                rows["next", "reward"] *= 1 - args.gamma  # scales the values to [0, 1]
                 optimizer.zero_grad()
                 loss(rows)["loss"].backward()
                 nn.utils.clip_grad_norm_(loss.parameters(), args.max_grad_norm)

@@ -1,16 +1,16 @@
-"""Two policies on the same exact budget, their ledgers and returns side by side.
+"""Compare two policies on the same exact budget: their ledgers and their returns.
 
     python examples/exact_benchmark.py --frames 50000
 
-In a vector environment that resets itself (NEXT_STEP, Gymnasium's default), one slot an episode
-is spent on the reset: a budget counted in slots gives fewer transitions to the policy whose
-episodes are shorter. Counted in transitions, both get the same. The returns are those of the
-episodes that a budget of frames completes; whole episodes, chosen before they are played, are
-what ``evaluate`` gives.
+A vector environment in NEXT_STEP mode, Gymnasium's default, spends one slot per episode on the
+reset. A budget that counts slots therefore gives fewer transitions to the policy with the shorter
+episodes. A budget that counts transitions gives both policies the same number. The first returns
+are those of the episodes that finish within the budget. ``evaluate`` gives the returns of full
+episodes that are chosen before they are played.
 
 Measured with the defaults, on two shared cores: 50,000 transitions each took 52,320 slots with
 random actions and 50,096 with the controller; returns 21.5 and 500.0 (2318 and 96 episodes), in
-100 whole episodes 22.6 and 500.0; 17,000 to 70,000 transitions a second.
+100 full episodes 22.6 and 500.0; 17,000 to 70,000 transitions per second.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def random_actions(td: TensorDictBase) -> TensorDictBase:
 
 
 def balance(td: TensorDictBase) -> TensorDictBase:
-    """Push the cart to the side to which the pole is falling."""
+    """Push the cart towards the side to which the pole is falling."""
     _, _, angle, speed = td["observation"].unbind(-1)
     return td.set("action", (angle + 0.5 * speed > 0).long())
 
@@ -96,7 +96,7 @@ def run(policy: Policy, args: Args) -> dict[str, str]:
     assert ledger.stored == args.frames
     assert ledger.slots == ledger.executed + ledger.reset_slots
     assert ledger.executed == ledger.stored + ledger.discarded
-    metrics = collector.metrics(window=args.frames)  # of all episodes
+    metrics = collector.metrics(window=args.frames)  # all episodes
     whole = evaluate(
         policy, "CartPole-v1", num_envs=args.num_envs, episodes=args.episodes, seed=args.seed
     )

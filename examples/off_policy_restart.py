@@ -1,18 +1,18 @@
-"""SAC learns Pendulum-v1, evaluated every 500 transitions; killed at any moment, it goes on.
+"""SAC on Pendulum-v1, evaluated every 500 transitions, that resumes after a kill at any moment.
 
     python examples/off_policy_restart.py --seed 1 --csv curve.csv
     python examples/off_policy_restart.py --seed 1 --tensorboard runs/pendulum
     python examples/off_policy_restart.py --seed 1 --folder runs/pendulum --csv curve.csv
 
-``collect(n)`` stops at exactly n more transitions, whatever the number of lanes, so each point of
-the curve was learned from exactly 500, 1000, … of them. ``evaluate`` runs whole episodes in an
-environment of its own, always from the same starts, with deterministic actions; none of its
-transitions comes from the budget. A line is in the CSV file as soon as its point is known, so that
-a run that is killed leaves its curve.
+``collect(n)`` stops after exactly n more transitions, whatever the number of lanes, so the points
+of the curve are at exactly 500, 1000, … transitions. ``evaluate`` runs full episodes in a separate
+environment, always from the same initial states and with deterministic actions. None of its
+transitions count towards the budget. Each point is written to the CSV file as soon as it is known,
+so a run that is killed leaves its curve.
 
-With ``--folder`` a checkpoint is saved there at each point, and when the run gets SIGTERM; the same
-command goes on from the newest. Networks, optimiser, random numbers, counts and rows are then those
-of that point: what came after it is taken back, from the curve as well.
+With ``--folder`` the script saves a checkpoint there at each point, and on SIGTERM. The same
+command resumes from the newest checkpoint. It restores the networks, optimizers, random numbers,
+counts and rows of that point, and drops everything later, including later points of the curve.
 
 Measured with the defaults, mean return of ten episodes:
 
@@ -77,7 +77,7 @@ def parse() -> Args:
 
 
 class Curve:
-    """Points of a learning curve: printed, and written where ``args`` says."""
+    """A learning curve. Its points are printed and written to the outputs that ``args`` selects."""
 
     def __init__(self, args: Args) -> None:
         self.path, self.newest = Path(args.csv) if args.csv else None, -1
@@ -94,12 +94,13 @@ class Curve:
             self.board = SummaryWriter(args.tensorboard)
 
     def go_on_from(self, frames: int) -> None:
-        """Drop the points after ``frames`` transitions: they come again."""
+        """Drop the points after ``frames`` transitions, because the resumed run repeats them."""
         if self.path and self.path.exists():
             with self.path.open(newline="", encoding="utf-8") as file:
                 head, *lines = csv.reader(file)
             kept = [line for line in lines if line and int(line[0]) <= frames]
-            aside = self.path.with_name(f"{self.path.name}.new")  # a kill leaves the old or the new
+            # After a kill either the old or the new file is complete.
+            aside = self.path.with_name(f"{self.path.name}.new")
             with aside.open("w", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows([head, *kept])
             aside.replace(self.path)
@@ -143,7 +144,7 @@ def main(args: Args) -> None:
         MemmapStorage(rows, mode="append" if rows and rows.exists() else "create") as storage,
         SyncCollector(
             "Pendulum-v1",
-            TensorDictSequential(actor, selected_out_keys=["action"]),  # stored are actions only
+            TensorDictSequential(actor, selected_out_keys=["action"]),  # store only actions
             num_envs=args.num_envs,
             frames_per_batch=args.num_envs,
             total_frames=args.total_frames,
@@ -173,7 +174,7 @@ def main(args: Args) -> None:
                 )
                 if rows:
                     save_checkpoint(saved, collector=collector, **parts)
-            # One step of all lanes, or what is left until the next point.
+            # Take one step of all lanes, or fewer if the next point comes first.
             n = min(args.num_envs, args.eval_every - frames % args.eval_every)
             if not collector.collect(n):
                 break

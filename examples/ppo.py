@@ -1,14 +1,15 @@
-"""PPO solves CartPole-v1 on batches of exactly the asked number of transitions.
+"""PPO solves CartPole-v1 on batches with exactly the requested number of transitions.
 
     python examples/ppo.py --seed 1
-    python examples/ppo.py --seed 1 --checkpoint runs/ppo    # once more, if it was killed
+    python examples/ppo.py --seed 1 --checkpoint runs/ppo    # run again to resume after a kill
 
-Eight lanes of a Gymnasium vector environment in its default mode, NEXT_STEP, in which the slot
-after each episode only resets. Tallyroll keeps these slots out of the batches; where a batch ends
-in mid-episode, GAE bootstraps. Loss and advantages are TorchRL's. The budget is no multiple of the
-batch: the last batch holds what remains.
+The environment is a Gymnasium vector environment of eight lanes in its default mode, NEXT_STEP. In
+this mode the slot after each episode only resets the lane. Tallyroll keeps these slots out of the
+batches. GAE bootstraps where a batch ends in the middle of an episode. The loss and the advantages
+are TorchRL's. The budget is not a multiple of the batch size, so the last batch is smaller.
 
-Solved (at least 450 of 500) on exactly 100,000 transitions. Measured with the defaults:
+The task (a return of at least 450 of 500) is solved on exactly 100,000 transitions. Measured with
+the defaults:
 
     seed  last 100 training episodes  evaluation, 100 episodes
     1     500.0                       500.0
@@ -17,9 +18,9 @@ Solved (at least 450 of 500) on exactly 100,000 transitions. Measured with the d
     4     497.5                       500.0
     5     500.0                       500.0
 
-in 23 to 83 s a seed on two shared cores. With --total-frames 50000 the evaluation gives 500.0 for
-each of the five too, while the last 100 training episodes, which begin with worse policies, give
-345 to 376.
+A seed takes 23 to 83 s on two shared cores. With --total-frames 50000 the evaluation also gives
+500.0 for each of the five seeds. The last 100 training episodes then give 345 to 376, because they
+start with worse policies.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def main(args: Args) -> None:
     with collector:
         if collector.ledger.stored:
             print(load_checkpoint(saved, collector=collector, **parts))
-        elif args.checkpoint:  # a run that is killed before its first batch goes on from here
+        elif args.checkpoint:  # a run that is killed before its first batch resumes from here
             save_checkpoint(saved, collector=collector, **parts)
         for batch in collector:
             before = collector.ledger.stored - len(batch)

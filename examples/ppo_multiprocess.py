@@ -2,22 +2,23 @@
 
     python examples/ppo_multiprocess.py --seed 1
 
-This is ppo.py, and what differs is the line that makes the collector. There
+This script differs from ppo.py in the line that creates the collector. In ppo.py it is
 
     SyncCollector(partial(make_env, args), actor, ...)
 
-and here
+and here it is
 
     MultiprocessCollector(partial(make_env, args), actor, num_workers=args.num_workers, ...)
 
-so that each worker makes the environments that one process made there: the eight lanes are two
-workers' four each. Workers import this file, hence `if __name__ == "__main__":` at its end. They
-advance together, by the same number of slots, and wait while the policy learns; weights reach them
-through shared memory before the first action of the next batch is chosen. The rest is what it was:
-batches of exactly the asked number of transitions, slots that only reset kept out of them, the
-same ledger.
+Each worker creates its own vector environment: instead of one process with eight lanes there are
+two workers with four lanes each. Workers import this file, so it ends with
+`if __name__ == "__main__":`. The workers advance in lockstep, by the same number of slots, and wait
+while the policy learns. They receive new weights through shared memory before they choose the first
+action of the next batch. Everything else is the same: batches have exactly the requested number of
+transitions, reset slots are kept out of them, and the ledger is the same.
 
-Solved (at least 450 of 500) on exactly 100,000 transitions. Measured with the defaults:
+The task (a return of at least 450 of 500) is solved on exactly 100,000 transitions. Measured with
+the defaults:
 
     seed  last 100 training episodes  evaluation, 100 episodes
     1     500.0                       500.0
@@ -26,9 +27,8 @@ Solved (at least 450 of 500) on exactly 100,000 transitions. Measured with the d
     4     500.0                       500.0
     5     500.0                       500.0
 
-in 43 to 112 s a seed on two cores with much else to do. A step of CartPole takes microseconds, and
-starting workers takes seconds, so that ppo.py is the faster here: workers pay where steps are
-costly.
+A seed takes 43 to 112 s on two busy cores. A step of CartPole takes microseconds and starting
+workers takes seconds, so ppo.py is faster here. Workers pay off when steps are expensive.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def main(args: Args) -> None:
     with collector:
         if collector.ledger.stored:
             print(load_checkpoint(saved, collector=collector, **parts))
-        elif args.checkpoint:  # a run that is killed before its first batch goes on from here
+        elif args.checkpoint:  # a run that is killed before its first batch resumes from here
             save_checkpoint(saved, collector=collector, **parts)
         for batch in collector:
             before = collector.ledger.stored - len(batch)

@@ -1,13 +1,13 @@
-"""A GRU trained by PPO balances a pole whose velocities it never sees; without memory PPO cannot.
+"""PPO with a GRU balances a pole whose velocities are hidden, which PPO without memory cannot do.
 
     python examples/recurrent_ppo.py --seed 1
     python examples/recurrent_ppo.py --seed 1 --memory 0    # the same without the GRU
 
-Position and angle are seen, and nothing says where they are moving: the GRU has to remember.
-Batches are ``[lane, time]``. Where ``is_init`` is True, a trajectory or the rows of a lane begin:
-in recurrent mode the GRU starts afresh there, from the stored state (zeros in a new episode), and
-gradients flow through the steps that follow. Where lanes have rows of different numbers they are
-padded, and the mask keeps padding out of the loss.
+The policy observes positions and angles but not how they change, so the GRU has to remember.
+Batches are ``[lane, time]``. ``is_init`` is True where a trajectory, or the rows of a lane, begin.
+In recurrent mode the GRU restarts there from the stored state (zeros in a new episode), and
+gradients flow through the steps that follow. Lanes with fewer rows than others are padded, and the
+mask keeps the padding out of the loss.
 
 Measured with the defaults: mean return of the last 100 training episodes, which explore, and of 100
 evaluation episodes:
@@ -17,7 +17,7 @@ evaluation episodes:
     2     343.3          500.0       43.8                 42.2
     3     351.9          469.2       44.0                 42.7
 
-in about 55 s of one core a seed, and 20 without the GRU.
+A seed takes about 55 s on one core, and 20 s without the GRU.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def parse() -> Args:
 
 
 def make(num_envs: int, core: TensorDictModule) -> TransformedEnv:
-    """CartPole of which only the position of the cart and the angle of the pole are seen."""
+    """Return CartPole with only the cart's position and the pole's angle observed."""
 
     def hidden(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
         space = Box(-np.inf, np.inf, (2,), np.float32)
@@ -86,22 +86,23 @@ def make(num_envs: int, core: TensorDictModule) -> TransformedEnv:
     vector = gymnasium.make_vec("CartPole-v1", num_envs, "sync", wrappers=[hidden])
     env = TransformedEnv(GymnasiumVectorEnv(vector), InitTracker())
     if isinstance(core, GRUModule):
-        env.append_transform(core.make_tensordict_primer())  # a state for each lane
+        env.append_transform(core.make_tensordict_primer())  # a hidden state for each lane
     return env
 
 
 def add_targets(batch: TensorDictBase, net: TensorDictSequential) -> None:
     after = batch["next"].select(*SEEN, strict=False)
     after["is_init"] = torch.zeros_like(batch["next", "done"])
-    # The state after each row is stored, so what followed it is worth one step, not a pass.
+    # The state after each row is stored, so the value of the next observation needs one step of the
+    # GRU, not a pass over the sequence.
     after_value = net(after.reshape(-1))["state_value"].reshape(*batch.shape, 1)
     advantage, batch["target"] = generalized_advantage_estimate(
         GAMMA,
         LAMBDA,
         batch["state_value"],
         after_value,
-        batch["next", "reward"] * (1 - GAMMA),  # values lie between 0 and 1
-        batch["next", "done"],  # True also where the rows of a lane end in mid-episode
+        batch["next", "reward"] * (1 - GAMMA),  # scales the values to [0, 1]
+        batch["next", "done"],  # also True where a lane's rows end in mid-episode
         batch["next", "terminated"],
     )
     real = advantage[batch["collector", "mask"]]

@@ -1,14 +1,15 @@
-"""Soft Actor-Critic runs HalfCheetah-v5 from a ring on disk, on exactly 100,000 transitions.
+"""Soft Actor-Critic learns HalfCheetah-v5 from a ring on disk, on exactly 100,000 transitions.
 
     pip install -c constraints.txt '.[mujoco]'
     python examples/sac.py --seed 1
-    python examples/sac.py --seed 1 --checkpoint runs/sac    # once more, if it was killed
+    python examples/sac.py --seed 1 --checkpoint runs/sac    # run again to resume after a kill
 
-One step of eight lanes and two gradient steps, in turn: ``collect(8)`` puts exactly eight more
-transitions into a ring of memory-mapped files, in which new ones overwrite the oldest, and yields
-nothing, for training looks only at samples. They go into TorchRL's SAC loss as they are: the next
-observation of an episode's last transition is its final one, from which the loss bootstraps where a
-time limit cut it. The first 5000 actions are random, exactly.
+The loop alternates between one step of eight lanes and two gradient steps. ``collect(8)`` adds
+exactly eight transitions to a ring of memory-mapped files, in which new transitions overwrite the
+oldest. It yields nothing, because training uses only sampled rows. Rows go into TorchRL's SAC loss
+unchanged: the last transition of an episode has the final observation as its next observation, and
+the loss bootstraps from it if a time limit truncated the episode. Exactly the first 5000 actions
+are random.
 
 Measured with the defaults:
 
@@ -17,9 +18,10 @@ Measured with the defaults:
     2     4194.4                    4636.7
     3     4021.7                    4731.0
 
-in 5 to 8 minutes a seed on one of two shared cores. Random actions give -289. Pendulum-v1
-needs no extra: --env-id Pendulum-v1 --total-frames 4001 --random-frames 1003 --width 64
---minibatch 64 --updates 4 --gamma 0.95 --lr 3e-3 --tau 0.03 makes it stand upright in seconds.
+A seed takes 5 to 8 minutes on one of two shared cores. Random actions give -289. Pendulum-v1
+needs no extra packages. The options --env-id Pendulum-v1 --total-frames 4001 --random-frames 1003
+--width 64 --minibatch 64 --updates 4 --gamma 0.95 --lr 3e-3 --tau 0.03 make the pendulum stand
+upright within seconds.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ class Actor(nn.Module):
         self.split = NormalParamExtractor()
 
     def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.split(self.net(observation.float()))  # MuJoCo observes float64
+        return self.split(self.net(observation.float()))  # MuJoCo observations are float64
 
 
 class Critic(nn.Module):
@@ -134,9 +136,9 @@ def train(storage: MemmapStorage, args: Args) -> ProbabilisticActor:
     critic = ValueOperator(
         Critic(observation, action, args.width), in_keys=["observation", "action"]
     )
-    # Only the action is stored: what the policy writes beside it would become columns.
+    # Store only the action: other keys that the policy writes would become columns.
     policy = TensorDictSequential(actor, selected_out_keys=["action"])
-    loss = SACLoss(actor, critic, loss_function="l2")  # two critics, and two that follow them
+    loss = SACLoss(actor, critic, loss_function="l2")  # two critics, and two target critics
     loss.make_value_estimator(gamma=args.gamma)
     target = SoftUpdate(loss, tau=args.tau)
     optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, fused=True)

@@ -1,4 +1,4 @@
-"""Contenders that have a process each, and a Ray of their own, and take turns in each round."""
+"""Run each contender in its own process, with its own Ray, in turns within each round."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "OMP_NUM_T
 _FIGURES = "figures: "
 
 Found = dict[str, list[dict[str, float]]]
-"""The figures of each contender, those of a round after those of the one before."""
+"""The figures of each contender, in the order of the rounds."""
 
 
 def in_turns(names: Iterable[str], rounds: int) -> Found:
@@ -37,13 +37,16 @@ def in_turns(names: Iterable[str], rounds: int) -> Found:
 
 
 def say_and_end(figures: dict[str, float]) -> None:
-    """Say the figures of this contender, and end at once: Ray takes a while to let go."""
+    """Print the figures of this contender, and exit immediately: Ray takes a while to shut down."""
     print(_FIGURES + json.dumps(figures), flush=True)
     os._exit(0)
 
 
 def ours(over: str) -> tuple[Any, dict[str, Any]]:
-    """Return our collector over ``"ray"``, which it starts, or over processes, and arguments."""
+    """Return our collector class and its arguments.
+
+    With ``"ray"`` it is RayCollector, which starts Ray; otherwise it uses processes.
+    """
     from tallyroll.collector import MultiprocessCollector, RayCollector
 
     if over != "ray":
@@ -52,6 +55,6 @@ def ours(over: str) -> tuple[Any, dict[str, Any]]:
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time of this process, of all of its threads."""
+    """Return the CPU time of this process, including all threads."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime

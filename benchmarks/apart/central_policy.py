@@ -1,12 +1,13 @@
-"""What does it cost that the driver acts for all workers, beside workers that act?
+"""Compare a driver that chooses actions for all workers with workers that choose their own.
 
     python benchmarks/apart/central_policy.py --rounds 3
     python benchmarks/apart/central_policy.py --ray --width 1024
 
-Each contender is a process of its own, and takes its turn in each round: after a warm-up it
-collects so many rows of an environment by a policy of two hidden layers, and says the CPU time of
-the driver's process (all of its threads), the time on the clock, and the calls of the policy in all
-processes together. Workers that act call it once a slot, each for its own lanes.
+Each contender runs in its own process, in turns within each round. After a warm-up it collects a
+number of rows from an environment with a policy of two hidden layers. It prints the CPU time of the
+driver's process (all of its threads), the wall-clock time, and the number of policy calls in all
+processes together. Workers that choose their own actions call the policy once per slot, each for
+its own lanes.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def policy_of(env: str, width: int) -> Any:
 
 
 def child(args: argparse.Namespace) -> None:
-    """Collect the rows of one contender; prints figures as JSON."""
+    """Collect the rows of one contender, and print the figures as JSON."""
     over, mode, place = args.child.split()
     kind, more = ours(over)
     warm = wall = cpu = began = used = rows = 0.0

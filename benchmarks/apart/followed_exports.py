@@ -1,11 +1,12 @@
-"""How old are exports that are kept up under a running writer, and what do they cost?
+"""How far do exports lag behind a running writer, and what do they cost?
 
     python benchmarks/apart/followed_exports.py --rate 3000 --seconds 300 [--kills]
 
-A process adds rows at an even rate. For each format `tallyroll export --follow` runs beside it, all
-at the same time. Each second the newest version of each is looked at: how long its first row that
-is missing has been in the storage. With ``--kills`` each export is killed at random moments; then
-the newest version is read back, its rows are compared with their numbers, and the export goes on.
+One process adds rows at a constant rate. For each format, `tallyroll export --follow` runs in
+another process, all at the same time. Once per second the script checks the newest version of each
+export, and records how long its first missing row has been in the storage. With ``--kills`` it
+kills each export at random moments. It then reads the newest version back, compares its rows with
+their numbers, and restarts the export.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from tallyroll.storage import MemmapStorage, import_dataset, open_storage
 
 STEPS = 200
 KILL_SECONDS = 90
-"""Seconds between two kills of an export, on average: time for two or three versions."""
+"""Mean seconds between two kills of an export: time for two or three versions."""
 ENDS = {"lerobot": "", "parquet": ".parquet", "rlds": ""}
-"""The ends of versions' names, by formats."""
+"""Suffixes of the names of versions, by format."""
 
 
 def last_row(text: Any) -> int:
-    """Return the last row that the text beside an export says."""
+    """Return the last row according to the metadata of an export."""
     return int(text["rows"]["copied_from"]["rows"][1])
 
 
@@ -50,7 +51,7 @@ COUNTS: dict[str, Callable[[Path], int]] = {
 
 
 def rows_of(start: int, count: int) -> dict[Any, np.ndarray]:
-    """Return rows of 191 bytes, in trajectories of `STEPS` rows; the reward is the row's number."""
+    """Return rows of 191 bytes, in trajectories of `STEPS` rows. The reward is the row's number."""
     number = np.arange(start, start + count)
     random = np.random.default_rng(start)
     observation = random.random((count + 1, 17), np.float32)
@@ -70,7 +71,7 @@ def rows_of(start: int, count: int) -> dict[Any, np.ndarray]:
 
 
 def write(place: Path, rate: float, seconds: float, log: Any) -> None:
-    """Add rows ten times a second, and send the moment at which each number of rows was there."""
+    """Add rows ten times per second, and send the time at which each number of rows was written."""
     with MemmapStorage(place) as storage:
         began, rows = time.monotonic(), 0
         while (now := time.monotonic() - began) < seconds:
@@ -82,11 +83,11 @@ def write(place: Path, rate: float, seconds: float, log: Any) -> None:
 
 
 class Followed:
-    """An export that is kept up by a process of its own.
+    """An export that a separate process keeps up to date.
 
     Args:
         source: the storage.
-        folder: where its versions will be.
+        folder: the folder for its versions.
         kind: its format.
     """
 
@@ -97,14 +98,14 @@ class Followed:
         self.start()
 
     def start(self) -> None:
-        """Begin, or go on."""
+        """Start the export, or resume it."""
         words = ["export", self._source, f"{self.kind}:{self.place}", "--follow", "--quiet"]
         command = [sys.executable, "-m", "tallyroll.collector.cli", *map(str, words)]
         self.process = psutil.Popen(command, stdout=subprocess.DEVNULL)
         self._cpu_before = self.cpu
 
     def look(self, log: list[tuple[float, int]]) -> None:
-        """Note the age of the newest version, and what the process took until now."""
+        """Record the age of the newest version, and the CPU time of the process so far."""
         with contextlib.suppress(psutil.Error):
             times = self.process.cpu_times()
             self.cpu = self._cpu_before + times.user + times.system
@@ -113,17 +114,17 @@ class Followed:
         if newest.exists() and newest.name not in self.seen:
             self.seen[newest.name] = COUNTS[self.kind](newest)
         if not (rows := self.seen.get(newest.name, 0)):
-            return  # there is none yet
+            return  # there is no version yet
         lacking = bisect_right([count for _, count in log], rows)
         self.ages.append(time.monotonic() - log[lacking][0] if lacking < len(log) else 0.0)
 
     @property
     def newest(self) -> Path:
-        """The version that the link leads to."""
+        """The version that the link points to."""
         return (self.place / f"current{ENDS[self.kind]}").resolve()
 
     def check(self) -> int:
-        """Compare the rows of the newest version with their numbers; return how many it has."""
+        """Compare the rows of the newest version with their numbers. Return their count."""
         with tempfile.TemporaryDirectory(dir=self.place.parent) as scratch:
             back = Path(scratch, "back")
             import_dataset(self.newest, back, self.kind)
@@ -134,7 +135,7 @@ class Followed:
         return len(rows)
 
     def kill(self) -> None:
-        """Kill it, look at what is there, and let it go on."""
+        """Kill the export, check its newest version, and restart it."""
         self.process.kill()
         self.process.wait()
         self.kills += 1

@@ -1,12 +1,12 @@
-"""Packed rows in an object store on this machine, beside the same rows on its disk.
+"""Compare packed rows in an object store on this machine with the same rows on its disk.
 
     python benchmarks/apart/object_store.py --rows 100000 --rounds 3
     python benchmarks/apart/object_store.py --endpoint http://127.0.0.1:8333
 
-The store is moto's server (`pip install 'moto[server]'`), in a process of its own, or one that runs
-already. Times by the clock are mostly the server's; the processor time of this process is what
-Tallyroll and obstore take. Rows are read in order and at random, with nothing
-kept, with blocks in a folder, and with blocks in memory.
+The store is moto's server (`pip install 'moto[server]'`), in a separate process, or a server that
+already runs. Wall-clock times are mostly those of the server; the CPU time of this process is
+that of Tallyroll and obstore. Rows are read in order and at random: without a cache, with blocks
+cached in a folder, and with blocks cached in memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BATCH = 256
 
 
 def use(url: str) -> None:
-    """Make a bucket, once the server answers, and let the library ask there."""
+    """Wait until the server answers, make a bucket, and point the library at the server."""
     end = time.monotonic() + 60
     while True:
         try:
@@ -55,7 +55,7 @@ def use(url: str) -> None:
 
 @contextmanager
 def moto() -> Iterator[None]:
-    """Run an empty store on a loopback."""
+    """Run an empty store on a loopback address."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -72,7 +72,7 @@ def moto() -> Iterator[None]:
 
 
 def make(folder: Path, rows: int, numbers: int) -> Path:
-    """Pack rows of a walk, in trajectories of 200."""
+    """Pack rows of a random walk, in trajectories of 200."""
     number = torch.arange(rows)
     draw = torch.Generator().manual_seed(0)
     walk = torch.randn(rows, numbers, generator=draw).cumsum(0)
@@ -92,7 +92,7 @@ def make(folder: Path, rows: int, numbers: int) -> Path:
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, float]:
-    """Return the seconds that a call takes, by the clock and of all threads of this process."""
+    """Return the seconds that a call takes: wall-clock time, and CPU time of all threads."""
     wall, cpu = time.perf_counter(), time.process_time()
     call()
     return time.perf_counter() - wall, time.process_time() - cpu

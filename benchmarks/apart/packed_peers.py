@@ -1,12 +1,13 @@
-"""What do packed rows of images cost beside other libraries' files of the same rows?
+"""Compare packed rows of images with other libraries' files of the same rows.
 
     tallyroll collect ale:breakout --frames 24000 --num-envs 8 --seed 0 --out data/stacks
     python benchmarks/apart/packed_peers.py data/stacks
 
-Each writes the rows of SRC, trajectory by trajectory, and reads 256 random rows (observation, what
-came next, action, reward) of a reader that has just been opened, then more of them, then all rows
-in order. All of that is CPU time of the process, its threads included. What was read is compared
-with what was written. A library that is not installed is left out with a line.
+Each library writes the rows of SRC, one trajectory after the other. It then reads 256 random rows
+(observation, next observation, action, reward) with a newly opened reader, then more random rows,
+then all rows in order. All times are CPU times of the process, including its threads. The script
+compares the rows that it reads with those that it wrote. For a library that is not installed it
+prints a line and skips it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def part(rows: Rows, start: int, stop: int) -> Rows:
 
 
 class Peer:
-    """A library's files; ``pieces`` are its trajectories."""
+    """A library's files. ``pieces`` are the trajectories."""
 
     name: ClassVar[str]
     only_stacks = only_frames = False
@@ -60,10 +61,10 @@ class Peer:
         }
 
     def open(self) -> None:
-        """Begin to read as a process does that has read nothing."""
+        """Open the files as a process does that has not read anything yet."""
 
     def take(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the observations of rows, and what came next, with actions and rewards read."""
+        """Return observations and next observations of rows. Actions and rewards are read too."""
         raise NotImplementedError
 
     def in_order(self, start: int, stop: int) -> Any:
@@ -115,7 +116,7 @@ class PackedHdf5(Packed):
 
 
 class Minari(Peer):
-    """An episode a trajectory. It reads whole episodes, all of those that the rows are of."""
+    """One episode per trajectory. It reads full episodes: all episodes to which the rows belong."""
 
     name = "Minari (HDF5, as it comes)"
 
@@ -152,13 +153,13 @@ class Minari(Peer):
         return np.stack(now), np.stack(after)
 
     def in_order(self, start: int, stop: int) -> Any:
-        # Each episode once, with the block in which it begins.
+        # Read each episode once: find the episodes that begin in this block.
         first, last = self.starts[:-1].searchsorted([start, stop])
         return list(self.storage.get_episodes(range(int(first), int(last)))) if last > first else []
 
 
 class Parquet(Peer):
-    """Observation and next observation, bytes of a row each, zstd 3, groups of 64 rows."""
+    """Observation and next observation as bytes of one row each, zstd 3, groups of 64 rows."""
 
     name = "Parquet, zstd 3 (pyarrow)"
     group = 64
@@ -216,9 +217,10 @@ class Parquet(Peer):
 
 
 class Pictures(Peer):
-    """As LeRobot keeps images without films: Parquet with a PNG for each.
+    """LeRobot's layout for images without videos: Parquet with a PNG per image.
 
-    Read as it is there, through a table in memory; what came next is the following row's.
+    It is read as LeRobot reads it, through a table in memory. The next observation is that of the
+    following row.
     """
 
     name = "Parquet with PNGs (as LeRobot's images)"
@@ -262,7 +264,7 @@ class Pictures(Peer):
 
 
 class Lance(Parquet):
-    """The same table, each value compressed: Lance does that for binaries of any size."""
+    """The same table with each value compressed, which Lance does for binaries of any size."""
 
     name = "Lance, zstd a value"
 
@@ -295,7 +297,7 @@ class Lance(Parquet):
 
 
 class Cpprb(Peer):
-    """In memory, mapped to files; each frame of a stack once. It draws its rows itself."""
+    """In memory, mapped to files. Stores each frame of a stack once. It draws rows itself."""
 
     name = "cpprb, stack_compress and next_of"
     only_stacks = True
@@ -333,9 +335,10 @@ class Cpprb(Peer):
 
 
 class Vault(Peer):
-    """Flashbax's Vault. It reads all that was written, and keeps it.
+    """Flashbax's Vault, which reads all that was written, and keeps it in memory.
 
-    What came next is the following row, of another trajectory too: it has no final observations.
+    The next observation is that of the following row, even if that row belongs to another
+    trajectory: Vault has no final observations.
     """
 
     name = "flashbax Vault (zstd, TensorStore)"
@@ -374,9 +377,9 @@ class Vault(Peer):
 
 
 class LeRobot(Peer):
-    """Our export to LeRobot, images as PNGs, and LeRobot's own loader, a row a call.
+    """Tallyroll's export to LeRobot, images as PNGs, with LeRobot's own loader, one row per call.
 
-    What came next is the following row's, of the same episode: it has no final observations.
+    The next observation is that of the following row of the episode: it has no final observations.
     """
 
     name = "LeRobot's own loader, PNGs"
@@ -400,7 +403,7 @@ class LeRobot(Peer):
         self.path, self.shape = path, rows["observation"].shape[1:]
 
     def open(self) -> None:
-        # Beside torch for CPUs torchvision has no operators, of which it declares two.
+        # With torch for CPUs, torchvision has no operators, although it declares two.
         self.library = torch.library.Library("torchvision", "FRAGMENT")
         for each in ("nms", "qnms"):
             self.library.define(f"{each}(Tensor dets, Tensor scores, float threshold) -> Tensor")
@@ -445,14 +448,14 @@ def read_rows(source: Path, most: int | None) -> tuple[Rows, list[Rows]]:
 
 
 def cpu(call: Any) -> tuple[float, Any]:
-    """Return the CPU seconds of a call, and what it returned."""
+    """Return the CPU seconds of a call, and its result."""
     began = time.process_time()
     found = call()
     return time.process_time() - began, found
 
 
 def checked(kind: type[Peer], found: Any, rows: Rows, index: np.ndarray) -> None:
-    """Raise unless these are the rows."""
+    """Raise an error unless these are the expected rows."""
     after = rows["next"][index]
     same_next = (found[1] == after).all()
     no_finals = kind in (Vault, LeRobot)
@@ -463,7 +466,7 @@ def checked(kind: type[Peer], found: Any, rows: Rows, index: np.ndarray) -> None
 def play(
     kind: type[Peer], path: Path, rows: Rows, pieces: list[Rows], rounds: int
 ) -> dict[str, Any]:
-    """Measure one of them."""
+    """Measure one library."""
     count, random = len(rows["action"]), np.random.default_rng(0)
     seconds, peer = cpu(lambda: kind(path, rows, pieces))
     seconds = getattr(peer, "write_seconds", seconds)
@@ -503,7 +506,7 @@ def _in_order(peer: Peer, count: int) -> Iterator[float]:
 
 
 def main() -> None:
-    """Measure all."""
+    """Measure all libraries."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("source", type=Path, help="a storage of images, with trajectories")
     parser.add_argument("--rows", type=int, help="so many rows of it (default: all)")

@@ -1,13 +1,13 @@
-"""What does a row cost the driver over Ray, and how fast is it, beside processes and peers?
+"""Compare the speed, and the driver's cost per row, of collecting over Ray, processes and peers.
 
     pip install -c constraints.txt '.[mujoco,ray]' && pip install -c constraints.txt 'ray[rllib]'
     python benchmarks/apart/ray_collectors.py --env HalfCheetah-v5 --rounds 3
 
-Random actions, workers on this machine. Each contender has a process and a Ray of its own, and
-takes its turn in each round: after a warm-up it collects so many rows, and says the CPU time of the
-driver's process (all of its threads: Ray has several) and the time on the clock. Rates are given
-beside MultiprocessCollector's of the same round. The rows that it was asked for, and gave, are
-counted over the whole run of a contender.
+Actions are random, and workers run on this machine. Each contender has its own process and its own
+Ray, and runs in turns within each round. After a warm-up it collects a number of rows, and prints
+the CPU time of the driver's process (all of its threads: Ray has several) and the wall-clock time.
+Rates are compared with those of MultiprocessCollector in the same round. Requested and delivered
+rows are counted over the whole run of a contender.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def ours(args: argparse.Namespace, total: int) -> Iterator[int]:
 
 
 def start_ray(workers: int) -> None:
-    """Start a Ray with room for so many actors, for a peer."""
+    """Start Ray with resources for the actors of a peer."""
     import ray
 
     ray.init(
@@ -105,9 +105,9 @@ def rllib(args: argparse.Namespace, total: int) -> Iterator[int]:
 
 
 def child(args: argparse.Namespace) -> None:
-    """Collect the rows of one contender; prints figures as JSON."""
+    """Collect the rows of one contender, and print the figures as JSON."""
     source = {"torchrl": torchrl, "rllib": rllib}.get(args.child, ours)
-    total = args.warm + args.rows + 1  # no multiple of a batch
+    total = args.warm + args.rows + 1  # not a multiple of the batch
     got, began, cpu, warm = 0, 0.0, 0.0, 0
     wall = spent = 0.0
     last = 0

@@ -1,6 +1,6 @@
-"""The CPU time that a row costs the process that collects: rows that come to it, and shards.
+"""The collecting process's CPU time per row, for rows that are sent to it and for shards.
 
-For small rows, and for stacks of four frames, in turns. With `--ray` the workers are Ray actors.
+It alternates between small rows and stacks of four frames. With `--ray` the workers are Ray actors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORKERS, LANES = 2, 8
 
 
 class Cheap(gym.Env[Any, Any]):
-    """Observations that were made before, in episodes of 100 steps."""
+    """Returns observations that were made beforehand, in episodes of 100 steps."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
         high = 255 if dtype is np.uint8 else 1.0
@@ -52,13 +52,16 @@ class Cheap(gym.Env[Any, Any]):
 
 
 def make(name: str) -> SyncVectorEnv:
-    """The environment of a worker."""
+    """Return the environment of a worker."""
     each = [partial(Cheap, *SHAPES[name])] * LANES
     return SyncVectorEnv(each, autoreset_mode=AutoresetMode.DISABLED)
 
 
 def measured(name: str, sharded: bool, ray: bool, rows: int) -> tuple[float, float]:
-    """Return the CPU time of the calling thread a row, and that of the whole process, in us."""
+    """Return the CPU time per row, in us.
+
+    The first number is for the calling thread, the second for the whole process.
+    """
     kind: Any = RayCollector if ray else MultiprocessCollector
     folder = Path(tempfile.mkdtemp())
     try:

@@ -1,17 +1,17 @@
-"""A thousand actors for a day, in simulated time: exact, and the driver's share of a core.
+"""A thousand actors for a day, in simulated time: exact counts, and the driver's CPU load.
 
     python benchmarks/apart/simulated_actors.py
     python benchmarks/apart/simulated_actors.py --sharded
     python benchmarks/apart/simulated_actors.py --rates --width 256
 
-A transport whose clock is simulated runs no actor at all: it draws when each answer comes (steps
-that take lognormal times, a network that takes exponential ones) and when each actor dies, and
-writes the rows. Scheduler, leases, ledger and rows are the real ones. The clock goes on by the
-driver's own CPU time too, so answers wait where the driver is busy. Every batch is compared with
-the rows that the actors made. With ``--sharded`` no row comes: actors say how many they stored, and
-the lines that say which of them count are compared with that. ``--rates`` lets actors step faster
-and faster, until the driver is busy all the time: the rows of a second are the largest rate that
-one driver carries.
+A transport with a simulated clock runs no actors. It draws the time of each answer (steps take
+lognormal times, the network exponential ones) and of each actor's death, and writes the rows. The
+scheduler, the leases, the ledger and the rows are the real ones. The driver's own CPU time advances
+the clock too, so answers wait while the driver is busy. Every batch is compared with the rows that
+the actors made. With ``--sharded`` the actors send no rows but report how many they stored. The
+script compares these numbers with the lines that record which rows count. ``--rates`` lets actors
+step faster and faster until the driver is always busy: the rows per second are then the highest
+rate that one driver can handle.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from tallyroll.collector.workers.worker import Worker
 from tallyroll.storage.ext.sharded.files import ShardedFiles
 
 NOTICED = 5.0
-"""Seconds until the end of an actor is known, as by its heartbeats."""
+"""Seconds until the death of an actor is detected, as by its heartbeats."""
 START = (10.0, 40.0)
-"""Seconds that an actor takes to start, at least and at most."""
+"""Minimum and maximum seconds that an actor takes to start."""
 NETWORK = 0.02
-"""Seconds that an answer takes on average."""
+"""Mean seconds that an answer takes."""
 
 
 class Lane(gymnasium.Env[Any, Any]):
-    """One lane: lane, life, step, and numbers up to the width of a row."""
+    """An environment of one lane. Observes lane, life and step, padded to the width of a row."""
 
     def __init__(self, width: int) -> None:
         self.observation_space = Box(-np.inf, np.inf, (width,), np.float32)
@@ -71,7 +71,7 @@ class Lane(gymnasium.Env[Any, Any]):
 
 
 class SimLink:
-    """An actor: what it was asked, and when its answers come."""
+    """An actor: the requests to it, and the times of its answers."""
 
     pid = None
     alive = True
@@ -82,9 +82,9 @@ class SimLink:
         self.heard: deque[Any] = deque()
         self.step = 0
         self.heard_at = 0.0
-        """When its last answer comes."""
+        """The time of its last answer."""
         self.keep: OpenShard | None = None
-        """Where it would store its rows."""
+        """The shard for its rows, if it stores them."""
         self.free_at = sim.clock + sim.draw.uniform(*START)
         self.dies_at = self.free_at + sim.draw.expovariate(1 / sim.mtbf)
         self.ended = self.doomed = False
@@ -112,13 +112,13 @@ class SimLink:
                 self._dies_in(question, begins)
                 return
             answer = question
-        # What it asks for is known before it dies, or never; answers come in their order.
+        # An answer arrives before the actor dies, or never. Answers arrive in order.
         comes = max(self.free_at, sim.clock) + sim.draw.expovariate(1 / NETWORK)
         self.heard_at = max(self.heard_at, comes)
         sim.at(self.heard_at, self, answer)
 
     def _dies_in(self, lease: m.Lease, begins: float) -> None:
-        """Fill a part of a lease; the end is known some time later."""
+        """Fill a part of a lease. The death is detected some time later."""
         self.doomed = True
         part = (self.dies_at - begins) / (self.free_at - begins)
         done = int(lease.frames * part) if begins < self.dies_at else 0
@@ -152,7 +152,7 @@ class SimLink:
 
 
 class Simulation:
-    """The transport: a clock, a heap of answers to come, and memory."""
+    """The transport: a clock, a heap of future answers, and memory."""
 
     kills = True
 
@@ -166,11 +166,11 @@ class Simulation:
         self._heap: list[tuple[float, int, SimLink, Any]] = []
         self._number = 0
         self.speaking: dict[SimLink, None] = {}
-        """Links that have something to be heard."""
+        """Links with answers to read."""
         self._listed: Sequence[SimLink] = ()
         self._listened: set[SimLink] = set()
         self.stored: dict[str, int] = {}
-        """Rows of each shard that an actor said to have stored."""
+        """Rows that actors reported as stored, by shard."""
         self._lives: dict[int, int] = {}
         self._real = Worker(cloudpickle.loads(jobs[0]), self)
         self.description = self._real.description
@@ -179,7 +179,7 @@ class Simulation:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Work of the simulation, and not of the driver."""
+        """Exclude work of the simulation from the driver's CPU time."""
         self._passes()
         try:
             yield
@@ -197,7 +197,7 @@ class Simulation:
         heapq.heappush(self._heap, (clock, self._number, link, answer))
 
     def seconds_of(self, frames: int) -> float:
-        """Return the time of so many steps, some actors being slower in some leases."""
+        """Return the time of the steps of a lease. Some actors are slower in some leases."""
         return frames * self.mean * self.draw.lognormvariate(-0.125, 0.5)
 
     def start(self, index: int) -> SimLink:
@@ -219,7 +219,7 @@ class Simulation:
                 self._listed, self._listened = links, {*links}
             return {link for link in self.speaking if link in self._listened}
 
-    # What a worker's side of a channel has, for the one that is real.
+    # The worker's side of a channel, for the only real worker.
     def place(self, share: Share, plan: Any, module: Any) -> Any:
         if self.bound is None and not hasattr(self, "memory"):
             self.memory = SharedPlace().make(share, plan, module)
@@ -230,7 +230,7 @@ class Simulation:
         return self.memory
 
     def fill(self, link: SimLink, lease: m.Lease) -> m.LeaseResult:
-        """Write the rows of a lease, and say so."""
+        """Write the rows of a lease, and report them."""
         index, frames = link.index, lease.frames
         key = index, lease.base // self.share.stride
         if key not in self.slabs:
@@ -257,7 +257,7 @@ class Simulation:
         return m.LeaseResult(frames, entry, [0], 0)
 
     def kept(self, link: SimLink, lease: m.Lease) -> ShardCommit:
-        """Say that the rows of a lease are stored."""
+        """Report that the rows of a lease are stored."""
         assert link.keep is not None
         frames = lease.frames
         link.step += frames
@@ -284,7 +284,7 @@ def make(width: int) -> Any:
 
 
 class Judge:
-    """Compares rows with those that were made: each life of a lane from 0 on, without a gap."""
+    """Compares rows with those that were made: each life of a lane starts at 0 and has no gaps."""
 
     def __init__(self, actors: int) -> None:
         self.life, self.next = np.zeros(actors), np.zeros(actors)

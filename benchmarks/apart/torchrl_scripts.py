@@ -1,14 +1,14 @@
-"""Do TorchRL's scripts run with the collector's import swapped, to the same returns?
+"""Do TorchRL's scripts reach the same returns with the collector's import swapped?
 
     python benchmarks/apart/torchrl_scripts.py CHECKOUT --only a2c_mujoco,dqn_cartpole --seeds 0,1,2
 
-CHECKOUT is one of TorchRL's repository, of the installed release; it is left as it is. Each script
-is copied, with its folder, into a temporary one, and runs there with a small budget, as it is and
-with ``from torchrl.collectors import X`` made ``from tallyroll.collector.torchrl import X``. What
-the script logs of returns is read from the files of TorchRL's own CSV logger; a script of the
-tutorials, which logs nothing, tells what it has in a variable.
+CHECKOUT is a checkout of TorchRL's repository at the installed release. It is not changed. Each
+script is copied with its folder to a temporary folder, and runs there with a small budget: first
+unchanged, then with ``from torchrl.collectors import X`` replaced by
+``from tallyroll.collector.torchrl import X``. Logged returns are read from the files of TorchRL's
+CSV logger. The tutorial scripts log nothing, so their results are read from a variable.
 
-They want packages of their own: ``hydra-core tqdm pandas matplotlib mujoco pygame vmas
+The scripts need additional packages: ``hydra-core tqdm pandas matplotlib mujoco pygame vmas
 pettingzoo``.
 """
 
@@ -37,9 +37,9 @@ class Script:
     options: tuple[str, ...] = ()
     """Overrides of its configuration."""
     edits: tuple[tuple[str, str], ...] = ()
-    """Patterns and what takes their place: the budgets of scripts without one."""
+    """Patterns and their replacements, to set the budgets of scripts without an option for it."""
     tells: str = "None"
-    """An expression over its variables at its end."""
+    """An expression over the script's variables at its end."""
 
 
 def sota(path: str, *options: str) -> Script:
@@ -145,7 +145,7 @@ SCRIPTS = {
     ),
 }
 
-# Runs in a process of its own, over the copy: a CSV logger that takes lists, and writes no videos.
+# Runs the copy in a separate process, with a CSV logger that accepts lists and writes no videos.
 CHILD = """
 import json, random, runpy, sys
 import numpy, torch
@@ -171,7 +171,7 @@ with open(out, "w") as file:
 
 
 def swapped(text: str) -> tuple[str, int]:
-    """A script with the import swapped, and how many lines that changed."""
+    """Return a script with the import swapped, and the number of lines changed."""
     from tallyroll.collector import torchrl as ours
 
     changed = 0
@@ -192,7 +192,7 @@ def swapped(text: str) -> tuple[str, int]:
 
 
 def once(checkout: Path, script: Script, seed: int, swap: bool, patience: float) -> dict[str, Any]:
-    """What came of a run."""
+    """Return the result of one run."""
     with tempfile.TemporaryDirectory() as directory:
         path, changed = Path(directory, script.path), 0
         shutil.copytree((checkout / script.path).parent, path.parent)
@@ -231,7 +231,7 @@ def once(checkout: Path, script: Script, seed: int, swap: bool, patience: float)
 
 
 def logged(out: Path) -> list[float]:
-    """Returns of training, as the script logged them."""
+    """Return the training returns that the script logged."""
     for pattern in ("*train/reward.csv", "*train_reward*mean.csv", "*reward*mean*.csv"):
         for file in sorted(out.rglob(pattern)):
             return [float(row[1]) for row in csv.reader(file.read_text().splitlines())]

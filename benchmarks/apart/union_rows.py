@@ -1,9 +1,9 @@
-"""What do random rows of a union of storages cost beside those of one storage?
+"""Compare random rows of a union of storages with those of one storage.
 
     python benchmarks/apart/union_rows.py --members 64
 
-The same rows lie in one storage and in many; 256 random ones are read from either in turn, by `get`
-and through a replay buffer. CPU time of this thread.
+The same rows are in one storage and in many. The script reads 256 random rows from each in turn,
+with `get` and through a replay buffer. Times are CPU times of this thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHAPES = {"a float32 [4] observation": ((4,), np.float32), "84 x 84": ((84, 84),
 
 
 def rows_of(count: int, shape: tuple[int, ...], dtype: Any) -> dict[Any, np.ndarray]:
-    """Return rows of one trajectory, the columns of a collector's."""
+    """Return the rows of one trajectory, with the columns of a collector."""
     random = np.random.default_rng(0)
     observation = random.integers(0, 255, (count + 1, *shape)).astype(dtype)
     return {
@@ -44,7 +44,7 @@ def rows_of(count: int, shape: tuple[int, ...], dtype: Any) -> dict[Any, np.ndar
 
 
 def medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Return the median microseconds of calls, which take turns."""
+    """Return the median microseconds of each call. The calls take turns."""
     spent: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():

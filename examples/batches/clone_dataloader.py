@@ -1,14 +1,14 @@
-"""Two workers of a `DataLoader` read a storage, from which a network learns to balance the pole.
+"""Clone a policy from a storage that two workers of a `DataLoader` read.
 
     python examples/batches/clone_dataloader.py --seed 1
 
 A teacher, half of whose actions are random, writes exactly 5000 transitions of CartPole to disk.
-Behaviour cloning learns which action is taken where: noise has no direction, so the most likely
-action is the teacher's own, and the clone is better than its data. A storage that was opened to
-read pickles as its path: each worker opens it itself. `Pairs` reads a minibatch in one call, and
-two columns of eleven.
+Behaviour cloning learns which action is taken in each state. The random actions have no preferred
+direction, so the most likely action is the teacher's own, and the clone is better than its data. A
+storage that was opened for reading pickles as its path, so each worker opens it again. `Pairs`
+reads a minibatch in one call, and only two of the eleven columns.
 
-Measured with the defaults, mean return of the data's whole episodes, and of the clone in 100:
+Measured with the defaults, mean return of the data's complete episodes, and of the clone in 100:
 
     seed  data   untrained  1 epoch  2 epochs  3 epochs  4 epochs
     1     105.1   12.2      491.4    499.3     500.0     500.0
@@ -17,8 +17,8 @@ Measured with the defaults, mean return of the data's whole episodes, and of the
     4     111.4    9.4      485.6    500.0     500.0     500.0
     5     124.7    9.4      499.2    500.0     500.0     500.0
 
-in 11 to 15 s a seed on two shared cores. Rows as small as these need no workers: minibatches are
-ready 30 times sooner with --workers 0. Workers are for rows that take long to read or to change.
+A seed takes 11 to 15 s on two shared cores. Rows as small as these need no workers: minibatches are
+ready 30 times sooner with --workers 0. Use workers for rows that are slow to read or to transform.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tallyroll.collector import SyncCollector, evaluate
 from tallyroll.storage import MemmapStorage, open_storage
 
 SCALE = torch.tensor([2.4, 2.0, 0.2, 2.0])
-"""Of position, velocity, angle and angular velocity: the network is shown numbers of one size."""
+"""Scale of position, velocity, angle and angular velocity, to normalize the network's inputs."""
 
 
 def option(default: Any, text: str) -> Any:
@@ -71,7 +71,7 @@ def parse() -> Args:
 
 
 class Pairs(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Observations and actions of a storage; a worker reads a minibatch of them in one call."""
+    """Observations and actions of a storage. A worker reads a minibatch of them in one call."""
 
     def __init__(self, storage: MemmapStorage) -> None:
         self.storage = storage
@@ -85,7 +85,7 @@ class Pairs(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def as_it_is(minibatch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Nothing is left to be put together. A function with a name can be sent to a worker."""
+    """Return the minibatch unchanged. A named function can be pickled for a worker."""
     return minibatch
 
 

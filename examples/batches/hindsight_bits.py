@@ -1,13 +1,13 @@
-"""DQN flips bits to a goal that it is given, with goals in hindsight, and without them.
+"""DQN learns to flip bits to a given goal, with and without hindsight goals.
 
     python examples/batches/hindsight_bits.py --seeds 3
     python examples/batches/hindsight_bits.py --quick
 
-An episode shows some bits and a goal, both random; an action flips one bit, and the reward is -1
-until all are as the goal says: a random policy almost never gets there, and so nearly every
+Each episode starts with random bits and a random goal. An action flips one bit, and the reward is
+-1 until all bits match the goal. A random policy almost never reaches the goal, so nearly every
 reward is -1 (Andrychowicz et al., 2017). ``HindsightSampler`` gives four of five rows a goal that
-their episode reached. Both runs of a seed are the same but for that; success is the share of 100
-episodes that reach their goal, with the weights that the last update left.
+their episode reached. The two runs of a seed differ in nothing else. Success is the share of 100
+episodes that reach their goal, played with the final weights.
 Measured with the defaults:
 
     seed  without  in hindsight
@@ -15,7 +15,7 @@ Measured with the defaults:
     2     0.02     1.00
     3     0.02     1.00
 
-in 443 s on two cores while much else ran on them.
+All of it takes 443 s on two busy cores.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tallyroll.collector import SyncCollector, evaluate
 from tallyroll.storage import HindsightSampler, MemmapStorage
 
 FIRST_UPDATE = 500
-"""Rows that are there before the first gradient step."""
+"""Rows to collect before the first gradient step."""
 
 
 def option(default: Any, text: str) -> Any:
@@ -79,7 +79,7 @@ def parse() -> Args:
 
 
 class Bits(gym.Env[dict[str, np.ndarray], np.int64]):
-    """Bits that actions flip, and a goal, as one of Gymnasium-Robotics' environments has it."""
+    """Bits that actions flip, and a goal, in the format of Gymnasium-Robotics' environments."""
 
     def __init__(self, bits: int) -> None:
         self._bits = bits

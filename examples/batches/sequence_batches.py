@@ -1,12 +1,12 @@
-"""Slices of trajectories from a TorchRL replay buffer teach a recurrent model what it cannot see.
+"""Train a recurrent model on slices of trajectories from a TorchRL replay buffer.
 
     python examples/batches/sequence_batches.py
 
-64 lanes of CartPole write batch after batch into a storage, so that each trajectory lies in pieces
-between those of the others. ``TrajectorySliceSampler`` puts them together: a slice is 50 steps that
-one lane made one after the other, across batches, never across trajectories. The model, a GRU, is
-shown positions and actions only and predicts the whole next observation, velocities too: at the
-first step of a slice it can only guess, later it remembers.
+64 lanes of CartPole write batch after batch into a storage, so the rows of each trajectory are
+interleaved with those of the others. ``TrajectorySliceSampler`` reassembles them: a slice is 50
+consecutive steps of one lane. It may span batches, but never trajectories. The model is a GRU that
+sees only positions and actions and predicts the full next observation, including velocities. At
+the first step of a slice it can only guess; later it can remember.
 
 Measured with the defaults, mean squared errors on slices of a run that it was not trained on:
 
@@ -15,7 +15,7 @@ Measured with the defaults, mean squared errors on slices of a run that it was n
         100  0.0180      0.0036
         500  0.0144      0.0018
 
-16,000 slices, 7682 of them across batches; 9 s on two cores, 41 to 62 s where others used them too.
+Of 16,000 slices, 7682 span batches. A run takes 9 s on two cores, and 41 to 62 s on shared cores.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from tallyroll.collector import SyncCollector
 from tallyroll.storage import MemmapStorage, TrajectorySliceSampler
 
 SCALE = torch.tensor([2.4, 2.0, 0.2, 2.0])
-"""Of position, velocity, angle, angular velocity."""
+"""Scale of position, velocity, angle and angular velocity."""
 SEEN = [0, 2]
-"""The positions among them."""
+"""Indices of the positions (cart position and pole angle)."""
 LATER = 4
-"""From that step of a slice on, velocities can be known from the steps before."""
+"""First step of a slice at which the velocities can be inferred from the previous steps."""
 
 
 def option(default: Any, text: str) -> Any:
@@ -75,7 +75,7 @@ def parse() -> Args:
 
 
 def wobble(td: TensorDictBase) -> TensorDictBase:
-    """Push to the side to which the pole is falling, at random every third time."""
+    """Push towards the side to which the pole is falling; one action in three is random."""
     _, _, angle, speed = td["observation"].unbind(-1)
     random = torch.randint(2, td.batch_size)
     balance = (angle + 0.5 * speed > 0).long()
@@ -83,7 +83,7 @@ def wobble(td: TensorDictBase) -> TensorDictBase:
 
 
 class Model(nn.Module):
-    """Predicts the next observation, in units of `SCALE`, from all that was seen in a slice."""
+    """Predict the next observation, in units of `SCALE`, from the steps of a slice so far."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Model(nn.Module):
         self.head = nn.Linear(hidden, len(SCALE))
 
     def forward(self, slices: TensorDictBase) -> torch.Tensor:
-        """Predictions [slices, steps, 4]; the state is zero where a slice begins."""
+        """Return predictions [slices, steps, 4]. The hidden state starts at zero in each slice."""
         positions = (slices["observation"] / SCALE)[..., SEEN]
         action = slices["action"][..., None] * 2.0 - 1.0
         state, _ = self.gru(torch.cat([positions, action], -1))
@@ -99,12 +99,12 @@ class Model(nn.Module):
 
 
 def errors(model: Model, slices: TensorDictBase) -> torch.Tensor:
-    """Squared errors [slices, steps]."""
+    """Return squared errors [slices, steps]."""
     return (model(slices) - slices["next", "observation"] / SCALE).square().mean(-1)
 
 
 def check(slices: TensorDictBase) -> None:
-    """Every slice is what one lane did, step after step, in one trajectory."""
+    """Check that every slice holds consecutive steps of one lane in one trajectory."""
     ids, steps = slices["collector", "traj_ids"], slices["collector", "step"]
     assert (ids == ids[:, :1]).all()
     assert (steps.diff(dim=1) == 1).all()
@@ -170,7 +170,7 @@ def main(args: Args) -> None:
         collect(train_path, args.frames, args.seed, args)
         collect(test_path, max(args.frames // 10, 1), args.seed + 1, args)
         with MemmapStorage(test_path, mode="read") as storage:
-            # Without a replay buffer it is one call.
+            # Without a replay buffer, sampling slices takes one call.
             held_out = storage.trajectories.sample_slices(256, args.slice_len)
         check(held_out)
         with MemmapStorage(train_path, mode="read") as storage:

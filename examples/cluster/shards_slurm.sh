@@ -2,16 +2,16 @@
 # One run in 8 shards, as an array of Slurm jobs that may be killed at any time:
 #
 #     sbatch examples/cluster/shards_slurm.sh                                     # from any folder
-#     sbatch examples/cluster/shards_slurm.sh --frames 5e6 --policy my:policy     # options come last, and win
-#     SLURM_ARRAY_TASK_ID=0 bash examples/cluster/shards_slurm.sh                 # one of them, without Slurm
+#     sbatch examples/cluster/shards_slurm.sh --frames 5e6 --policy my:policy     # options override those below
+#     SLURM_ARRAY_TASK_ID=0 bash examples/cluster/shards_slurm.sh                 # one job, without Slurm
 #
-# Each job collects its lanes' part of the transitions into a storage of its own, RUNS/part-I. Its
-# command is the same each time: what was preempted, or lost its node, goes on after its last commit,
-# and all shards together are exactly --frames transitions. The number of shards stands here, and not
-# in SLURM_ARRAY_TASK_COUNT, so that single ones can be queued again: sbatch --array=3,5 …
+# Each job collects the transitions of its lanes into its own storage, RUNS/part-I. Its command is the
+# same each time: a job that was preempted, or whose node failed, resumes after its last commit, and all
+# shards together have exactly --frames transitions. The number of shards is set here, and not read from
+# SLURM_ARRAY_TASK_COUNT, so that you can requeue single shards: sbatch --array=3,5 …
 #
-# The last of them waits for the others, checks that all are complete, and unites them in RUNS/all; where
-# its time is up before they are, it names what is missing, and goes on when it is queued again.
+# The last job waits for the others, checks that all shards are complete, and merges them into RUNS/all.
+# If its time limit comes first, it lists the missing shards, and resumes when it is queued again.
 #SBATCH --job-name=shards
 #SBATCH --array=0-7
 #SBATCH --time=01:00:00
@@ -28,9 +28,9 @@ if [[ ! $task =~ ^[0-9]+$ ]]; then
     exit 2
 fi
 
-# Slurm signals this script alone, by SIGTERM before it takes the machine away, and by SIGUSR1 two
-# minutes before the limit: the command commits what is complete, and ends. After a preemption Slurm
-# queues the job again itself.
+# Slurm signals only this script: SIGTERM before it takes the machine away, and SIGUSR1 two minutes
+# before the time limit. The command then commits the complete transitions and ends. After a preemption
+# Slurm itself requeues the job.
 job='' told='' again=''
 tell() {
     told=1
@@ -40,13 +40,13 @@ trap tell TERM
 trap 'again=1; tell' USR1
 
 status=0
-run() {  # run COMMAND...: the status it ends with, and what signals say is said to it
+run() {  # run COMMAND...: forward signals to the command, and set `status` to its exit status
     local before=$told
     "$@" &
     job=$!
-    if [[ $before ]]; then tell; fi  # it came before there was a job
+    if [[ $before ]]; then tell; fi  # a signal arrived before the job was started
     told=1
-    while [[ $told ]]; do  # a signal ends `wait`, and not the job
+    while [[ $told ]]; do  # a signal ends `wait`, but not the job
         told='' status=0
         wait "$job" || status=$?
     done

@@ -1,12 +1,12 @@
-"""Workers that a command of your own starts, here or by ssh elsewhere: a transport in one file.
+"""Workers that your own command starts, locally or by ssh: a complete transport in one file.
 
     python examples/cluster/workers_by_command.py --frames 10000
     python examples/cluster/workers_by_command.py --command "ssh node7 python workers_by_command.py"
 
-Each worker is this file, run by the command with the word `serve` behind it. It is asked by its
-standard input and answers by its standard output, with pickled messages: run it on machines that
-you trust as your own. No memory is shared, so rows come with the answers. A worker whose parent
-is gone reads the end of its input, and ends.
+Each worker runs this file: the command is called with the additional argument `serve`. A worker
+reads requests from its standard input and writes answers to its standard output as pickled
+messages, so run it only on machines that you trust as your own. Processes share no memory, so rows
+are sent with the answers. A worker exits when its parent has exited, because its input then ends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tallyroll.collector.workers.transport import Gone
 
 HERE = [sys.executable, str(Path(__file__).resolve())]
 BEAT_SECONDS = 0.2
-"""How often a worker says how far it is."""
+"""Seconds between two progress reports of a worker."""
 
 
 def send(file: BinaryIO, message: object) -> None:
@@ -51,7 +51,7 @@ def send(file: BinaryIO, message: object) -> None:
 
 
 def received(file: BinaryIO) -> Iterator[Any]:
-    """Messages, until the other end is gone."""
+    """Yield messages until the other end closes the file."""
     while len(length := file.read(8)) == 8:
         content = file.read(size := int.from_bytes(length, "little"))
         if len(content) < size:
@@ -59,11 +59,11 @@ def received(file: BinaryIO) -> Iterator[Any]:
         yield pickle.loads(content)
 
 
-# --- the parent's side ----------------------------------------------------------------------------
+# --- parent process -------------------------------------------------------------------------------
 
 
 class CommandLink:
-    """A process, a thread that writes to it, and one that reads its answers."""
+    """A process, a thread that writes to it, and a thread that reads its answers."""
 
     def __init__(self, index: int, transport: CommandTransport) -> None:
         self.index, self.transport = index, transport
@@ -71,7 +71,7 @@ class CommandLink:
             [*transport.command, "serve"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C is for this process; and a group can be killed
+            start_new_session=True,  # keeps Ctrl-C from the worker, and makes a group to kill
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         self.pid = self.process.pid
@@ -129,7 +129,7 @@ class CommandLink:
             self._out.put(("weights", (version, tensors)))
 
     def order(self) -> None:
-        """Send the word that tells it to end, or to go on. Safe in a signal handler."""
+        """Tell the worker to stop or to continue. Safe in a signal handler."""
         if self._bound:
             word = self.transport.made.board(self.index)[HALT]
             self._out.put(("halt", (next(self.transport.orders), word)))
@@ -156,7 +156,7 @@ class CommandLink:
 
     def end(self) -> None:
         self.kill()
-        self._ended = True  # its number may be another's soon
+        self._ended = True  # another process may get its pid soon
         self._out.put(None)
         for thread in self._threads:
             thread.join(2)
@@ -167,11 +167,11 @@ def _how(code: int) -> str:
 
 
 class CommandTransport:
-    """Runs a command for each worker.
+    """Transport that runs a command for each worker.
 
     Args:
-        jobs: one pickled job a worker.
-        command: runs this file, on any machine.
+        jobs: one pickled job per worker.
+        command: the command that runs this file, on any machine.
     """
 
     kills = True
@@ -210,13 +210,13 @@ class CommandTransport:
         self.links.clear()
 
 
-# --- a worker's side ------------------------------------------------------------------------------
+# --- worker process -------------------------------------------------------------------------------
 
 
 def serve() -> None:
-    """Answer the parent, until it is gone."""
+    """Answer the parent until it closes the input."""
     out, lock = os.fdopen(os.dup(1), "wb"), threading.Lock()
-    os.dup2(2, 1)  # what an environment prints is no answer
+    os.dup2(2, 1)  # keeps output of the environment out of the answers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker, questions = FarWorker(), SimpleQueue[Any]()
 
@@ -246,10 +246,10 @@ def serve() -> None:
             worker.halt(*content)
         else:
             questions.put(content)
-    os._exit(0)  # whatever its environment does
+    os._exit(0)  # exits even if the environment hangs
 
 
-# --- a run ----------------------------------------------------------------------------------------
+# --- main program ---------------------------------------------------------------------------------
 
 
 def option(default: Any, text: str) -> Any:

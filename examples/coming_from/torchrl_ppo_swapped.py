@@ -1,24 +1,25 @@
-"""PPO as a TorchRL script writes it, from which one line was changed: the collector's import.
+"""A PPO script written for TorchRL, with one line changed: the import of the collector.
 
     python examples/coming_from/torchrl_ppo_swapped.py --seed 1
 
     -from torchrl.collectors import Collector
     +from tallyroll.collector.torchrl import Collector
 
-All else is TorchRL's: environment, transforms, losses, replay buffer, and what the loop reads from
-a batch, which is [lanes, time] with returns of the episodes that ended by ("next", "done").
-The environment is a second line, and the one that brings speed: --env vector steps Gymnasium's
-lanes with GymnasiumVectorEnv, under the same transforms.
+Everything else is TorchRL's: the environment, transforms, losses and replay buffer, and the keys
+that the loop reads from a batch. A batch is [lanes, time], and ("next", "done") marks the returns
+of the episodes that ended.
+Changing the environment is a second line, and the one that makes the script faster: --env vector
+steps Gymnasium's lanes with GymnasiumVectorEnv, under the same transforms.
 
 Measured with the defaults, 20,000 transitions of CartPole-v1, whose best return is 500: the return
-of the last evaluation, at which learning still goes up and down.
+of the last evaluation, at a point where returns still fluctuate.
 
     seed  TorchRL's import  this one  this one, --env vector
     1     500.0             500.0     500.0
     2     500.0             254.3     499.1
     3     495.4             500.0     494.5
 
-in 40 to 130 s on two cores that others used too.
+A seed takes 40 to 130 s on two shared cores.
 """
 
 from __future__ import annotations

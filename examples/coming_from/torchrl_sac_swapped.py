@@ -1,4 +1,4 @@
-"""SAC as a TorchRL script writes it, from which two imports were changed: collector and storage.
+"""A SAC script written for TorchRL, with two imports changed: the collector and the storage.
 
     python examples/coming_from/torchrl_sac_swapped.py --seed 1
 
@@ -7,9 +7,9 @@
     -from torchrl.data import LazyMemmapStorage
     +from tallyroll.storage import MemmapStorage as LazyMemmapStorage
 
-The collector fills TorchRL's replay buffer, of which the loop samples, as in any script of TorchRL.
-Behind the buffer stands a ring of memory-mapped files; without a path it goes with the process.
-The random frames, and the budget, are exact.
+The collector fills TorchRL's replay buffer and the loop samples from it, as in any TorchRL script.
+The buffer's storage is a ring of memory-mapped files. Without a path, the files are deleted when
+the process exits. The number of random frames and the budget are exact.
 
 Measured with the defaults: mean return of ten episodes after 5000 transitions of Pendulum-v1,
 where random actions give about -1200:
@@ -19,7 +19,7 @@ where random actions give about -1200:
     2     -206.0             -219.2
     3     -85.6              -85.6
 
-in 85 to 220 s on two cores that others used too.
+A seed takes 85 to 220 s on two shared cores.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def main(args: Args) -> None:
     )
     collector.set_seed(args.seed)
     collected, start = 0, time.perf_counter()
-    for _ in collector:  # what was collected is in the buffer
+    for _ in collector:  # the collector has already extended the buffer
         collected = min(collected + args.frames_per_batch, args.total_frames)
         if collected < args.random_frames:
             continue

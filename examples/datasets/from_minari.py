@@ -1,23 +1,24 @@
-"""Behaviour cloning balances the pole from a dataset that Minari recorded: all of it, or a choice.
+"""Clone a policy from a dataset that Minari recorded: from all of it, or from the good episodes.
 
     pip install 'tallyroll[minari]'
     python examples/datasets/from_minari.py --seed 1
 
-Minari writes episodes of CartPole into its folder, half of them of a rule that looks only where the
-pole leans, half of a good one. ``import_dataset`` makes a storage of its dataset, with the seed of
-each episode's reset. `verify` checks it, and ``trajectories.where`` chooses the good episodes
-without a copy. One policy is cloned from all, and one from these. In the place of this dataset take
-any of Minari's, such as one that `minari.download_dataset` fetched.
+Minari writes episodes of CartPole into its folder. Half of them follow a rule that looks only at
+the pole's angle, and half follow a good policy. ``import_dataset`` converts the dataset to a
+storage and keeps the seed of each episode's reset. `verify` checks the storage, and
+``trajectories.where`` selects the good episodes without a copy. The script clones one policy from
+all episodes, and one from the good ones. You can use any other Minari dataset instead, such as one
+that `minari.download_dataset` downloaded.
 
-With the defaults it prints this, in 14 s of one core:
+With the defaults it prints this, in 14 s on one core:
 
     27061 rows imported, lost: nothing
               rows  episodes their return       cloned
     all      27061       100        270.6        368.3
     good     25000        50        500.0        500.0
 
-The cloned returns are means of 50 episodes. From all rows they are 368, 235 and 322 with seeds 1, 2
-and 3, and from the good episodes, all of 500 steps, 500 each.
+The cloned returns are means of 50 episodes. With seeds 1, 2 and 3, they are 368, 235 and 322 from
+all rows. From the good episodes, all of which have 500 steps, they are 500 each.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def parse() -> Args:
 
 
 def record(place: Path, args: Args) -> Path:
-    """Record episodes, and let Minari write them; return the folder of its dataset."""
+    """Record episodes with Minari. Return the folder of its dataset."""
     os.environ["MINARI_DATASETS_PATH"] = str(place.absolute())
     import minari
     from minari.data_collector import EpisodeBuffer
@@ -115,7 +116,7 @@ def network() -> ProbabilisticTensorDictSequential:
 
 
 def clone(name: str, rows: Any, args: Args) -> None:
-    """Learn the actions of these rows, and evaluate the policy."""
+    """Clone a policy from these rows, and evaluate it."""
     torch.manual_seed(args.seed)
     policy = network()
     optimizer = torch.optim.Adam(policy.parameters(), lr=args.lr)

@@ -1,14 +1,15 @@
-"""Nine shards of three policies become one dataset: checked, chosen from, split, packed.
+"""Make one dataset from nine shards of three policies: check, select, split and pack.
 
     python examples/datasets/make_dataset.py --out data/policies
-    python examples/datasets/make_dataset.py --out data/policies    # once more, if it was killed
+    python examples/datasets/make_dataset.py --out data/policies    # run again to resume
 
-A random policy, a poor one and a good one, half of whose actions are random, collect CartPole, each
-exactly as many transitions as were asked for, in shards. A shard needs nothing of the others: here
-they are collected one after the other, on a cluster each is a job of its own. `verify` checks every
-row, and that all shards of a run are there. `open_storage` reads all as one, without a copy. Whole
-trajectories are divided into those to train from and those to test with, and packed; so are the
-good ones. A shard that is complete is not collected again, and packed rows are kept.
+A random policy, a poor one, and a good one with half of its actions random collect CartPole in
+shards, each exactly the requested number of transitions. Shards do not depend on each other: here
+they are collected one after the other, on a cluster each would be a separate job. `verify` checks
+every row, and that all shards of a run are present. `open_storage` reads all shards as one storage,
+without a copy. The script splits full trajectories into a training and a validation set and packs
+both, and packs the good trajectories as well. If you run it again, it keeps complete shards and
+packed rows.
 
 With the defaults it prints this after 7 s on one core:
 
@@ -22,7 +23,7 @@ With the defaults it prints this after 7 s on one core:
     observations of good episodes: mean [-0.03  0.01  0.   -0.  ], std [0.48 0.57 0.07 0.4 ]
     all sound; 3,629,446 bytes of shards, 627,754 packed
 
-`examples/datasets/offline_iql.py` learns from it to balance the pole.
+`examples/datasets/offline_iql.py` learns from this dataset to balance the pole.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def parse() -> Args:
 
 def policies(args: Args) -> dict[str, Any]:
     def poor(observation: torch.Tensor) -> torch.Tensor:
-        return (observation[..., 2] > 0).long()  # looks only where the pole leans
+        return (observation[..., 2] > 0).long()  # looks only at the angle
 
     def good(observation: torch.Tensor) -> torch.Tensor:
         x, v, angle, speed = observation.unbind(-1)
@@ -77,7 +78,7 @@ def policies(args: Args) -> dict[str, Any]:
 
 
 def collect(path: Path, policy: Any, shard: str, seed: int, args: Args) -> None:
-    """Collect one shard, or what is left of it. On a cluster this is a job."""
+    """Collect one shard, or the rest of it. On a cluster this would be a job."""
     with SyncCollector(
         "CartPole-v1",
         policy,
@@ -94,7 +95,7 @@ def collect(path: Path, policy: Any, shard: str, seed: int, args: Args) -> None:
 
 
 def describe(name: str, rows: Any, args: Args) -> None:
-    """Print a line of the table."""
+    """Print one line of the table."""
     data = rows.trajectories
     whole = data.where("end == 'terminated' or end == 'truncated'").trajectories.returns
     good = data.where(f"return >= {args.good}")
@@ -105,7 +106,7 @@ def describe(name: str, rows: Any, args: Args) -> None:
 
 
 def pack(rows: Any, path: Path) -> None:
-    """Pack the rows, if that was not done before."""
+    """Pack the rows, unless they are already packed."""
     if not path.exists():
         rows.pack(path)
     if content_hash(path) != content_hash(rows):

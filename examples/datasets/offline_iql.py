@@ -1,16 +1,16 @@
-"""Implicit Q-learning balances the pole from packed rows of three policies, with no new transition.
+"""Implicit Q-learning learns to balance the pole offline, from packed rows of three policies.
 
     python examples/datasets/offline_iql.py --seed 1
     python examples/datasets/offline_iql.py --seed 1 --temperature 0    # behaviour cloning
 
-`make_dataset.py` packed 30,000 transitions of a random policy, a poor one and a good one half of
-whose actions are random; it is run first if its folder is not there. ``storage.dataset`` reads
-them under a `DataLoader`, and `EpochBatches` gives each row once an epoch. Packed rows are
-compressed 64 at a time: ``block=64`` keeps such rows near each other in the shuffled order, so that
-each is decompressed about once an epoch. Observations get the mean 0 and the deviation 1 by the
-statistics of the rows; the network has the same normaliser inside, so that the policy takes the
-environment's observations as they are. The loss is TorchRL's (Kostrikov et al. 2021,
-https://arxiv.org/abs/2110.06169).
+The script collects no new transitions. `make_dataset.py` packed 30,000 transitions of a random
+policy, a poor one, and a good one with half of its actions random. It is run first if its folder
+does not exist. ``storage.dataset`` reads the rows for a `DataLoader`, and `EpochBatches` yields
+each row once per epoch. Packed rows are compressed in groups of 64. ``block=64`` keeps the rows of
+a group close to each other in the shuffled order, so each group is decompressed about once per
+epoch. Observations are normalized to mean 0 and standard deviation 1 with the statistics of the
+rows. The network contains the same normalizer, so the policy takes raw observations of the
+environment. The loss is TorchRL's (Kostrikov et al. 2021, https://arxiv.org/abs/2110.06169).
 
 Measured with the defaults, mean return of 50 episodes (that of the rows' trajectories is 40.6):
 
@@ -22,8 +22,8 @@ Measured with the defaults, mean return of 50 episodes (that of the rows' trajec
          seed 2       9.4    162.3  87.2   175.2  200.9  91.4   118.1
          seed 3       9.2    209.6  260.9  241.5  147.4  114.5  132.3
 
-in 35 to 50 s a run on two shared cores. Discount and temperature were chosen with seed 1, and the
-number of epochs with seed 2, of which 20 left 90.4.
+A run takes 35 to 50 s on two shared cores. The discount and the temperature were chosen with seed
+1. The number of epochs was chosen with seed 2, for which 20 epochs gave 90.4.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def parse() -> Args:
 
 
 def networks(normaliser: nn.Module) -> tuple[ProbabilisticTensorDictSequential, Any, Any]:
-    """Return a policy, the values of both actions, and the value of a state."""
+    """Return a policy, a network for both actions' values, and one for the value of a state."""
 
     def net(out: int, key: str) -> TensorDictModule:
         mlp = MLP(4, out, num_cells=[128, 128], activation_class=nn.ReLU)
@@ -125,7 +125,7 @@ def train(storage: Any, args: Args) -> None:
         rows = 0
         optimizer.param_groups[0]["lr"] = args.lr * (1 - max(0, epoch - 1) / args.epochs)
         for batch in loader if epoch else ():
-            batch["next", "reward"] *= 1 - args.gamma  # values lie between 0 and 1
+            batch["next", "reward"] *= 1 - args.gamma  # scales the values to [0, 1]
             found = loss(batch)
             optimizer.zero_grad()
             sum(found[name] for name in ("loss_actor", "loss_qvalue", "loss_value")).backward()

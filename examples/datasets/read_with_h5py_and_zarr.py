@@ -1,18 +1,18 @@
-"""The same transitions in HDF5 and in Zarr, read by the libraries that others use.
+"""Write the same transitions to HDF5 and Zarr, and read them with other libraries.
 
     pip install h5py zarr tensorstore xarray
     python examples/datasets/read_with_h5py_and_zarr.py --out data/examples/shared
 
-Collects CartPole twice with the same seed, into ``OUT/cartpole.h5`` and ``OUT/cartpole.zarr``:
-the ending of a path chooses the format. Then h5py, tensordict, zarr-python, TensorStore and xarray
-read the files, without Tallyroll, and every column is compared bit for bit with what
-``open_storage`` gives. Libraries that are not installed are left out.
+Collects CartPole twice with the same seed, into ``OUT/cartpole.h5`` and ``OUT/cartpole.zarr``. The
+extension of a path selects the format. Then h5py, tensordict, zarr-python, TensorStore and xarray
+read the files without Tallyroll, and every column is compared bit for bit with the result of
+``open_storage``. Libraries that are not installed are skipped.
 
-The attributes ``rows``, ``schema`` and ``provenance`` say how many rows there are, of which
-columns, and what made them. ``OUT`` must not hold these files yet.
+The attributes ``rows``, ``schema`` and ``provenance`` give the number of rows, their columns, and
+their origin. ``OUT`` must not contain these files yet.
 
-Measured with the defaults: 20,001 transitions of 11 columns in each, alike in every bit; 6 s in all
-on two cores, most of them for importing the libraries.
+Measured with the defaults: 20,001 transitions of 11 columns in each file, identical in every bit.
+The script takes 6 s on two cores, most of which it spends importing the libraries.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tallyroll.collector import SyncCollector
 from tallyroll.storage import open_storage, verify
 
 Columns = dict[str, np.ndarray]
-"""A column by its name, such as "next/reward": an array [rows, ...]."""
+"""Columns by name, such as "next/reward": arrays [rows, ...]."""
 
 
 def option(default: Any, text: str) -> Any:
@@ -62,11 +62,14 @@ def parse() -> Args:
     return Args(**vars(parser.parse_args()))
 
 
-# Five ways to read that need nothing of Tallyroll.
+# Five ways to read the files without Tallyroll.
 
 
 def names_in(schema: str | bytes) -> list[str]:
-    """The attribute ``schema`` is a list of {"key": ["next", "reward"], "dtype", "shape"}."""
+    """Return the column names in the attribute ``schema``.
+
+    It is a list of {"key": ["next", "reward"], "dtype", "shape"}.
+    """
     return ["/".join(column["key"]) for column in json.loads(schema)]
 
 
@@ -97,7 +100,7 @@ def with_tensordict(path: Path) -> Columns:
 def with_zarr(path: Path) -> Columns:
     import zarr
 
-    # Zarr's own metadata says how many rows each array has: there is nothing to cut off.
+    # Zarr's own metadata gives the number of rows of each array, so nothing has to be trimmed.
     root = zarr.open_group(path, mode="r")
     return {name: root[name][:] for name in names_in(root.attrs["schema"])}
 
@@ -137,7 +140,7 @@ def collect(path: Path, args: Args) -> None:
         storage=path,
     ) as collector:
         for _ in collector:
-            # Another program may read now: it sees the rows of the last refresh.
+            # Another program may read now. It sees the rows of the last refresh.
             assert attributes(path)["rows"] <= collector.ledger.stored
     assert collector.ledger.stored == args.frames
 
@@ -152,7 +155,7 @@ def ours(path: Path) -> Columns:
 
 
 def same(some: Columns, others: Columns) -> bool:
-    """Whether the columns are alike in name, dtype, shape and every bit."""
+    """Return True if the columns agree in name, dtype, shape and every bit."""
     return some.keys() == others.keys() and all(
         (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
         for a, b in ((some[name], others[name]) for name in some)
@@ -173,14 +176,14 @@ def main(args: Args) -> None:
     for path in paths:
         collect(path, args)
 
-        # What every reader finds without Tallyroll.
+        # Read the attributes without Tallyroll.
         found = attributes(path)
         run = json.loads(found["provenance"])["runs"][0]
         print(f"{path}: {found['rows']} rows, {len(names_in(found['schema']))} columns")
         print(f"  made by {run['environment']['id']}, {run['lanes']} lanes, seed {run['seed']},")
         print(f"  torchrl {run['versions']['torchrl']}, gymnasium {run['versions']['gymnasium']}")
 
-        # A finalized storage holds exactly its rows, and checksums that `verify` compares.
+        # A finalized storage has no spare rows, and has checksums that `verify` compares.
         with open_storage(path, "append") as storage:
             storage.finalize()
         report = verify(path)
@@ -193,7 +196,7 @@ def main(args: Args) -> None:
             assert same(got, wanted), f"{name} reads something else"
             print(f"  {name:<11} {len(got['action'])} rows, every bit as open_storage gives it")
 
-    # One seed, one stream of experience: both formats hold the same.
+    # The same seed gives the same experience, so both formats hold the same rows.
     assert same(*map(ours, paths))
     print("both hold the same rows")
 

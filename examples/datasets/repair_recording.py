@@ -1,10 +1,10 @@
-"""Save a recording whose recorder was killed.
+"""Recover a recording whose recorder was killed.
 
     python examples/datasets/repair_recording.py
 
-A child process records CartPole in an HDF5 file, as many scripts do: it flushes after each episode.
-It is killed with SIGKILL in the middle. `repair` writes what is readable to a new storage, and
-lists what was lost. Needs h5py: pip install 'tallyroll[hdf5]'
+A child process records CartPole in an HDF5 file. Like many scripts, it flushes after each episode.
+It is killed with SIGKILL in the middle of an episode. `repair` writes the readable rows to a new
+storage, and lists what was lost. The script needs h5py: pip install 'tallyroll[hdf5]'
 """
 
 import argparse
@@ -62,7 +62,7 @@ class Args:
 
 
 def parse() -> Args:
-    """Read the command line."""
+    """Parse the command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     for each in fields(Args):
@@ -85,7 +85,7 @@ def main(args: Args) -> None:
         for line in recorder.stdout:
             flushed = int(line)
             if flushed >= args.rows:
-                time.sleep(0.01)  # it is in the middle of another episode
+                time.sleep(0.01)  # the recorder is now in the middle of another episode
                 recorder.send_signal(signal.SIGKILL)
                 break
     print(f"killed after {flushed} rows were flushed")

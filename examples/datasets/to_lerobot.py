@@ -1,15 +1,16 @@
-"""Transitions with images become datasets of LeRobot, as PNG and as videos, and come back.
+"""Export transitions with images to LeRobot datasets, as PNG and as video, and import them again.
 
     python examples/datasets/to_lerobot.py --out data/lerobot
-    python examples/datasets/to_lerobot.py --out data/lerobot    # once more: what is there is kept
+    python examples/datasets/to_lerobot.py --out data/lerobot    # keeps what already exists
 
-A hand is to be moved to a spot: the observation is its place and an image. The rows are written
-three times in the format of LeRobot v3, for which LeRobot is not needed: with images as PNG, as a
-video that loses nothing, and as AV1, LeRobot's choice, whose report counts the frames that are not
-the same any more. Each comes back as a storage, and `diff` says how many rows are the same bit for
-bit. Columns that LeRobot has no name for, such as policy versions, are features of their own.
+The task is to move a hand to a spot. The observation is the hand's position and an image. The
+script writes the rows three times in the LeRobot v3 format, without using LeRobot: with images as
+PNG, as lossless video, and as AV1, which is LeRobot's default. The report of the AV1 export counts
+the frames that have changed. Each export is imported into a storage, and `diff` counts the rows
+that are identical bit for bit. Columns without a LeRobot name, such as policy versions, become
+features of their own.
 
-`LeRobotDataset("me/reach", root="data/lerobot/images")` opens one of them.
+`LeRobotDataset("me/reach", root="data/lerobot/images")` opens one of the datasets.
 
 With the defaults it prints this after 10 s on one core:
 
@@ -61,7 +62,7 @@ def parse() -> Args:
 
 
 class Reach(gym.Env[Any, Any]):
-    """A hand, a spot, and a camera above both."""
+    """A hand, a spot, and a camera above them."""
 
     observation_space = Dict(
         {"state": Box(-1, 1, (4,), np.float32), "camera": Box(0, 255, (SIDE, SIDE, 3), np.uint8)}
@@ -87,7 +88,7 @@ class Reach(gym.Env[Any, Any]):
 
 
 def collect(path: Path, args: Args) -> None:
-    """Collect rows of random actions, each episode at most 100 steps long."""
+    """Collect rows with random actions, in episodes of at most 100 steps."""
     with SyncCollector(
         lambda: gym.wrappers.TimeLimit(Reach(), 100),
         num_envs=args.num_envs,

@@ -1,13 +1,14 @@
-"""Brax with another gravity in each episode, collected to disk.
+"""Collect Brax to disk, with a different gravity in each episode.
 
     python examples/systems/brax_collect.py --frames 20000 --out data/examples/pendulum
 
-A gravity is drawn at each reset. It is an argument of what is compiled, so that nothing is compiled
-again, and it stands in the observation, where it tells the episodes of a heavy pole from those of a
-light one. Random actions. ``--out`` must not exist yet. Needs ``tallyroll[brax]``.
+Each reset draws a gravity. The gravity is an argument of the compiled function, so nothing is
+compiled again. It is part of the observation, so episodes with a heavy pole can be told from those
+with a light one. Actions are random. ``--out`` must not exist yet. Needs ``tallyroll[brax]``.
 
-Measured with the defaults: 857 episodes, each with a gravity of its own, heavy ones of 20.9 steps,
-light ones of 23.6. It compiles for 7 s where nothing else runs; then 18,000 rows take 0.2 to 0.5 s.
+Measured with the defaults: 857 episodes, each with its own gravity. Episodes with a heavy pole
+have 20.9 steps on average, and those with a light one 23.6. Compiling takes 7 s on an idle machine;
+after that, 18,000 rows take 0.2 to 0.5 s.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def make(args: Args) -> SystemEnv:
     from brax import envs
 
     class ShowsGravity(envs.Wrapper):
-        """The vertical gravity is the last value of each observation."""
+        """Append the vertical gravity to each observation."""
 
         def shown(self, state: envs.State) -> envs.State:
             return state.replace(obs=jnp.append(state.obs, self.sys.gravity[2]))
@@ -79,7 +80,7 @@ def make(args: Args) -> SystemEnv:
         return {"gravity": [0.0, 0.0, -rng.uniform(args.lightest, args.heaviest)]}
 
     def vary(sys: Any, context: Any) -> Any:
-        # Brax's own backends read the one, MuJoCo's the other.
+        # Brax's own backends read the first key, MuJoCo's the second.
         return sys.tree_replace(dict.fromkeys(("gravity", "opt.gravity"), context["gravity"]))
 
     system = BraxSystem(

@@ -1,16 +1,17 @@
-"""PPO on EnvPool: many cheap lanes, and its reset slots are not trained on.
+"""PPO on EnvPool: many cheap lanes, without training on their reset slots.
 
     pip install 'tallyroll[envpool]'
     python examples/systems/envpool_ppo.py --seed 1
 
-EnvPool steps all lanes in one call, in threads of its own. In the step after an end it ignores the
-lane's action and resets it. Taken as a transition, as by loops that count calls times lanes, such
-a slot says that an action led from the end of one episode to the start of the next; here it is
-never a row. A lane takes its seed when it is made, which a name, `envpool:TASK`, does in the right
-order; an environment of your own takes `seeds` in its factory. Loss and advantages are TorchRL's.
+EnvPool steps all lanes in one call, in its own threads. In the step after the end of an episode it
+ignores the lane's action and resets the lane. Loops that count calls times lanes treat such a slot
+as a transition, which claims that an action led from the end of one episode to the start of the
+next. Tallyroll never stores it as a row. EnvPool seeds a lane when it is created. An environment
+name, `envpool:TASK`, gets the seeds in the correct order; for an environment of your own, add a
+parameter `seeds` to its factory. The loss and the advantages are TorchRL's.
 
-Any task of EnvPool with a vector of observations and discrete actions will do. Measured with the
-defaults on CartPole-v1, solved from 450 of 500 on, on exactly 200,000 transitions:
+Any EnvPool task with vector observations and discrete actions works. Measured with the defaults on
+CartPole-v1, which is solved at a return of 450 of 500, on exactly 200,000 transitions:
 
     seed  last 100 training episodes  evaluation, 100 episodes
     1     500.0                       500.0
@@ -19,7 +20,8 @@ defaults on CartPole-v1, solved from 450 of 500 on, on exactly 200,000 transitio
     4     500.0                       500.0
     5     500.0                       500.0
 
-in 11 s a seed on two quiet cores, 1.0 of it collecting, and up to five times as long on busy ones.
+A seed takes 11 s on two idle cores, 1.0 s of which is collecting, and up to five times as long on
+busy ones.
 """
 
 from __future__ import annotations
@@ -97,9 +99,9 @@ def mlp(inputs: int, outputs: int, last_gain: float) -> nn.Sequential:
 
 
 def main(args: Args) -> None:
-    import envpool  # here, so that --help needs nothing
+    import envpool  # imported here so that --help works without it
 
-    # EnvPool gives bounds as float64 for observations that are float32.
+    # EnvPool gives float64 bounds for float32 observations.
     warnings.filterwarnings("ignore", message=".*precision lowered by casting")
     start = time.perf_counter()
     torch.set_num_threads(1)  # the networks are small

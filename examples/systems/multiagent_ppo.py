@@ -1,24 +1,25 @@
-"""PPO with several agents: they learn to navigate to their goals, on exactly the asked env steps.
+"""PPO with several agents that learn to navigate to their goals, on an exact number of env steps.
 
     pip install 'tallyroll[vmas]'
     python examples/systems/multiagent_ppo.py --seed 1
 
-VMAS's "navigation": each agent of a lane has a goal and is paid for coming nearer to it. All of
-them share one policy, and one critic that sees what all of them see. Agents of a lane are a group
-in the batch: ``("agents", "observation")`` is ``[row, agent, ...]``, and so are actions, rewards
-and ends, by which GAE goes. Episodes end by a time limit, which is truncation: GAE bootstraps
-there, from the true final observation.
+The task is VMAS's "navigation": each agent of a lane has a goal and is rewarded for approaching it.
+All agents share one policy, and one critic that sees the observations of all agents. The agents of
+a lane form a group in the batch: ``("agents", "observation")`` is ``[row, agent, ...]``, and so are
+the actions, the rewards and the done flags that GAE uses. Episodes end by a time limit, which is
+truncation, so GAE bootstraps there from the true final observation.
 
-The budget counts env steps: one joint step of a lane. The ledger counts agent transitions beside
-them. Measured with the defaults, on exactly 128,000 env steps, which are 384,000 agent transitions:
-the mean return of 128 episodes, of the three agents together, before and after.
+The budget counts env steps; an env step is one joint step of a lane. The ledger counts agent
+transitions as well. Measured with the defaults, on exactly 128,000 env steps, which are 384,000
+agent transitions. The table gives the mean return over 128 episodes, for the three agents together,
+before and after training.
 
     seed  before  after
     1     -3.04   9.41
     2     -2.04   9.15
     3     -0.68   9.15
 
-in 26 to 39 s a seed on two shared cores.
+A seed takes 26 to 39 s on two shared cores.
 """
 
 from __future__ import annotations
@@ -80,7 +81,10 @@ def parse() -> Args:
 
 
 def networks(args: Args, inputs: int, outputs: int) -> tuple[ProbabilisticActor, ValueOperator]:
-    """One policy for all agents of the group, each by what it sees, and a critic that sees all."""
+    """Return one policy for all agents, and one critic.
+
+    The policy acts on each agent's own observation; the critic sees the observations of all agents.
+    """
     shared: dict[str, Any] = {"n_agents": args.agents, "share_params": True, "num_cells": [64, 64]}
     policy = nn.Sequential(
         MultiAgentMLP(inputs, 2 * outputs, centralized=False, activation_class=nn.Tanh, **shared),
@@ -91,7 +95,7 @@ def networks(args: Args, inputs: int, outputs: int) -> tuple[ProbabilisticActor,
         TensorDictModule(policy, [(GROUP, "observation")], parameters),
         in_keys=parameters,
         out_keys=[(GROUP, "action")],
-        distribution_class=TanhNormal,  # actions lie between -1 and 1
+        distribution_class=TanhNormal,  # actions are in [-1, 1]
         return_log_prob=True,
         log_prob_key=(GROUP, "log_prob"),
     )
@@ -138,7 +142,7 @@ def main(args: Args) -> None:
         critic_coeff=1.0,
         loss_critic_type="smooth_l1",
         normalize_advantage=True,
-        normalize_advantage_exclude_dims=(-2,),  # each agent's by itself
+        normalize_advantage_exclude_dims=(-2,),  # normalizes each agent's advantages separately
     )
     ends = {name: (GROUP, name) for name in ("reward", "done", "terminated", "value")}
     gae.set_keys(**ends, advantage=(GROUP, "advantage"), value_target=(GROUP, "value_target"))
