@@ -1,4 +1,4 @@
-"""Which test files run here: see environments.toml."""
+"""Select the test files that run here: see environments.toml."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 ENVIRONMENTS = tomllib.loads((HERE / "environments.toml").read_text())
 
 if name := os.environ.get("TALLYROLL_TEST_ENVIRONMENT"):
-    # Of what has its place here nothing is left out: what is not installed fails.
+    # A selected environment skips none of its tests. A missing package fails.
     here = {*ENVIRONMENTS[name]["tests"]}
 else:
     here = {

@@ -1,4 +1,4 @@
-"""dm_control's suite, and any dm_env environment, against what its own loop returns."""
+"""Compare dm_control's suite, and any dm_env environment, with their own loop."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_each_episode_by_hand_from_its_seed() -> None:
 
 
 class Chain(dm_env.Environment):
-    """Counts; ends by itself with the discount 0 after 4 steps, or is cut with 1 after 7."""
+    """Counts steps. It ends with discount 0 after 4 steps, or is cut with discount 1 after 7."""
 
     def __init__(self, seed: int = 0) -> None:
         self.random_state = np.random.RandomState(seed)
@@ -95,7 +95,7 @@ class TestCartpole(SystemContract):
         return DmControlSystem.make("cartpole/balance", lanes, seeds, **SHORT)
 
 
-@pytest.mark.filterwarnings("ignore:next.reward at lane")  # its rewards are huge whole numbers
+@pytest.mark.filterwarnings("ignore:next.reward at lane")  # its rewards are huge integers
 class TestAModelThatIsDrawn(SystemContract):
     frames = 60
 
@@ -109,7 +109,7 @@ class TestAnyDmEnv(SystemContract):
 
 
 def by_hand(rows: TensorDictBase, lane: int, seed: int) -> int:
-    """Step the task with the actions of a lane's rows; returns how many episodes ended."""
+    """Step the task with the actions of a lane's rows. Return the number of ended episodes."""
     env = suite.load("cartpole", "balance", task_kwargs={**SHORT["task_kwargs"], "random": seed})
     own = rows[rows["collector", "lane"] == lane]
     order = np.lexsort((own["collector", "step"], own["collector", "traj_ids"]))
@@ -193,7 +193,7 @@ def test_environments_that_are_made(as_a_list: bool, by_factory: bool) -> None:
 
 
 def test_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a renderer that needs no display, each the mean position."""
+    """The renderer needs no display, and each image shows the mean position."""
 
     def render(self: Any, height: int, width: int) -> Any:
         return np.full((height, width, 3), abs(self.data.qpos).sum() * 50, np.uint8)

@@ -1,4 +1,4 @@
-"""LeRobot's own loader reads what is exported."""
+"""Test that LeRobot's own loader reads our exports."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if importlib.util.find_spec("lerobot") is None:
     pytest.skip("lerobot is not installed", allow_module_level=True)
 
 
-pytestmark = pytest.mark.timeout(600)  # a process compiles the modules of LeRobot first
+pytestmark = pytest.mark.timeout(600)  # a process compiles LeRobot's modules first
 VIDEOS: tuple[Video, ...] = ("ffv1", "h264-lossless")
 
 
 def read(*places: Path) -> list[dict[str, np.ndarray]]:
-    """Return all that LeRobot gives of datasets, read in a process apart.
+    """Return all values that LeRobot reads from datasets, in a separate process.
 
-    Its progress bars leave a semaphore.
+    Its progress bars leak a semaphore.
     """
     words = [sys.executable, GOLDEN / "with_lerobot.py", "read", *places]
     subprocess.run([*map(str, words)], check=True, timeout=550)
@@ -63,7 +63,7 @@ def test_lerobot_reads_numbers_and_images(tmp_path: Path) -> None:
 
 
 def test_lerobot_reads_every_bit_of_lossless_videos(tmp_path: Path) -> None:
-    """Of one channel LeRobot makes three alike."""
+    """LeRobot turns one channel into three equal ones."""
     rows = pictured(23, 5, pixels=(16, 12, 3), odd=(9, 11, 3), plan=(12, 10, 1))
     with MemmapStorage(tmp_path / "rows") as storage:
         storage.extend(rows)

@@ -1,4 +1,4 @@
-"""Logs for TensorBoard and for Weights & Biases, read by their own readers."""
+"""Test logs for TensorBoard and for Weights & Biases with their own readers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUN: dict[str, Any] = {"frames_per_batch": 10, "seed": 3}
 
 
 def log(target: Any, total: int, every: int = 25, **more: Any) -> list[dict[str, float]]:
-    """Collect with a log, and return the rows that it is to have."""
+    """Collect with a log, and return the expected rows."""
     rows: list[dict[str, float]] = []
     env = factory(DISABLED, 0, LANES)
     with (
@@ -92,7 +92,7 @@ print(dumps(log("wandb:tally", 94)))
 
 
 def rows_in(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a run of wandb; the file is one block of LevelDB's log format."""
+    """Yield the rows of a wandb run. The file is one block in LevelDB's log format."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, at = file.read_bytes(), 7
@@ -110,7 +110,7 @@ def rows_in(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def test_rows_of_wandb_offline(tmp_path: Path) -> None:
-    """In a process of its own: theirs stays as long as it."""
+    """The test runs in its own process, because wandb's process lives as long as its parent."""
     here = Path(__file__).parent
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],

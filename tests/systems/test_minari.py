@@ -1,4 +1,4 @@
-"""Minari, and Hugging Face's `datasets`: the contract, and what their own readers read."""
+"""Test Minari and Hugging Face's `datasets`: the contract, and reads with their own readers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_minari_reads_it(source: Path, tmp_path: Path) -> None:
 
 
 def of_theirs(place: Path) -> None:
-    """Write a dataset by Minari alone, with infos of T + 1 entries."""
+    """Write a dataset with Minari alone, with infos of T + 1 entries."""
     from gymnasium.spaces import Box, Discrete
     from minari.data_collector import EpisodeBuffer
     from minari.dataset.minari_storage import MinariStorage
@@ -103,7 +103,7 @@ def test_one_that_minari_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["arrow", "parquet", "hdf5"])
 def test_images_and_tables_that_minari_wrote(kind: str, tmp_path: Path) -> None:
-    """In each of its formats, with JPEG: what is read is what Minari reads, pixel by pixel."""
+    """In each format, with JPEG, our values equal those that Minari reads, pixel by pixel."""
     from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
     from minari.data_collector import EpisodeBuffer
     from minari.dataset.minari_storage import MinariStorage
@@ -172,7 +172,7 @@ def test_images_and_tables_that_minari_wrote(kind: str, tmp_path: Path) -> None:
 
 
 def test_spaces_of_an_environment_come_to_minari_and_back(tmp_path: Path) -> None:
-    """Of Gymnasium's spaces, as Minari reads them; noise widens the one that it leaves."""
+    """Minari reads Gymnasium's spaces. Noise widens the space that actions leave."""
     import gymnasium
 
     from tallyroll.collector import SyncCollector
@@ -272,7 +272,7 @@ def test_datasets_reads_a_folder_for_the_hub(source: Path, tmp_path: Path) -> No
         storage.export(tmp_path / "hub", "hf")
         places = [str(tmp_path / name) for name in ("hub", "cache", "found.npz")]
         env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-        # A process of its own: its progress bars leave a semaphore.
+        # Use a separate process, because Minari's progress bars leak a semaphore.
         subprocess.run([sys.executable, "-c", _READ, *places], check=True, timeout=100, env=env)
         rows = storage.get(slice(None))
         with np.load(places[-1]) as table:
@@ -284,7 +284,7 @@ def test_datasets_reads_a_folder_for_the_hub(source: Path, tmp_path: Path) -> No
 
 
 def test_datasets_reads_a_version_of_parquet(source: Path, tmp_path: Path) -> None:
-    """Through the resolved link, as a reader beside a writer does."""
+    """The library reads through the resolved link, like a concurrent reader."""
     pytest.importorskip("datasets")
     with open_storage(source) as storage:
         report = storage.export(tmp_path / "out", "parquet", follow=Follow())
@@ -314,7 +314,7 @@ def test_polars_reads_a_folder_for_the_hub(source: Path, tmp_path: Path) -> None
 
 
 def test_the_hub_reads_our_cards(source: Path, tmp_path: Path) -> None:
-    """By the library of the Hub, whose data card has the fields by which it sorts."""
+    """Use the Hub's own library, whose data card has the fields that it sorts by."""
     hub = pytest.importorskip("huggingface_hub")
     with open_storage(source) as storage:
         storage.export(tmp_path / "hub", "hf")

@@ -1,4 +1,4 @@
-"""Workers in Ray actors: the rows of one process, and exactly N of them whatever dies."""
+"""Test workers in Ray actors: the rows of one process, and exactly N of them despite deaths."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_a_storage_goes_on_with_another_collector(others: Any, tmp_path: Path) -
         assert [call.get("transport", "process") for call in calls] == ["ray", "process", "ray"]
         assert calls[0]["nodes"] == [socket.gethostname()] * 2
         spaces = [each["spaces"] for each in storage.runs]
-        assert spaces[0] == spaces[1] == spaces[2]  # whoever the actors are, and where
+        assert spaces[0] == spaces[1] == spaces[2]  # independent of the actors and their nodes
         limits = gymnasium.make("CartPole-v1").observation_space
         assert isinstance(limits, gymnasium.spaces.Box)
         assert space_of(spaces[0]["observation"]).low.tolist() == limits.low.tolist()
@@ -177,7 +177,7 @@ def test_a_storage_goes_on_with_another_collector(others: Any, tmp_path: Path) -
     assert verify(tmp_path / "rows").sound
 
 
-# --- what dies ------------------------------------------------------------------------------------
+# --- deaths ---------------------------------------------------------------------------------------
 
 
 @inside
@@ -191,7 +191,7 @@ def test_actors_killed_at_random(mode: Any, tmp_path: Path) -> None:
         try:
             for batch in collector:
                 assert len(batch) == 50
-                # A worker that is known by its process has a successor.
+                # A killed worker whose process is known has a successor.
                 if not killer.is_alive() and collector.ledger.respawned >= killer.deaths["worker"]:
                     break
         finally:
@@ -254,7 +254,7 @@ def test_a_failure_says_what_it_was(tmp_path: Path) -> None:
 
 @inside
 def test_a_long_lease_is_no_hanging_one(tmp_path: Path) -> None:
-    """Heartbeats say that it goes on, before any of its rows is here."""
+    """Heartbeats show that the lease is in progress before any of its rows arrive."""
     with RayCollector(
         faulty(Faults(tmp_path), 2, 2, slow=0.1),
         None,
@@ -272,14 +272,14 @@ def test_a_long_lease_is_no_hanging_one(tmp_path: Path) -> None:
 
 @inside
 def test_the_server_keeps_nothing_of_a_call() -> None:
-    """Heartbeats and leases go on for days; 4 KB of each made 400 MB."""
+    """Heartbeats and leases go on for days. With 4 KB per call, they once took 400 MB."""
     actor = ActorLanes.options(num_cpus=1).remote()  # type: ignore[attr-defined]
     ray.get(actor.facts.remote())
     (server,) = (each for each in psutil.Process().children() if each.name() == "gcs_server")
     before = server.memory_full_info().uss
     for _ in range(2000):
         ray.get(actor.words.remote())
-    time.sleep(3)  # events are sent each second
+    time.sleep(3)  # events are sent every second
     assert server.memory_full_info().uss < before + 2 * 2**20
     ray.kill(actor)
 
@@ -348,7 +348,7 @@ def test_a_connection_of_the_program_is_left_alone() -> None:
 def test_an_address_without_a_cluster(
     answer: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing listens there; or it does, and says nothing, or something else."""
+    """Either no server listens there, or the server answers nothing, or something else."""
     monkeypatch.setattr(connection, "_ANSWER_SECONDS", 1.0)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with socket.socket() as server:

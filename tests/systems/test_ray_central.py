@@ -1,4 +1,4 @@
-"""The driver acts for the lanes of many actors: rows of one process, and exactly N with kills."""
+"""Test central policies: the driver acts for many actors' lanes, with exact counts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_in_step_rows_are_those_of_one_process(source: str, options: Any) -> Non
 
 
 Acts = Callable[[int], None]
-"""Is called with the number of the call of the policy that comes."""
+"""Hook that receives the number of the coming policy call."""
 
 
 def before_acting(monkeypatch: pytest.MonkeyPatch, do: Acts) -> None:
@@ -120,7 +120,7 @@ def test_actors_that_wait_for_actions_are_killed(
 def test_an_actor_that_is_frozen_while_it_waits_is_replaced(
     mode: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In async mode no other waits for it."""
+    """In async mode, no other actor waits for it."""
     gaps, frozen = [time.monotonic()], list[int]()
 
     def freeze(call: int) -> None:

@@ -1,4 +1,4 @@
-"""The contract of transports, over Ray: what the wheel has for any engine."""
+"""Run the contract of transports, which the wheel includes for any engine, over Ray."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_in_a_network_namespace() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     with own_ray():
-        if ray.is_initialized():  # for a process that is killed, which connects by itself
+        if ray.is_initialized():  # for a killed process, which connects by itself
             os.environ[ADDRESS] = ray.get_runtime_context().gcs_address
         yield
         os.environ.pop(ADDRESS, None)

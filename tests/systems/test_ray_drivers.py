@@ -1,4 +1,4 @@
-"""Drivers in processes of their own: killed, two on one storage, and without their head."""
+"""Test drivers in their own processes: killed, two on one storage, and without their head."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["nothing_left_behind"]
 
 TOTAL = 1_003
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-"""They look for their raylet once a minute."""
+"""Agents that check for their raylet once a minute."""
 
 
 @pytest.mark.timeout(1600)
@@ -52,7 +52,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 class Driver:
-    """A process that collects rows below ``folder``, over the Ray at an address."""
+    """Process that collects rows below ``folder``, with the Ray at an address."""
 
     def __init__(self, folder: Path, address: str, **options: Any) -> None:
         self.log = folder / f"log-{time.monotonic_ns()}"
@@ -60,7 +60,7 @@ class Driver:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(sys.path),
-            "RAY_gcs_rpc_server_reconnect_timeout_s": "3",  # 60, else
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "3",  # 60 by default
         }
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(words, env=environment, stdout=log, stderr=log)
@@ -73,7 +73,7 @@ class Driver:
         self.process.wait(10)
 
     def ended(self, seconds: float = 240.0) -> int:
-        """Return its exit status."""
+        """Return the exit status."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -81,19 +81,19 @@ class Driver:
 
     @property
     def said(self) -> str:
-        """Its output."""
+        """The end of the output."""
         return self.log.read_text()[-3000:]
 
 
 def rows_in(folder: Path) -> int:
-    """Return the rows that are committed."""
+    """Return the number of committed rows."""
     with suppress(StorageError, FileNotFoundError), open_storage(folder / "rows") as storage:
         return len(storage)
     return 0
 
 
 def drive(address: str, folder: str, options: dict[str, Any]) -> None:
-    """Collect to the end; says whether answers of 400 KB come with Ray's own replies."""
+    """Collect to the end. Print whether answers of 400 KB are in Ray's store or in its replies."""
     given = {"workers": 2, "spares": 0, "total_frames": TOTAL, **options}
     with collecting(Path(folder), "async", address=address, **given) as collector:
         answer = ray.remote(num_cpus=0)(lambda: bytes(400_000)).remote()
@@ -144,7 +144,7 @@ def test_a_second_driver_is_refused_and_the_first_goes_on(nodes: Nodes, tmp_path
 def test_rows_go_on_under_another_head(tmp_path: Path) -> None:
     with own_nodes(connected=False) as nodes:
         nodes.add()
-        # Slow, for actors on the other node go on for the seconds that Ray waits for its head.
+        # The lanes are slow because actors on the other node continue until Ray stops waiting.
         with Driver(tmp_path, nodes.cluster.address, slow=0.04) as driver:
             waits_for_rows(tmp_path, driver, 100)
             for name in ("gcs_server", "raylet"):
@@ -187,7 +187,7 @@ def test_a_driver_that_starts_a_ray_of_its_own(
 
 
 def name_of(process: psutil.Process) -> str:
-    """The name of what it runs; "" once it has ended."""
+    """Return the name of the program that a process runs, or "" if the process has ended."""
     with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
         return re.split(r"[ .(]", (process.cmdline() or [""])[0].rpartition("/")[2])[0]
     return ""

@@ -1,4 +1,4 @@
-"""Nodes without room, without memory, behind a slow network, late, and lost with rows on them."""
+"""Test nodes without space or memory, on slow networks, late, and lost with rows on them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def nodes() -> Iterator[Nodes]:
 
 @contextmanager
 def added(nodes: Nodes, count: int, **options: Any) -> Iterator[list[Any]]:
-    """Nodes for one test; what it takes out of the list is gone already."""
+    """Add nodes for one test. A test removes nodes from the list if it has removed them itself."""
     made = [nodes.add(**options) for _ in range(count)]
     try:
         yield made
@@ -64,7 +64,7 @@ def added(nodes: Nodes, count: int, **options: Any) -> Iterator[list[Any]]:
 
 
 class Large(gymnasium.Env[Any, Any]):
-    """Observations all of whose numbers are that of the step: a megabyte, by default."""
+    """Observations whose numbers all equal the step: a megabyte, by default."""
 
     def __init__(self, width: int = 250_000, seconds: float = 0.0) -> None:
         self.observation_space = Box(-np.inf, np.inf, (width,), np.float32)
@@ -74,20 +74,20 @@ class Large(gymnasium.Env[Any, Any]):
         return np.full(self.observation_space.shape or (), self.at, np.float32)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        """Begin with step 0."""
+        """Start with step 0."""
         super().reset(seed=seed)
         self.at = 0
         return self._seen(), {}
 
     def step(self, action: Any) -> Any:
-        """Count on."""
+        """Increase the step."""
         time.sleep(self.seconds)
         self.at += 1
         return self._seen(), float(self.at), False, self.at == 50, {}
 
 
 def check_large(batch: Any) -> None:
-    """Each number of each row is that of its step."""
+    """Check that each number of each row equals its step."""
     step = batch["collector", "step"].float()
     for seen, wanted in ((batch["observation"], step), (batch["next", "observation"], step + 1)):
         assert torch.equal(seen.amin(-1), wanted)
@@ -95,7 +95,7 @@ def check_large(batch: Any) -> None:
 
 
 def failures_of(collector: RayCollector, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that gets what is said of each worker that fails."""
+    """Return a list that collects the messages about failed workers."""
     said: list[str] = []
     pool = collector._worker_pool
     heard = pool._heard
@@ -115,7 +115,7 @@ def failures_of(collector: RayCollector, monkeypatch: pytest.MonkeyPatch) -> lis
 def test_rows_that_are_lost_before_they_are_read(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Leases were filled and answered; their node dies before the driver has asked for them."""
+    """Leases were filled and answered, and their node dies before the driver fetches them."""
     with (
         added(nodes, 2, num_cpus=1) as alive,
         RayCollector(
@@ -159,7 +159,7 @@ def test_rows_that_are_lost_before_they_are_read(
     assert "Object" in said[0], said[0]
 
 
-# --- no room --------------------------------------------------------------------------------------
+# --- full stores ----------------------------------------------------------------------------------
 
 
 @inside
@@ -194,8 +194,8 @@ def test_rows_that_do_not_fit_are_spilled(nodes: Nodes) -> None:
 
 @contextmanager
 def slow_network(rate: str) -> Iterator[None]:
-    """Shape all traffic of the loopback; checks that there was too much for it."""
-    # Packets as large as a loopback's are larger than the bucket, and would never pass.
+    """Shape all traffic of the loopback. Check that the traffic exceeded the limit."""
+    # The loopback's large packets exceed the bucket and would never pass.
     subprocess.run(["ip", "link", "set", "lo", "mtu", "1500"], check=True)
     words = ["tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", rate]
     done = subprocess.run(
@@ -218,7 +218,7 @@ def slow_network(rate: str) -> Iterator[None]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_slow_network_is_no_dead_one(mode: Any, nodes: Nodes) -> None:
-    """Rows of a lease take as long as a heartbeat has to be answered in."""
+    """Rows of a lease take as long as the limit for the answer to a heartbeat."""
     with (
         added(nodes, 2, num_cpus=2),
         RayCollector(
@@ -251,7 +251,10 @@ def test_a_slow_network_is_no_dead_one(mode: Any, nodes: Nodes) -> None:
 @inside
 @pytest.mark.timeout(600)
 def test_workers_wait_for_a_node_that_joins_late(nodes: Nodes, tmp_path: Path) -> None:
-    """Those of a dead node find no CPU; the others go on, until another node has some."""
+    """Workers of a dead node find no CPU until another node has some.
+
+    The other workers continue.
+    """
     with (
         added(nodes, 1, num_cpus=1) as alive,
         added(nodes, 1, num_cpus=2) as dying,
@@ -278,14 +281,14 @@ def test_workers_wait_for_a_node_that_joins_late(nodes: Nodes, tmp_path: Path) -
 
 
 class Hungry(Large):
-    """Takes memory once, in whichever process comes to its twentieth step first."""
+    """Takes memory once, in the process that reaches its twentieth step first."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(width=1)
         self.file, self.steps, self.taken = file, 0, []
 
     def step(self, action: Any) -> Any:
-        """Take memory until something happens."""
+        """Take memory until Ray intervenes."""
         self.steps += 1
         if self.steps == 20 and not self.file.exists():
             self.file.touch()
@@ -303,7 +306,7 @@ class Hungry(Large):
 def test_an_actor_out_of_memory_is_replaced(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray kills actors of a node that has less memory than it leaves free."""
+    """Ray kills actors on a node that has less free memory than its threshold."""
     memory = psutil.virtual_memory()
     if memory.available < 6 * 2**30:
         pytest.skip("less than 6 GB of memory are free")

@@ -1,8 +1,8 @@
-"""Many actors for a long time: memory stays what it was, and each row is right.
+"""Test many actors for a long time: memory is constant, and each row is right.
 
-``TALLYROLL_RAY_ACTORS`` says how many, 3 by default, and ``TALLYROLL_RAY_MINUTES`` how long, half
-of one by default. Many start soon, and have room, with ``TALLYROLL_RAY_WARM=1``. What they take is
-logged (``--log-cli-level INFO``).
+``TALLYROLL_RAY_ACTORS`` sets the number of actors, 3 by default, and ``TALLYROLL_RAY_MINUTES`` the
+minutes, half of one by default. With ``TALLYROLL_RAY_WARM=1``, many actors start quickly and fit
+into memory. Memory use is logged (``--log-cli-level INFO``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ ACTORS = int(os.environ.get("TALLYROLL_RAY_ACTORS", "3"))
 SECONDS = 60 * float(os.environ.get("TALLYROLL_RAY_MINUTES", "0.5"))
 LONGEST = int(600 + SECONDS + 60 * ACTORS)
 LENGTH, LANES, WIDTH = 100, 2, 512
-"""Of episodes; of an actor; of observations, so that answers go through Ray's object store."""
+"""Length of episodes, lanes per actor, and width of observations.
+
+The width is large enough that answers go through Ray's object store.
+"""
 
 
 @pytest.mark.timeout(LONGEST + 200)
@@ -48,7 +51,10 @@ def cluster() -> Iterator[None]:
 
 
 class Lane(gymnasium.Env[Any, Any]):
-    """Observations that say which lane, episode and step; all lanes make 1,280 rows a second."""
+    """Observations contain lane, episode and step.
+
+    All lanes together make 1,280 rows per second.
+    """
 
     def __init__(self, lane: int) -> None:
         self.observation_space = Box(-np.inf, np.inf, (WIDTH,), np.float32)
@@ -60,20 +66,20 @@ class Lane(gymnasium.Env[Any, Any]):
         return seen
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        """Begin the next episode."""
+        """Start the next episode."""
         super().reset(seed=seed)
         self.episode, self.at = self.episode + 1, 0
         return self._seen(), {}
 
     def step(self, action: Any) -> Any:
-        """Count on."""
+        """Increase the step."""
         time.sleep(ACTORS / 1280)
         self.at += 1
         return self._seen(), 1.0, False, self.at == LENGTH, {}
 
 
 def lanes_of(actor: int) -> Any:
-    """The environment of an actor."""
+    """Return the environment of an actor."""
     own = range(actor * LANES, (actor + 1) * LANES)
     return SyncVectorEnv(
         [partial(Lane, lane) for lane in own], autoreset_mode=AutoresetMode.DISABLED
@@ -81,7 +87,7 @@ def lanes_of(actor: int) -> Any:
 
 
 class Judge:
-    """Checks that each row follows the one before it of its lane, or begins a later episode."""
+    """Checks that each row follows the previous one of its lane, or starts a later episode."""
 
     def __init__(self) -> None:
         self.last = np.zeros((ACTORS * LANES, 2))
@@ -103,7 +109,7 @@ class Judge:
 
 
 def memory() -> dict[str, float]:
-    """MiB of this process, of all actors and one of them, of Ray, and what came by its store."""
+    """Return MiB of this process, of all actors and of one, of Ray, and of data from its store."""
     of: dict[str, list[Any]] = {"actor": [], "ray": []}
     known, me = {*actors()}, psutil.Process()
     for process in me.children(recursive=True):
@@ -135,7 +141,7 @@ def test_memory_is_flat_and_rows_are_right() -> None:
         total_frames=-1,
         seed=1,
         spares=0,
-        heartbeat=5,  # a busy machine may let one of many wait for seconds
+        heartbeat=5,  # on a busy machine, one of many may wait for seconds
         start_timeout=LONGEST,
     ) as collector:
         began, due = time.monotonic(), 0.0

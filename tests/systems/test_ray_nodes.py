@@ -1,4 +1,4 @@
-"""Nodes of a cluster that die, freeze and join late: exactly N, and nothing of a dead one."""
+"""Test nodes that die, freeze and join late: exactly N rows, none from a node after its death."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_nodes_that_die_while_others_join(mode: str, nodes: Nodes, tmp_path: Pat
                     node for node in alive if pids & {child.pid for child in children_of(node)}
                 ]
                 if not with_workers:
-                    continue  # those in the place of others are not ready yet
+                    continue  # the replacements are not ready yet
                 victim = with_workers[0]
                 raylet_of(victim).kill()
                 alive.remove(victim)

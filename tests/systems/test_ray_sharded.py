@@ -1,4 +1,4 @@
-"""Actors that keep their rows: exactly N count, whichever die, and a lost shard comes again."""
+"""Test actors that keep their rows: exactly N count despite deaths, and lost shards return."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def cluster() -> Iterator[None]:
 
 
 def rows_of(path: Path) -> Any:
-    """All rows that count, which are sound."""
+    """Return all rows that count, after verifying them."""
     assert verify(path).sound
     with open_storage(path) as storage:
         return storage[:].clone()
 
 
 def shards_of(path: Path) -> list[ShardRows]:
-    """Shards that have rows which count."""
+    """Return the shards with rows that count."""
     if not path.exists():
         return []
     return [each for each in ShardedFiles(path).acknowledged().shards if each.rows]
@@ -96,7 +96,7 @@ def test_actors_killed_at_random_and_a_shard_that_is_lost(tmp_path: Path) -> Non
         **run,
     ) as collector:
         while (shards := len(shards_of(path))) < 3 + KILLS:
-            if killed < KILLS and shards == 3 + killed:  # whichever it is, it has rows
+            if killed < KILLS and shards == 3 + killed:  # each worker has rows by now
                 os.kill(dice.choice(collector.worker_pids), signal.SIGKILL)
                 killed += 1
                 time.sleep(dice.choice((0, 0.01, 0.1)))
@@ -111,7 +111,7 @@ def test_actors_killed_at_random_and_a_shard_that_is_lost(tmp_path: Path) -> Non
     shutil.rmtree(path / "shards" / shards[0].name)
     with pytest.raises(CorruptStorage, match="resume the run"):
         open_storage(path)
-    # Any number of workers of any kind goes on.
+    # Workers of any number and kind may continue.
     with (
         pytest.warns(UserWarning, match="shards are lost"),
         MultiprocessCollector(

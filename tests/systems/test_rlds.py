@@ -1,4 +1,4 @@
-"""TensorFlow Datasets reads what is exported, and what it writes is read bit for bit."""
+"""Test RLDS with TensorFlow Datasets: it reads our exports, and we read its data bit for bit."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ KINDS = ("d4rl", "robots", "kinds", "appended")
 
 
 def run(*words: object) -> None:
-    """Run it in a process apart: TensorFlow leaves threads."""
+    """Run the script in a separate process because TensorFlow leaves threads."""
     script = [sys.executable, GOLDEN / "with_tfds.py", *words]
     subprocess.run([*map(str, script)], check=True, timeout=550, capture_output=True)
 
 
 def load(found: Path) -> dict[str, np.ndarray]:
-    """Return all that it gave of a dataset."""
+    """Return all values that it read from a dataset."""
     with np.load(found, allow_pickle=False) as arrays:
         return dict(arrays)
 

@@ -1,4 +1,4 @@
-"""Overlays go along with the rows that are copied: each value with its row, and no others."""
+"""Test that a copy includes the overlay values of its rows and no others."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from killed_storages_kit import forked, in_a_process
 FILL, NESTED = -1, ("next", "pair")
 ROWS = 200
 NOTES = "copy.h5.notes"
-"""A file of the user's."""
+"""A file that belongs to the user."""
 
 Values = dict[int, tuple[int, list[int]]]
-"""The values of the rows that have some, by the row's observation."""
+"""Values of the rows that have some, by the row's observation."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def numbers_of(storage: DiskStorage) -> list[int]:
 
 
 def set_some(storage: DiskStorage, seed: int) -> Values:
-    """Give half of the rows values, and return them."""
+    """Set values for half of the rows. Return the values."""
     pick = np.random.default_rng(seed)
     at = pick.choice(len(storage), len(storage) // 2, replace=False)
     one, two = pick.integers(0, 2**40, len(at)), pick.integers(0, 99, (len(at), 2))
@@ -89,7 +89,7 @@ def test_values_stay_with_their_rows(way: str, suffix: str, tmp_path: Path) -> N
         assert 0 < len([each for each in numbers_of(copy) if each in wanted]) < len(copy)
         assert_has(copy, wanted)
     assert verify(place).sound
-    with open_storage(place, mode="append", capacity=500) as copy:  # they are written on
+    with open_storage(place, mode="append", capacity=500) as copy:  # the copied overlay is writable
         copy.extend(trajectory_rows(5000, 7, steps=7), ids="renumber")
         copy.overlay("value")[-1] = 5
         assert copy.overlay("value")[-2:].tolist() == [FILL, 5]
@@ -128,7 +128,10 @@ def test_values_that_are_there_when_rows_are_followed(tmp_path: Path) -> None:
 
 
 def test_those_that_are_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By their names as columns are; of several storages those that are alike."""
+    """Names select overlays as they select columns.
+
+    A copy of several storages has the common ones.
+    """
     make(tmp_path / "a", 0)
     with MemmapStorage(tmp_path / "b") as storage:
         storage.extend(trajectory_rows(1000, 20, steps=7))
@@ -186,7 +189,10 @@ def test_one_that_is_damaged(tmp_path: Path) -> None:
 
 
 def killed_at(link: int, folder: Path) -> int:
-    """Copy to an HDF5 file, and end when a name is given for the ``link``-th time; the status."""
+    """Copy to an HDF5 file and exit at the ``link``-th call of `os.link`.
+
+    Return the exit status.
+    """
 
     def copy() -> None:
         links, real = iter(range(99)), os.link
@@ -204,7 +210,7 @@ def killed_at(link: int, folder: Path) -> int:
 
 
 def kill_at_each_name(folder: Path) -> list[bool]:
-    """End a copy at each name that it gives; whether it left others, before the file's own."""
+    """End a copy at each link that it makes. Return whether each left other files behind."""
     found = []
     with open_storage(folder / "a") as storage:
         for link in range(99):
@@ -226,7 +232,7 @@ def kill_at_each_name(folder: Path) -> list[bool]:
 
 
 def test_names_that_a_killed_copy_gave(tmp_path: Path) -> None:
-    """Files beside an HDF5 file get their names first: without the file they go."""
+    """An HDF5 copy first names the files next to it. Without the main file, they are removed."""
     make(tmp_path / "a", 0, 20)
     (tmp_path / NOTES).write_text("mine")
     left = in_a_process(kill_at_each_name, tmp_path)

@@ -1,4 +1,4 @@
-"""`tallyroll copy`, and its short names, as users call them."""
+"""Test `tallyroll copy` and its short options as users call them."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_signal_ends_following(folder: Path) -> None:
-    """With the batches that were committed by then, whole."""
+    """The copy has all batches that were committed by then."""
     before = signal.getsignal(signal.SIGINT)
     with MemmapStorage("a", mode="append") as writer:
 

@@ -1,4 +1,4 @@
-"""Rows copied to a new storage, beside plain lists: columns, order, formats, what made them."""
+"""Compare copies to a new storage with plain lists: columns, order, formats, provenance."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SETTINGS = settings(
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Two lanes whose trajectories take turns, and a group of columns that has agents."""
+    """Make a source with two lanes whose trajectories alternate, and a group of agents' columns."""
     rows = collected().exclude("agents", ("next", "agents"))
     with MemmapStorage(tmp_path / "source") as storage:
         for each in rows.split(33):
@@ -80,7 +80,7 @@ def test_all_rows_in_any_format(source: Path, tmp_path: Path, format: str) -> No
             assert not copy.left_open
         with open_storage(
             tmp_path / "copy", mode="append", capacity=300
-        ) as copy:  # goes on as any other
+        ) as copy:  # continue it like any other storage
             copy.extend(storage.get(slice(None)), ids="renumber")
     assert verify(tmp_path / "copy").sound
     assert nothing_is_left(tmp_path)
@@ -89,7 +89,7 @@ def test_all_rows_in_any_format(source: Path, tmp_path: Path, format: str) -> No
 @SETTINGS
 @given(data=st.data())
 def test_sorted_rows_of_some_columns(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
-    """The model sorts a list of rows by where their trajectory begins, and by step."""
+    """The model sorts a list of rows by the start of their trajectory, then by step."""
     folder = tmp_path_factory.mktemp("rows")
     sizes = data.draw(st.lists(st.integers(1, 25), min_size=1, max_size=3))
     members, every, before = [], [], 0
@@ -115,7 +115,7 @@ def test_sorted_rows_of_some_columns(tmp_path_factory: pytest.TempPathFactory, d
 
 
 def of_lanes(lanes: list[int], steps: int) -> TensorDict:
-    """Return rows of lanes in this order, whose trajectories have so many steps."""
+    """Return rows of lanes in this order, in trajectories of this many steps."""
     seen = [0, 0, 0]
     ids, step = [], []
     for lane in lanes:
@@ -140,7 +140,7 @@ def of_lanes(lanes: list[int], steps: int) -> TensorDict:
 
 
 def test_columns_and_groups(tmp_path: Path) -> None:
-    """Batch dimensions of agents stay, of the groups that are left."""
+    """Batch dimensions of agents stay in the groups that are copied."""
     with MemmapStorage(tmp_path / "source") as storage:
         agents = TensorDict({"x": torch.rand(6, 2, 3), "y": torch.rand(6, 2)}, [6, 2])
         storage.extend(TensorDict({"agents": agents, "z": torch.arange(6)}, [6]))
@@ -244,7 +244,10 @@ def test_free_space_is_asked_for_first(
 
 
 def test_two_at_once(source: Path, tmp_path: Path) -> None:
-    """One has it, the other is refused, and what a killed one left is no hindrance."""
+    """One copy gets the destination, and the other is refused.
+
+    Leftovers of a killed copy do not matter.
+    """
     place = tmp_path / "copy"
     with open_storage(source) as storage:
         with contextlib.suppress(KeyboardInterrupt), written_aside(place) as target:
@@ -277,7 +280,7 @@ def test_two_at_once(source: Path, tmp_path: Path) -> None:
         assert content_hash(tmp_path / "raced") == content_hash(storage)
 
 
-# --- beside a writer ------------------------------------------------------------------------------
+# --- with a concurrent writer ---------------------------------------------------------------------
 
 
 def test_rows_that_come_meanwhile_are_not_copied(tmp_path: Path) -> None:
@@ -330,7 +333,10 @@ def test_rows_that_are_taken_back_meanwhile(tmp_path: Path) -> None:
 
 
 def test_following_a_writer(tmp_path: Path) -> None:
-    """It ends with the writer; all rows are there, and the trajectories are those of the source."""
+    """The copy ends with the writer.
+
+    It has all rows, and the trajectories are those of the source.
+    """
     writer = MemmapStorage(tmp_path / "source")
     writer.extend(trajectory_rows(0, 7, steps=5))
     parts = iter([trajectory_rows(7, 9, steps=5), trajectory_rows(16, 3, steps=5)])
@@ -350,7 +356,7 @@ def test_following_a_writer(tmp_path: Path) -> None:
 
 
 def test_following_ends_when_it_is_asked_to(tmp_path: Path) -> None:
-    """With whole batches: those that were committed by then."""
+    """The copy has the whole batches that were committed by then."""
     with MemmapStorage(tmp_path / "source") as writer:
         writer.extend(trajectory_rows(0, 8, steps=5))
         asked = iter(range(9))
@@ -383,7 +389,7 @@ def test_what_cannot_be_followed(
 
 
 def test_more_sources_than_a_manifest_names(tmp_path: Path) -> None:
-    """The rest of the rows is said to be from elsewhere, in one entry."""
+    """One entry covers the remaining rows and marks that copies were left out."""
     rows = of_lanes([0, 1, 0], 2)
     for number in range(3):
         with MemmapStorage(tmp_path / f"m-{number}") as storage:
@@ -400,7 +406,7 @@ def test_more_sources_than_a_manifest_names(tmp_path: Path) -> None:
 
 
 def test_chosen_trajectories(tmp_path: Path) -> None:
-    """Of many storages, sorted: each entry names the rows there that have all of them."""
+    """From many storages, sorted: each entry names the source rows of its trajectories."""
     for number in range(3):
         with MemmapStorage(tmp_path / f"m-{number}") as storage:
             storage.extend(of_lanes([0, 1] * 10, 4))

@@ -1,6 +1,6 @@
-"""A copy that is killed leaves nothing at its place, or all of it; the next call cleans up.
+"""Test copies that are killed: the destination is complete or absent, and the next call cleans up.
 
-``TALLYROLL_KILLS`` says how many kills, 9 by default.
+``TALLYROLL_KILLS`` sets the number of kills, 9 by default.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def copy(folder: Path, place: Path, told: Told) -> None:
 
 
 def kill_at_random(folder: Path, kills: int) -> tuple[int, int]:
-    """Kill copies; return how many left nothing, and how many all."""
+    """Kill copies. Return how many left nothing, and how many were complete."""
     for number, name in enumerate("ab"):
         with MemmapStorage(folder / name) as storage:
             storage.extend(trajectory_rows(number * ROWS, ROWS, steps=7))
@@ -53,7 +53,7 @@ def kill_at_random(folder: Path, kills: int) -> tuple[int, int]:
             child = forked(lambda p=place, t=told: copy(folder, p, t))
             if until < total:
                 wait_until(lambda t=told, u=until: t.head > u or t.head == -1)
-            else:  # near the end, where it gets its name
+            else:  # near the end, where the copy gets its name
                 wait_until(lambda t=told: t.head in (total, -1))
                 time.sleep(pick.uniform(0, 0.02))
             killed(child)
@@ -67,7 +67,7 @@ def kill_at_random(folder: Path, kills: int) -> tuple[int, int]:
         for seed in range(kills):
             place = folder / f"copy-{seed // 9}{SUFFIXES[seed % 3]}"
             if not place.exists():
-                union.copy_to(place)  # cleans what the killed ones left
+                union.copy_to(place)  # removes leftovers of the killed copies
                 assert content_hash(place) == wanted
     assert not [each for each in folder.iterdir() if each.name.endswith(".written-aside")]
     return nothing, whole

@@ -1,4 +1,7 @@
-"""torchdata's ``StatefulDataLoader``: an epoch that another process goes on with, each row once."""
+"""Test torchdata's ``StatefulDataLoader``.
+
+Another process continues an epoch, and each row occurs once.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ BATCHES = -(-ROWS // SIZE)
 
 @pytest.fixture(scope="module")
 def other() -> Iterator[ProcessPoolExecutor]:
-    """Returns another process."""
+    """Yield an executor with another process."""
     warm_fork_server()
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -50,7 +53,7 @@ def numbers(batch: Any) -> list[int]:
 
 
 def taken(path: Path, workers: int, kind: str, epochs: int, count: int) -> tuple[Any, Any]:
-    """The state after some batches, and the rows of these, of the rest, and of the next epoch."""
+    """Return the state after some batches, with the rows before, after, and of the next epoch."""
     loader = loader_of(path, workers, kind)
     for _ in range(epochs):
         assert sum(len(batch) for batch in loader) == ROWS
@@ -62,7 +65,7 @@ def taken(path: Path, workers: int, kind: str, epochs: int, count: int) -> tuple
 
 
 def gone_on(path: Path, workers: int, kind: str, state: Any) -> tuple[list[int], list[int]]:
-    """The rows of the rest of the epoch, and of the next one, in another process."""
+    """Return the remaining rows of the epoch and those of the next one, in another process."""
     loader = loader_of(path, workers, kind)
     loader.load_state_dict(state)
     rest = [row for batch in loader for row in numbers(batch)]
@@ -91,7 +94,7 @@ def test_another_process_has_the_rest(
     assert found == rest
     assert sorted(first + found) == list(range(ROWS))
     assert sorted(then) == list(range(ROWS))
-    if kind == "batches":  # torch's own generator is drawn from otherwise in the epoch after
+    if kind == "batches":  # otherwise torch's generator is in another state by the next epoch
         assert then == after
 
 

@@ -1,4 +1,4 @@
-"""What needs no object store: addresses without secrets, budgets of blocks, lists of objects."""
+"""Test parts that need no object store: addresses without secrets, block budgets, object lists."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_may_hold_a_secret_is_refused_and_not_repeated(address: str) -> Non
 def test_no_folder_is_made_for_an_address(
     scheme: str, kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every call that expects a path names the scheme, and what is supported."""
+    """Every call that expects a path names the scheme and the supported ones."""
     monkeypatch.chdir(tmp_path)
     address = kind(f"{scheme}://{SECRET}/rows")
     with MemmapStorage("rows") as rows:
@@ -149,7 +149,7 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch)
 
 
 class TestBlocks:
-    """Both keep what was used last, and never more bytes than they may."""
+    """Both caches keep the most recently used blocks within their limit of bytes."""
 
     def test_memory_against_a_model(self) -> None:
         pick, blocks, model = random.Random(2), MemoryBlocks(1000), dict[str, bytes]()
@@ -204,7 +204,7 @@ class TestBlocks:
 
 
 class OneObject:
-    """A store of one object."""
+    """Store with a single object."""
 
     place = S3Path("s3://datasets/x")
     content = bytes(range(200))
@@ -224,7 +224,7 @@ class OneObject:
 
 
 def test_a_damaged_copy_is_not_read_again_by_requests_under_way(tmp_path: Path) -> None:
-    """Two threads read one damaged block, and one of them finds the damage while both read."""
+    """Two threads read one damaged block, and one of them detects the damage while both read."""
     files = ObjectFiles(OneObject(tmp_path))  # type: ignore[arg-type]
     disk, found_damaged, distrusted = files.disk, threading.Event(), threading.Event()
     assert disk is not None

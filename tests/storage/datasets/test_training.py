@@ -1,4 +1,4 @@
-"""Datasets of PyTorch beside plain lists of rows: each row once, in an order that can go on."""
+"""Compare PyTorch datasets with plain lists: each row occurs once, in an order that can resume."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tallyroll.storage.stores.rewinds import take_back
 from fork_server import warm_fork_server
 
 LENGTHS = (1, 7, 3, 12, 2, 5)
-"""Rows of trajectories, in two lanes whose rows alternate."""
+"""Lengths of trajectories, in two lanes whose rows alternate."""
 
 
 def write(path: Path, kind: Any = MemmapStorage, lengths: tuple[int, ...] = LENGTHS) -> Path:
-    """Write rows that say which trajectory and step they are, lanes interleaved."""
+    """Write rows that contain their trajectory and step, with lanes interleaved."""
     lanes: list[list[tuple[int, int, bool]]] = [[], []]
     for number, length in enumerate(lengths):
         lanes[number % 2] += [(number, step, step == length - 1) for step in range(length)]
@@ -81,7 +81,7 @@ def test_an_order_has_each_item_once_in_whatever_parts_it_is_asked_for(
     parts = [order[a:b] for a, b in itertools.pairwise(places)]
     assert np.concatenate([[], *parts]).tolist() == whole.tolist()
     assert order[1::3].tolist() == whole[1::3].tolist()
-    if block > 1:  # an item lies within the window of its block
+    if block > 1:  # an item stays within the window of its block
         blocks = -(-count // block)
         for at in range(-(-blocks // window)):
             begins = order._begins
@@ -93,7 +93,7 @@ def test_orders_are_drawn_evenly() -> None:
     counts = np.zeros((12, 12), int)
     for seed in range(3000):
         counts[Order(12, seed, 0, 3, 2)[:], np.arange(12)] += 1
-    # 250 are expected of each item at each place; six deviations are 91.
+    # Each item is expected 250 times at each place; six standard deviations are 91.
     assert np.abs(counts - 250).max() < 91
 
 
@@ -171,7 +171,7 @@ def test_a_state_of_another_order_and_wrong_numbers_are_refused() -> None:
 
 
 class EpochModel:
-    """Says which batches an iteration has: whole epochs, numbered as they begin."""
+    """Model of the batches in each iteration: whole epochs, numbered as they begin."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments = arguments
@@ -183,7 +183,7 @@ class EpochModel:
         return list(batches)
 
     def begin(self) -> tuple[int, int, list[list[int]]]:
-        """Return number, first batch and batches of the iteration that begins."""
+        """Return the epoch, the first batch and all batches of the iteration that begins."""
         epoch, first = self.epoch, self.first
         self.epoch, self.first = epoch + 1, 0
         return epoch, first, self.whole(epoch)[first:]
@@ -222,7 +222,7 @@ def test_random_partial_epochs(
     arguments: dict[str, Any] = {"count": count, "batch_size": size, "shuffle": shuffle}
     arguments |= {"drop_last": drop_last, "rank": world - 1, "world": world, "block": world}
     batches, model = EpochBatches(**arguments), EpochModel(arguments)
-    # torch's loader over the numbers of items gives the batches themselves.
+    # A torch loader over item numbers returns the batches themselves.
     loader: Any = (
         DataLoader(range(count), batch_sampler=batches, collate_fn=list) if loads else batches
     )
@@ -234,7 +234,7 @@ def test_random_partial_epochs(
         if name == "zip":
             pairs = list(zip(loader, loader, strict=False))
             one = model.begin()[2]
-            if one:  # else the second is not asked
+            if one:  # otherwise the second is never started
                 other = model.begin()[2]
                 assert pairs == list(zip(one, other, strict=False))
             continue
@@ -265,7 +265,7 @@ def test_random_partial_epochs(
             assert taken == wanted[: values[0]]
         elif name == "peek":
             assert next(iter(loader), None) == (wanted[0] if wanted else None)
-        elif name == "two":  # the first continues after the second
+        elif name == "two":  # the first iterator continues after the second
             one = iter(loader)
             assert list(itertools.islice(one, *values)) == wanted[: values[0]]
             assert list(loader) == model.begin()[2]
@@ -275,7 +275,7 @@ def test_random_partial_epochs(
             state = batches.state_dict()
             at = min(first + values[0], first + len(wanted))
             assert (state["epoch"], state["batch"]) == (epoch, at)
-            if values[0] % 2:  # another object, in another process for all that matters
+            if values[0] % 2:  # another object, equivalent to another process
                 batches = EpochBatches(**arguments)
                 loader = (
                     DataLoader(range(count), batch_sampler=batches, collate_fn=list)
@@ -306,7 +306,7 @@ def test_workers_give_whole_epochs_after_partial_ones(persistent: bool) -> None:
     wanted = model.begin()[2]
     for taken, batch in enumerate(loader, 1):
         assert batch == wanted[taken - 1]
-        if taken == 9:  # the loader has requested all batches
+        if taken == 9:  # the loader has requested all batches by now
             state = batches.state_dict(taken)
             break
     assert (state["epoch"], state["batch"]) == (2, 9)

@@ -1,4 +1,4 @@
-"""`tallyroll upgrade`, of storages that an older Tallyroll made and left in every way."""
+"""Test `tallyroll upgrade` of storages that an older version left in various states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled functions that copy and commit rows do what NumPy and Python do in their place."""
+"""Test that the compiled functions that copy and commit rows match their Python fallbacks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tallyroll.storage.rows.schema import Schema
 
 @pytest.fixture(scope="module")
 def kernel() -> Kernel:
-    """The compiled functions, which are there wherever a compiler was."""
+    """Return the compiled functions, which exist if a compiler was available."""
     return built(compiled())
 
 
@@ -53,7 +53,7 @@ def test_rows_are_copied_and_gathered(kernel: Kernel, nbytes: int, count: int) -
 
 @given(data=st.data())
 def test_runs_are_packed(kernel: Kernel, data: Any) -> None:
-    """Column by column of each part, which NumPy concatenates."""
+    """Runs are packed column by column for each part, as NumPy concatenates them."""
     kinds = st.sampled_from([1, 2, 3, 4, 8, 16, 32, 40])
     sizes = data.draw(st.lists(kinds, min_size=1, max_size=4))
     columns = [np.arange(20 * size, dtype=np.uint8).reshape(20, size) for size in sizes]
@@ -78,7 +78,7 @@ def test_runs_are_packed(kernel: Kernel, data: Any) -> None:
 def test_commits_are_alike(
     kernel: Kernel, tmp_path_factory: pytest.TempPathFactory, counts: list[int], ring: int
 ) -> None:
-    """Every byte of the header is the same, and so are the rows."""
+    """Every byte of the header is equal, and so are the rows."""
     rng = np.random.default_rng(0)
     arrays: dict[Any, np.ndarray] = {
         ("a",): rng.random((40, 3)),
@@ -122,9 +122,9 @@ def test_wrong_arguments_are_errors(kernel: Kernel) -> None:
         ([-1, 1], [1], 9),
         ([2**62, 2**62], [1], 9),
         ([0, 0], [1], 9),
-        ([0, 3], [1], 2),  # more than there is space for
+        ([0, 3], [1], 2),  # more than the free space
         ([0, 2, 0, 1], [2], 2),
-        ([0, 1], [2], 9),  # parts of other runs
+        ([0, 1], [2], 9),  # parts that belong to other runs
         ([0, 1], [], 9),
         ([0, 1], [2, -1], 9),
     ):

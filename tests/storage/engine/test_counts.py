@@ -1,4 +1,7 @@
-"""Blocks of counts: names give positions, and an extension with other positions is refused."""
+"""Test blocks of counts: names map to positions.
+
+An extension with different positions is refused.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +127,7 @@ def test_words_of_a_table_are_put_in_the_order_of_the_extension() -> None:
 def test_a_stale_extension_is_refused_when_a_module_is_imported(
     block: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An older one exports no names of the block."""
+    """An older extension does not export the names of the block."""
     others = {name: " ".join(names) for name, names in BLOCKS.items() if name != block}
     built = SimpleNamespace(**others, __file__="kernel.so")
     monkeypatch.setattr(extension_of(block), "module", built)

@@ -1,4 +1,7 @@
-"""A debug build of the extensions ends the process before it leaves an array: see CONTRIBUTING."""
+"""Test that a debug build aborts the process before an access outside an array.
+
+See CONTRIBUTING.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ print("copied")
 
 @pytest.fixture(scope="module")
 def library() -> str:
-    """The path of a debug build that this process has."""
+    """Return the path of a debug build that this process has loaded."""
     if not hasattr(EXTENSION.module, "TABLE_WITH_SIZES"):
         pytest.skip("the extensions are no debug build")
     path: str = EXTENSION.module.__file__
@@ -38,7 +41,7 @@ def library() -> str:
 
 
 def copied(library: str, *arguments: object) -> str:
-    """Copy rows in another process, whose reports go to its own output; return all of that."""
+    """Copy rows in another process, which reports to its own output. Return all of its output."""
     own = {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1", "PYTHONMALLOC": "malloc"}
     command = [sys.executable, "-c", COPY, library, *map(str, arguments)]
     done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True)

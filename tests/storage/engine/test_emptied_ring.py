@@ -1,6 +1,6 @@
-"""Rings that a replay buffer emptied: no row is left, and counts, ids and indices go on.
+"""Test rings that a replay buffer empties: no row is left, and counts, ids and indices continue.
 
-TorchRL's own storage, given the same rows and the same random numbers, is the oracle.
+TorchRL's own storage, with the same rows and the same random numbers, is the oracle.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from tallyroll.storage.files.commit_header import word_of
 from tallyroll.storage.storages import FORMATS
 
 STEPS = 6
-"""Rows of each trajectory."""
+"""Rows per trajectory."""
 ID, STEP, LANE = ("collector", "traj_ids"), ("collector", "step"), ("collector", "lane")
 rows = partial(trajectory_rows, steps=STEPS)
 
 
 def held(storage: Any) -> list[int]:
-    """The numbers of the rows, in the order of their indices."""
+    """Return the numbers of the rows, in the order of their indices."""
     found: list[int] = storage.get(slice(None))["observation"][:, 0].long().tolist()
     return found
 
@@ -71,7 +71,7 @@ def test_indices_are_those_of_a_ring_that_began_at_the_floor(
     assert ring_.index_at(at, head, reserve, size, floor).tolist() == index.tolist()
 
 
-# -- beside TorchRL's own storage
+# -- compared with TorchRL's own storage
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -101,7 +101,7 @@ def test_an_emptied_ring_is_like_torchrls_own_storage(
     head, left = 0, 0
     for step in steps:
         if step == "reopen" and head:
-            # Its buffer is new as well; and what came with it is random numbers from the start.
+            # Its buffer is new as well, so its random numbers start over.
             state = other.state_dict()["_writer"]
             storage.close()
             storage = MemmapStorage(path, mode="append")
@@ -186,7 +186,7 @@ def test_our_samplers_slices_and_n_steps_see_what_is_left(tmp_path: Path) -> Non
         assert len(storage.trajectories) == 0
         buffer.extend(rows(20, 14))
         assert storage.trajectories.ids.tolist() == [3, 4, 5]
-        # What was counted stays counted, and rows that went are not there.
+        # Counted trajectories stay counted, although their first rows were emptied.
         assert storage.trajectories.lengths.tolist() == [6, 6, 4]
         assert storage.trajectories.whole.tolist() == [False, True, True]
         assert storage.trajectories.rows_of(3).tolist() == [20, 21, 22, 23]
@@ -203,7 +203,10 @@ def test_our_samplers_slices_and_n_steps_see_what_is_left(tmp_path: Path) -> Non
 
 
 def test_everybody_sees_what_is_left(tmp_path: Path) -> None:
-    """A reader here, one in another process, one that opens it later, and `verify`."""
+    """Four readers agree.
+
+    One is here, one is in another process, one opens the storage later, and one is `verify`.
+    """
     path = tmp_path / "ring"
     with MemmapStorage(path, max_size=40) as storage:
         buffer = ReplayBuffer(storage=storage, batch_size=4)
@@ -227,7 +230,7 @@ def test_everybody_sees_what_is_left(tmp_path: Path) -> None:
 
 
 def seen_elsewhere(path: Path) -> tuple[int, list[int], bool]:
-    """Head, rows and verdict of another process."""
+    """Return the head, the rows and the verdict from another process."""
     with process(_look, path) as (_, connection):
         assert connection.poll(60)
         found: tuple[int, list[int], bool] = connection.recv()
@@ -244,7 +247,10 @@ def _look(connection: Any, path: Path) -> None:
 def test_ids_of_rows_that_went_may_be_written_again(
     tmp_path: Path, count: int, emptied: bool
 ) -> None:
-    """As on-policy scripts do it in every epoch; of five rows, all are of one trajectory."""
+    """On-policy scripts write the same ids in every epoch.
+
+    Of five rows, all belong to one trajectory.
+    """
     ring = 40 if emptied else count
     with MemmapStorage(tmp_path / "ring", max_size=ring) as storage:
         buffer = ReplayBuffer(storage=storage, batch_size=4)
@@ -279,7 +285,7 @@ def test_a_storage_that_keeps_every_row_is_not_emptied(tmp_path: Path) -> None:
     for name, kind in FORMATS.items():
         with kind(tmp_path / name, capacity=50) as storage:
             buffer = ReplayBuffer(storage=storage, batch_size=4)
-            buffer.empty()  # there is nothing in it
+            buffer.empty()  # there is nothing to empty
             buffer.extend(rows(0, 10))
             with pytest.raises(NotAnAppend, match="max_size"):
                 buffer.empty()
@@ -329,7 +335,7 @@ def test_a_damaged_floor_is_told(tmp_path: Path) -> None:
 
 
 def test_a_writer_that_was_killed_between_the_two_words(tmp_path: Path) -> None:
-    """No row is valid any more, and the next writer says where that was."""
+    """No row is valid anymore, and the next writer continues with the slot after the last row."""
     path = tmp_path / "ring"
     with MemmapStorage(path, max_size=10) as storage:
         storage.extend(rows(0, 6))

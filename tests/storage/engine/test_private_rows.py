@@ -1,4 +1,4 @@
-"""Memory that slices are lent: made as new when it comes back, and not without end."""
+"""Test the memory lent to slices: it is clean when it is reused, and it is bounded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tallyroll.storage.storages import DiskStorage
 
 @pytest.fixture(autouse=True)
 def nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Because it is small."""
+    """Disable the copying of small slices."""
     monkeypatch.setattr(private_rows, "_COPIED_NBYTES", 0)
 
 
@@ -71,7 +71,7 @@ def test_beyond_the_maps_that_may_be_held_slices_are_copied(
 def test_a_storage_that_grows_is_seen_to_its_end(
     tmp_path: Path, made: Callable[..., DiskStorage]
 ) -> None:
-    """By chunks that are added to an area, where there are any."""
+    """The storage adds chunks to its area, in formats that have them."""
     with made(tmp_path / "rows") as storage:
         head = 0
         for count in (10, 100_000, 5, 90_000, 200_000):
@@ -103,7 +103,7 @@ def test_what_is_written_to_a_slice_of_a_ring_is_seen_there_alone(tmp_path: Path
 
 
 def test_rows_of_a_ring_may_be_written_to_it_again(tmp_path: Path) -> None:
-    """Where each overwrites the next."""
+    """Each row overwrites the next one."""
     with MemmapStorage(tmp_path / "ring", max_size=1000) as ring:
         ring.extend(rows(0, 1000))
         ring.extend(rows(1000, 1))

@@ -1,4 +1,4 @@
-"""One process writes as fast as it can, others read and sample: whole, committed rows only."""
+"""Test readers and samplers with a fast concurrent writer: they see only whole, committed rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ READS = 100
 
 def write(connection: Connection, case: Case, path: Path) -> None:
     connection.send("begun")
-    # In a ring half of the rows are overwritten at a time; what grows shall not fill the disk.
+    # In a ring, half of the rows are overwritten at a time. A growing storage must spare the disk.
     most, pause = (MOST, 0.0) if case.ring else (20, 0.0003)
     write_for_ever(case, path, Told(), seed=3, most=most, close=False, pause=pause)
 
@@ -54,7 +54,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(scope="module")
 def written(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The path of a storage that another process writes."""
+    """Yield the path of a storage that another process writes."""
     path = tmp_path_factory.mktemp("written") / "rows"
     with process(write, case, path) as (writer, connection):
         receive(connection)
@@ -74,7 +74,7 @@ def rows_in(case: Case, path: Path) -> int:
 
 
 def until_enough(read: Callable[[], object], seconds: float = SECONDS, reads: int = READS) -> int:
-    """Read for so long, and so often."""
+    """Read for at least this many seconds and this many times."""
     end, count = time.monotonic() + seconds, 0
     while time.monotonic() < end or count < reads:
         read()
@@ -83,7 +83,7 @@ def until_enough(read: Callable[[], object], seconds: float = SECONDS, reads: in
 
 
 def is_between(numbers: np.ndarray, before: range, after: range) -> None:
-    """Rows were committed, and not gone before the read began."""
+    """Check that rows were committed, and not overwritten before the read began."""
     assert not len(numbers) or before.start <= numbers.min()
     assert not len(numbers) or numbers.max() < after.stop
 
@@ -197,7 +197,7 @@ def test_reopened_again_and_again(case: Case, written: Path) -> None:
     def read() -> None:
         with case.kind(written, mode="read") as reader:
             heads.append(reader.head)
-            if not case.ring:  # a ring's columns are overwritten as one looks
+            if not case.ring:  # a ring's columns are overwritten during the check
                 assert_are(
                     {key: reader.column(key)[heads[-1] - 50 : heads[-1]] for key in oracle(0, 1)},
                     np.arange(heads[-1] - 50, heads[-1]),
@@ -212,7 +212,7 @@ def test_reopened_again_and_again(case: Case, written: Path) -> None:
 def test_without_the_second_look_rows_are_torn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or else the tests above would see nothing."""
+    """The test shows that the tests above would detect torn rows."""
     case, path = CASES["ring"], tmp_path / "rows"
     monkeypatch.setattr(
         RowCopies, "_take_checked", lambda self, index, _, only: (self.gather(index, only), index)

@@ -1,4 +1,4 @@
-"""Rings: the arithmetic against plain lists, and storages that overwrite their oldest rows."""
+"""Test rings: their arithmetic against plain lists, and storages that overwrite the oldest rows."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def assert_holds(storage: MemmapStorage, numbers: range) -> None:
-    """The storage holds exactly these rows, each in its slot."""
+    """Check that the storage holds exactly these rows, each in its slot."""
     assert storage.span == numbers
     assert len(storage) == len(numbers)
     number = np.arange(numbers.start, numbers.stop)
@@ -149,7 +149,7 @@ def test_too_many_first_rows_make_no_files(path: Path) -> None:
         with pytest.raises(BatchTooLong, match="a ring of 10 rows and got 11 at once"):
             storage.extend(rows(0, 11))
         assert not path.exists()
-        storage.set(range(11), rows(0, 11))  # of which the last stay
+        storage.set(range(11), rows(0, 11))  # only the last rows stay
         assert_holds(storage, range(1, 11))
 
 
@@ -179,7 +179,7 @@ def test_only_memory_maps_are_rings(kind: Any, path: Path) -> None:
 
 
 def interrupted(storage: MemmapStorage, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Append 6 rows of noise and stop when half the columns are overwritten."""
+    """Append 6 rows of noise, and stop when half of the columns are overwritten."""
     copy = ArrayRows.copy_to
 
     def half(self: ArrayRows, columns: Columns, slot: int) -> None:
@@ -219,7 +219,7 @@ def test_half_overwritten_rows_are_gone_until_new_ones_take_their_place(
 
 
 def assert_gathers(storage: MemmapStorage, numbers: range) -> None:
-    """All valid rows, by every way to read them, whichever slots they are in."""
+    """Check all valid rows with every way to read them, in any slots."""
     assert storage.span == numbers
     want = {number: rows(number, 1)[0] for number in numbers}
     for got in (
@@ -297,7 +297,7 @@ def test_load_memmap_reads_the_slots_in_use(path: Path) -> None:
 
 
 def test_counts_of_a_ring_may_run_ahead(path: Path) -> None:
-    """As after a kill, with rows reserved and none written."""
+    """A kill can leave rows reserved but not written."""
     with MemmapStorage(path, max_size=10) as storage:
         storage.extend(rows(0, 10))
     with open(path / "tallyroll.header", "r+b") as header:
@@ -310,7 +310,7 @@ def test_counts_of_a_ring_may_run_ahead(path: Path) -> None:
 def test_elsewhere_a_ring_is_not_read_while_it_is_written(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stores may be seen in another order by other processors than x86-64."""
+    """Processors other than x86-64 may make stores visible in another order."""
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     with MemmapStorage(path, max_size=10) as storage:
         storage.extend(rows(0, 10))
@@ -332,7 +332,7 @@ def test_elsewhere_a_ring_is_not_read_while_it_is_written(
 def test_a_ring_is_given_its_own_rows(
     path: Path, monkeypatch: pytest.MonkeyPatch, size: int, data: st.DataObject, write_nbytes: int
 ) -> None:
-    """As views of slots that the same batch overwrites."""
+    """The rows are views of slots that the same batch overwrites."""
     monkeypatch.setattr("tallyroll.storage.engine.columns._WRITE_NBYTES", write_nbytes)
     shutil.rmtree(path, ignore_errors=True)
     ring, model = MemmapStorage(path, max_size=size), np.zeros(size, np.int64)
@@ -364,12 +364,12 @@ def test_a_ring_is_given_its_own_rows(
         elif which == "fresh":
             extend(TensorDict({"x": torch.from_numpy(values)}, [len(values)]), values)
         elif which == "get":
-            # It knows in which order its rows were written.
+            # Rows from `get` carry the order in which they were written.
             age = (head - 1 - np.arange(size)[start:stop:step]) % size
             extend(ring.get(slice(start, stop, step)), values[np.argsort(-age)])
         else:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # it is not writable
+                warnings.simplefilter("ignore", UserWarning)  # it is read-only
                 tensor = torch.from_numpy(own)
             extend(TensorDict({"x": tensor}, [len(values)]), values)
     ring.close()
@@ -377,7 +377,7 @@ def test_a_ring_is_given_its_own_rows(
 
 @pytest.mark.parametrize("shift", [1, 68, 700])
 def test_a_ring_is_given_many_of_its_own_rows(path: Path, shift: int) -> None:
-    """More than are read before the first is written, and of a size that is known."""
+    """There are more rows than one read covers before the first write, and their size is known."""
     size, count = 3000, 1403
     model = np.zeros(size, np.int64)
     with MemmapStorage(path, max_size=size) as ring:
@@ -388,7 +388,7 @@ def test_a_ring_is_given_many_of_its_own_rows(path: Path, shift: int) -> None:
         slot = ring.head % size
         own = ring.get(slice(slot - shift, slot - shift + count))
         model[slot : slot + count] = model[slot - shift : slot - shift + count].copy()
-        ring.extend(TensorDict({"x": own["x"]}, [count]))  # which does not say its order
+        ring.extend(TensorDict({"x": own["x"]}, [count]))  # without the order of the rows
         np.testing.assert_array_equal(ring.column("x"), model)
 
 
@@ -396,7 +396,7 @@ def test_a_ring_is_given_many_of_its_own_rows(path: Path, shift: int) -> None:
 def test_power_durability_syncs_the_reserve_before_it_overwrites(
     path: Path, monkeypatch: pytest.MonkeyPatch, form: Any
 ) -> None:
-    """And for nothing more than data and head where no row is."""
+    """If no row is overwritten, only data and head are synced."""
     with MemmapStorage(path, max_size=10, durability="power") as storage:
         storage.extend(form(0, 3))
         engine, done = storage.reader.engine, []
@@ -449,7 +449,7 @@ def test_loads_repairs_a_copy_that_was_interrupted(path: Path, tmp_path: Path) -
     with MemmapStorage(tmp_path / "other", max_size=10) as other:
         ReplayBuffer(storage=other).loads(tmp_path / "dump")
         header = other.reader.engine._header  # type: ignore[union-attr]
-        header.reserve = header.head + 10  # as it is before the last word of a copy is stored
+        header.reserve = header.head + 10  # as before the last word of a copy is stored
         assert len(other) == 0
         ReplayBuffer(storage=other).loads(tmp_path / "dump")
         assert_holds(other, range(5, 15))

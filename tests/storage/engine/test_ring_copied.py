@@ -1,4 +1,4 @@
-"""Rows of a ring that are appended elsewhere: the oldest first, whichever slot they lie in."""
+"""Test rows of a ring appended elsewhere: oldest first, in any slots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tallyroll.storage.storages import DiskStorage
 SIZE = 20
 """Slots of the ring."""
 LENGTH = 5
-"""Rows of a trajectory."""
+"""Rows per trajectory."""
 
 
 def episode(number: int, lanes: int, length: int = LENGTH) -> TensorDict:
@@ -117,7 +117,7 @@ def test_a_ring_that_is_read_or_was_emptied_is_appended_oldest_first(tmp_path: P
 
 
 def test_a_replay_buffer_takes_a_ring_oldest_first(tmp_path: Path) -> None:
-    """One that is larger than its own, too, of which the last rows stay."""
+    """If the source has more rows than the target, the last rows stay."""
     with ring_of(tmp_path / "ring", 7) as ring:
         for name, size in (("larger", 40), ("smaller", 10)):
             target = MemmapStorage(tmp_path / name, max_size=size)
@@ -129,7 +129,7 @@ def test_a_replay_buffer_takes_a_ring_oldest_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ids", ["check", "renumber"])
 def test_rows_in_another_order_are_refused(tmp_path: Path, ids: Any) -> None:
-    """At a seam between trajectories they used to be taken, and `verify` refused the result."""
+    """An append once accepted them between trajectories, and `verify` rejected the result."""
     for episodes in (5, 7):
         with ring_of(tmp_path / f"{episodes}", episodes) as ring, MemmapStorage() as target:
             with pytest.raises(TrajectoryIdTaken, match=r"in the order .* ring\.in_order\(\)"):
@@ -173,7 +173,7 @@ def test_a_copy_that_begins_within_a_trajectory_is_sound(tmp_path: Path, ids: An
 
 
 def test_a_second_source_may_have_an_older_policy(tmp_path: Path) -> None:
-    """Within a trajectory a version that goes back is a fault all the same."""
+    """If a version decreases within a trajectory, that remains a fault."""
 
     def versions(number: int, *given: int) -> TensorDict:
         rows = episode(number, 1)

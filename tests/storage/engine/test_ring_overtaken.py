@@ -1,4 +1,7 @@
-"""A reader of a ring whose writer overtakes it: at which moment is chosen, and nothing is torn."""
+"""Test a reader of a ring that its writer overtakes.
+
+The tests choose the moment, and no row may be torn.
+"""
 
 from __future__ import annotations
 
@@ -63,13 +66,13 @@ def reader(writer: Writer) -> Iterator[DiskStorage]:
 def before(
     owner: Any, name: str, act: Callable[[], object], *, only: object = None
 ) -> Iterator[None]:
-    """Call ``act`` each time that method or property ``name`` of ``owner`` is used, at its begin.
+    """Call ``act`` before each use of the method or property ``name`` of ``owner``.
 
     Args:
         owner: a class or a module.
-        name: of what is used.
-        act: does not use it itself, or not that of ``only``.
-        only: the object whose use counts, None for any.
+        name: the name of the method, function or property.
+        act: the hook. It must not use ``name`` itself, or only on an object other than ``only``.
+        only: the object whose uses count, None for any.
     """
     real = vars(owner)[name]
 
@@ -88,7 +91,7 @@ def before(
 def after(
     owner: Any, name: str, act: Callable[[], object], *, only: object = None
 ) -> Iterator[None]:
-    """As `before`, at the end of each use of a method or function."""
+    """Call ``act`` after each use of a method or function, as in `before`."""
     real = vars(owner)[name]
 
     def use(self: Any, *args: Any) -> Any:
@@ -103,7 +106,7 @@ def after(
 
 
 def times(count: int, act: Callable[[], object]) -> Callable[[], None]:
-    """``act``, but no more often than ``count`` times, and not within itself."""
+    """Return ``act`` limited to ``count`` calls, none of them nested in another."""
     left, acts = count, False
 
     def use() -> None:
@@ -122,7 +125,7 @@ def engine_of(storage: DiskStorage) -> Engine:
 
 
 def assert_table(storage: DiskStorage, head: int) -> None:
-    """The table of a ring has the trajectories with rows left, as a plain model counts them."""
+    """Check that a ring's table has the trajectories with rows left, as a plain model counts."""
     table, first = storage.trajectories.table, head - RING
     every = MODEL.trajectories().items()
     left = {id: [row for row in rows if row < head] for id, rows in every}
@@ -130,7 +133,7 @@ def assert_table(storage: DiskStorage, head: int) -> None:
         i for i, rows in left.items() if rows and rows[-1] >= first
     }
     for line in table:
-        # From the first row on that was there when they were counted.
+        # Compare from the first row on that existed when the table was computed.
         rows = [row for row in left[line["id"]] if row >= line["first_row"]]
         assert (rows[0], rows[-1], len(rows)) == (
             line["first_row"], line["last_row"], line["length"]
@@ -140,7 +143,10 @@ def assert_table(storage: DiskStorage, head: int) -> None:
 
 
 def assert_slices(slices: TensorDict) -> torch.Tensor:
-    """Each is consecutive steps of one trajectory, rows as they were written; their numbers."""
+    """Check slices, and return the numbers of their rows.
+
+    Each slice has consecutive steps of one trajectory, with its rows as written.
+    """
     numbers = slices["observation"][..., 0].long()
     want = MODEL.rows()[numbers]
     for key in (("next", "observation"), ("next", "reward"), ("next", "terminated"), IDS, STEP):
@@ -180,7 +186,10 @@ def test_a_head_that_never_rests_hides_rows_and_shows_no_torn_one(
 def test_records_that_come_between_two_looks_hide_none(
     writer: Writer, reader: DiskStorage, count: int, looks: int, slot: int
 ) -> None:
-    """After the head, or one slot of two, was looked at; the newest record is in either slot."""
+    """The writer acts after the reader read the head, or one slot of two.
+
+    The newest record is in either slot.
+    """
     writer.write(1 + slot, size=1)
     waits = looks
 
@@ -206,7 +215,7 @@ def test_records_that_come_between_two_looks_hide_none(
 def test_rows_overwritten_during_the_copy_are_copied_again(
     writer: Writer, reader: DiskStorage, laps: int, count: int, moment: str
 ) -> None:
-    """After the reader read the counts, or knew the numbers of the rows, too."""
+    """The overwrite comes after the reader read the counts, or after it knew the rows' numbers."""
     index = torch.arange(RING).reshape(5, 12)
     act = times(laps, lambda: writer.write(count))
     where: tuple[Any, str] = (
@@ -226,7 +235,10 @@ def test_rows_overwritten_during_the_copy_are_copied_again(
 def test_rows_that_a_writer_began_to_overwrite_give_way_to_others(
     writer: Writer, reader: DiskStorage, begun: int
 ) -> None:
-    """After the reader knew their slots; the writer stops in the middle, as one that is killed."""
+    """The overwrite comes after the reader knew the slots.
+
+    The writer stops in the middle, as if killed.
+    """
     mine, head = engine_of(writer.storage), writer.storage.head
 
     def begin() -> None:
@@ -260,7 +272,7 @@ def test_a_writer_that_is_always_faster_is_told_in_time(
 def test_links_and_table_of_a_reader_that_is_lapped_between_two_looks(
     writer: Writer, reader: DiskStorage, count: int, known: bool
 ) -> None:
-    """After it saw the head, before it saw which rows are left of those."""
+    """The writer laps the reader after it read the head and before it checked which rows remain."""
     if known:
         assert_table(reader, writer.storage.head)
         reader.trajectories.sample_slices(3, 2)
@@ -279,7 +291,7 @@ def test_links_and_table_of_a_reader_that_is_lapped_between_two_looks(
 def test_a_reader_that_comes_late_looks_at_no_row_that_is_gone(
     writer: Writer, reader: DiskStorage
 ) -> None:
-    """However many there were: all that a long run ever wrote, one lap after the other."""
+    """A long run may have written many laps, but the reader skips all rows that are gone."""
     mine, links = reader.reader, RowIndex(RING)
     for _ in range(2):
         writer.write(10 * RING)
@@ -350,7 +362,7 @@ def test_n_steps_overwritten_during_the_reading_are_read_again(
 def test_n_steps_of_a_ring_that_is_half_overwritten(
     writer: Writer, reader: DiskStorage, begun: int
 ) -> None:
-    """An index means the same row as to `get`, and the rows that are gone are nobody's."""
+    """An index means the same row as in `get`. Overwritten rows are never used."""
     mine, head = engine_of(writer.storage), writer.storage.head
     mine._reserve(head, head + begun)
     for column in mine.space.columns.arrays:

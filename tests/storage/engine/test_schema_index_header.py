@@ -1,4 +1,4 @@
-"""The parts that know no format: schemas, indices and the header."""
+"""Test parts that are independent of the format: schemas, indices and the header."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_rows_resolve_as_in_a_list(length: int, index: list[int]) -> None:
 
 @pytest.mark.parametrize("number", [5, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 2**70, -6, -(2**63)])
 def test_no_row_has_such_a_number(number: int) -> None:
-    """Beyond what int64 holds too."""
+    """Such numbers include ones beyond the range of int64."""
     given: list[Any] = [number]
     for dtype in (np.int64, np.uint64):
         if np.iinfo(dtype).min <= number <= np.iinfo(dtype).max:
@@ -176,7 +176,7 @@ BOUNDS = st.none() | st.integers(-25, 25) | st.integers(-(2**70), 2**70)
 def test_slices_and_ranges_resolve_as_in_a_list(
     length: int, start: int | None, stop: int | None, step: int | None
 ) -> None:
-    """Bounds and steps beyond 64 bits too."""
+    """Bounds and steps may exceed 64 bits."""
     numbers = list(range(length))
     got = resolve(slice(start, stop, step), length)
     found = numbers[got] if isinstance(got, slice) else np.asarray(got).tolist()
@@ -280,7 +280,7 @@ def test_a_header_of_another_schema_is_refused(tmp_path: Path) -> None:
         opened_header(tmp_path / "header", schema_crc=8, writable=False)
 
 
-# -- the end of the process
+# -- exit of the process
 
 
 @pytest.mark.slow

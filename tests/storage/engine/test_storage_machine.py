@@ -1,4 +1,4 @@
-"""Random operations on storages of every format, and on rings, against a model in plain NumPy."""
+"""Compare random operations on storages of every format and on rings with a NumPy model."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ TestRing = RingMachine.TestCase
 TestH5 = H5Machine.TestCase
 TestZarr = ZarrMachine.TestCase
 for case in (TestMemmap, TestRing, TestH5, TestZarr):
-    # No shrinking: it takes minutes, and the steps that are printed are few.
+    # No shrinking: it takes minutes, and few steps are printed.
     case.settings = settings(
         max_examples=10,
         stateful_step_count=20,
         deadline=None,
         phases=[Phase.explicit, Phase.reuse, Phase.generate],
     )
-del case  # or pytest would run it once more
+del case  # otherwise pytest would run it again
 
 
 @pytest.mark.parametrize(
     ("emptied", "more", "share", "left"),
     [
         ("empty", 6, 0.9, range(5, 10)),
-        ("rewind", 7, 0.4, range(5, 5)),  # to where the rewind before it left no row
+        ("rewind", 7, 0.4, range(5, 5)),  # to where the previous rewind left no row
     ],
 )
 def test_a_ring_that_was_emptied_gets_no_row_back(
     emptied: str, more: int, share: float, left: range
 ) -> None:
-    """The model did, if rows had been taken back after more than the ring's slots were written."""
+    """The model once restored rows, if a rewind followed more writes than the ring has slots."""
     state = RingMachine()
     try:
         state.create(steps=1, capacity=9)

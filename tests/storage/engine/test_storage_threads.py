@@ -1,4 +1,7 @@
-"""Threads of one process at one storage: what was acknowledged is there, and nothing half done."""
+"""Test several threads that use one storage.
+
+Acknowledged rows exist, and no operation is half done.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def extend(storage: DiskStorage, start: int, count: int) -> None:
 
 
 class Writer:
-    """Extends a storage by row after row, counting what was acknowledged, until that fails."""
+    """Extends a storage row by row and counts acknowledged rows, until an append fails."""
 
     def __init__(self, storage: DiskStorage, *, most: int = 10**6) -> None:
         self.acknowledged = storage.head
@@ -53,7 +56,7 @@ class Writer:
 
 @contextmanager
 def at_work(*acts: Callable[[], object]) -> Iterator[None]:
-    """Threads that are joined at the end."""
+    """Run functions in threads, and join the threads at the end."""
     threads = [threading.Thread(target=act, daemon=True) for act in acts]
     for thread in threads:
         thread.start()
@@ -68,7 +71,10 @@ def at_work(*acts: Callable[[], object]) -> Iterator[None]:
 def test_closing_while_another_thread_writes(
     case: Case, tmp_path: Path, how: str, trial: int
 ) -> None:
-    """It is told that the storage was closed; it used to write beyond the end of trimmed files."""
+    """The writing thread gets `StorageClosed`.
+
+    It used to write beyond the end of trimmed files.
+    """
     storage = case.create(tmp_path / "rows")
     extend(storage, 0, 1)
     writer = Writer(storage, most=9_000)
@@ -103,7 +109,7 @@ def test_two_threads_begin_a_storage(case: Case, tmp_path: Path) -> None:
 
 
 def test_a_file_is_enlarged_while_another_thread_writes(tmp_path: Path) -> None:
-    """HDF5 files are written anew for that: whoever writes waits."""
+    """HDF5 files are rewritten for that, and writers wait."""
     with H5Storage(tmp_path / "rows", capacity=20) as storage:
         extend(storage, 0, 1)
         writer = Writer(storage, most=2000)
@@ -111,7 +117,7 @@ def test_a_file_is_enlarged_while_another_thread_writes(tmp_path: Path) -> None:
             for room in range(400, 3200, 400):
                 storage.reserve(room)
                 time.sleep(0.005)
-        while writer.acknowledged < 2000:  # it was faster than the room for it
+        while writer.acknowledged < 2000:  # it was faster than the growth
             assert "capacity" in str(writer.error)
             writer.error = None
             writer.run()
@@ -121,7 +127,7 @@ def test_a_file_is_enlarged_while_another_thread_writes(tmp_path: Path) -> None:
 def test_views_of_a_ring_are_handed_out_between_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever writes looks whether rows lie in them."""
+    """The lock is held, because a writer checks whether rows lie in such views."""
     with CASES["ring"].create(tmp_path / "rows") as storage:
         extend(storage, 0, 9)
         engine, lend = storage.reader.engine, PrivateRows.rows
@@ -141,7 +147,7 @@ def test_views_of_a_ring_are_handed_out_between_writes(
 def test_a_storage_that_cannot_be_enlarged_is_as_it_was_or_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An interrupt used to leave an open storage that called itself new."""
+    """An interrupt used to leave an open storage that claimed to be new."""
     storage = H5Storage(tmp_path / "rows", capacity=20)
     extend(storage, 0, 9)
     engine = storage.reader.engine

@@ -1,6 +1,7 @@
-"""Datasets of other libraries with one part changed: a finding, an error of ours, or its rows.
+"""Test datasets of other libraries with one change.
 
-``TALLYROLL_CHANGED=3000`` tries so many, from ``TALLYROLL_CHANGED_FROM`` on, by default 12.
+The result is a finding, a Tallyroll error, or the rows. ``TALLYROLL_CHANGED=3000`` tries that many
+changes, starting at ``TALLYROLL_CHANGED_FROM``. The default is 12.
 """
 
 from __future__ import annotations
@@ -83,14 +84,14 @@ def test_tasks_of_lerobot_without_their_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["verify", "repair", "import"])
 def test_sizes_of_parquet_that_do_not_fit(way: str, tmp_path: Path) -> None:
-    """The library ends the process where some are read, so that it is asked for others."""
+    """pyarrow ends the process if it reads some of these sizes, so the code reads others."""
     pytest.importorskip("av")
     parquet = pytest.importorskip("pyarrow.parquet")
     from lerobot_recordings import sound_v3
 
     sound_v3(tmp_path / "it")
     for file in (tmp_path / "it").rglob("*.parquet"):
-        parquet.write_table(parquet.read_table(file), file)  # with sizes
+        parquet.write_table(parquet.read_table(file), file)  # writes size statistics
         content = file.read_bytes()
         begin = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
         footer = thrift.Reader(content[begin:-8]).struct()
@@ -134,7 +135,7 @@ def test_errors_of_ours_and_of_the_system_stay_as_they_are() -> None:
     "within", [lambda: source_errors(Path("it")), lambda: library_memory("it")]
 )
 def test_memory_that_a_library_does_not_get(within: Callable[[], object]) -> None:
-    """Arrow has an error of its own for it."""
+    """Arrow raises its own error for failed allocations."""
     arrow = pytest.importorskip("pyarrow")
     for kind in (MemoryError, arrow.lib.ArrowMemoryError):
         with pytest.raises(NotEnoughMemory, match="it needs more memory"), within():  # type: ignore[attr-defined]
@@ -191,7 +192,7 @@ def test_records_behind_a_hole_of_a_terabyte(tmp_path: Path) -> None:
 
 
 def test_a_film_with_a_hole_stays_one(tmp_path: Path) -> None:
-    """A repair copies films, and takes no space for what is not in them."""
+    """A repair copies videos without filling their holes."""
     from tallyroll.storage.ext.repair.lerobot import _copy
 
     with open(tmp_path / "raw", "w+b") as raw, open(tmp_path / "out", "w+b") as out:

@@ -1,6 +1,6 @@
-"""Copies of a storage that is being written are told; the original is opened wherever it is moved.
+"""Test copies of a storage during a write: they are detected, and a moved original still opens.
 
-``TALLYROLL_COPIES`` says how many copies of each kind are made under a writer, 6 by default.
+``TALLYROLL_COPIES`` sets the number of copies of each kind made during a write, 6 by default.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def small(case: Case) -> Case:
 
 
 def copy_in_random_order(source: Path, target: Path, pick: random.Random) -> None:
-    """File by file, or block by block where there is one, as `cp` or as `rsync` does it."""
+    """Copy file by file as `cp`, or block by block as `rsync`, in random order."""
     if source.is_file():
         copy_blocks(source, target, pick)
         return
@@ -88,7 +88,7 @@ def copy_blocks(source: Path, target: Path, pick: random.Random) -> None:
 
 
 def is_torn(case: Case, path: Path) -> bool:
-    """Whether a copy that is accepted lacks committed rows."""
+    """Return whether an accepted copy is torn."""
     try:
         with case.kind(path, mode="read", accept_copy=True) as storage:
             check(storage)
@@ -98,7 +98,7 @@ def is_torn(case: Case, path: Path) -> bool:
 
 
 def copies_under_a_writer(case: Case, folder: Path, count: int, seed: int) -> int:
-    """Copy a storage that another process writes; how many copies were torn."""
+    """Copy a storage that another process writes. Return the number of torn copies."""
     pick, told, torn, path = random.Random(seed), Told(), 0, folder / "rows"
     closed_at = 300
     with case.create(path) as storage:
@@ -127,7 +127,7 @@ def copies_under_a_writer(case: Case, folder: Path, count: int, seed: int) -> in
 
 
 def after_the_kill(case: Case, path: Path, head: int, pick: random.Random) -> None:
-    """A killed original opens where it is and where it is moved to; a copy of it is refused."""
+    """Check that a killed original opens, even after a move, and that a copy of it is refused."""
     moved, copy = path.with_name("moved"), path.with_name("copy")
     with case.kind(path, mode="read") as storage:
         head = check(storage, acknowledged=head)
@@ -145,7 +145,7 @@ def after_the_kill(case: Case, path: Path, head: int, pick: random.Random) -> No
 
 
 def all_copies(folder: Path, copies: int) -> dict[str, int]:
-    """Of each case, how many of the copies were torn."""
+    """Count the torn copies of each case."""
     found = dict.fromkeys(CASES, 0)
     for name, seed in itertools.product(CASES, range(0, copies, COPIES_A_WRITER)):
         place = folder / name / str(seed)
@@ -167,7 +167,7 @@ def test_every_copy_under_a_writer_is_refused(tmp_path: Path) -> None:
 
 
 def begun(case: Case, path: Path) -> Path:
-    """A storage of 40 rows that was closed, and 20 more of a writer that was killed."""
+    """Make a storage of 40 rows that was closed, then 20 more rows by a killed writer."""
     with case.create(path) as storage:
         storage.extend(oracle(0, 40), record=record_of(40))
     storage = case.kind(path, mode="append")
@@ -177,7 +177,7 @@ def begun(case: Case, path: Path) -> Path:
 
 
 def drop(storage: DiskStorage) -> None:
-    """Leave the files as a writer does that is killed."""
+    """Leave the files as a killed writer does."""
     engine = storage.reader.let_go()
     assert engine is not None
     engine.abandon()
@@ -267,7 +267,7 @@ def test_a_writer_that_cannot_open_leaves_no_mark(case: Case, tmp_path: Path) ->
         storage.extend(oracle(0, 40), record=record_of(40))
     header = header_of(case, path)
     before = header.read_bytes()[:4096]
-    if not case.ring:  # which takes no more than its slots
+    if not case.ring:  # a ring never uses more than its slots
         with pytest.raises(StorageFull):
             open_storage(path, "append", capacity=2**40)
     assert header.read_bytes()[:4096] == before
@@ -278,11 +278,11 @@ def test_the_same_inode_of_another_age_is_a_copy(case: Case, tmp_path: Path) -> 
     header = header_of(case, path)
     with open(header, "rb") as file:
         if not (born := born_at(file.fileno())):
-            return  # this file system does not say when files were made
+            return  # this file system does not record birth times
     damage(header, BORN, word_of(born - 1).to_bytes(8, "little"))
     with pytest.raises(CopyOfOpenStorage):
         open_storage(path)
-    damage(header, BORN, bytes(8))  # the file system did not say, and now it does
+    damage(header, BORN, bytes(8))  # the file system had none before
     with open_storage(path) as storage:
         assert check(storage) == 60
 
@@ -315,7 +315,7 @@ def test_the_commands_take_a_copy_when_told(
         assert main(["collect", "CartPole-v1", "--frames", "9", "--out", copy, how]) == 1
         assert "accept_copy=True (--accept-copy" in capsys.readouterr().err
         accepted = ["collect", "CartPole-v1", "--frames", "9", "--out", copy, how, "--accept-copy"]
-        assert main(accepted) == 1  # it is a collector's no more than before
+        assert main(accepted) == 1  # a collector did not write it, accepted or not
         assert "accept_copy=True" not in capsys.readouterr().err
         shutil.rmtree(copy)
         copied(tmp_path / "rows", Path(copy))

@@ -1,7 +1,7 @@
-"""Numbers that nobody would write, with checksums that fit: told as errors of ours, or sound.
+"""Test invalid numbers with valid checksums: a Tallyroll error results, or the storage is sound.
 
-In headers, records, manifests, tables, rows, and in what other libraries read. By chance a part of
-them; `TALLYROLL_NUMBERS` times as many.
+The numbers are in headers, records, manifests, tables, rows, and metadata for other libraries. A
+random part of them is tried, `TALLYROLL_NUMBERS` times as many if it is set.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ VALUES = [
     [0],
 ]
 
-# Of the header, see `commit` and `origin`.
+# Offsets in the header, see `commit` and `origin`.
 RESERVE, HEAD, ORIGIN, SLOTS, SLOT = 64, 128, 192, 4096, 69632
 IDENTITY, RECORD = struct.Struct("<8sqqq"), struct.Struct("<qqqI")
 
@@ -96,7 +96,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def other(draw: random.Random, value: Any = None) -> Any:
-    """Another value, mostly a number."""
+    """Return another value, mostly a number."""
     if type(value) is int and draw.random() < 0.3:
         return value + draw.choice([-1, 1, 2**31, 2**47])
     return draw.choice(WHOLE if draw.random() < 0.8 else VALUES)
@@ -111,7 +111,7 @@ def signed(draw: random.Random) -> int:
 
 
 def changed(draw: random.Random, value: Any) -> Any:
-    """A JSON value with one of its values, at any depth, changed."""
+    """Change one value in a JSON value, at any depth."""
     if isinstance(value, (dict, list)) and value and draw.random() < 0.9:
         found = value.copy()
         at = draw.choice(list(value) if isinstance(value, dict) else range(len(value)))
@@ -120,7 +120,7 @@ def changed(draw: random.Random, value: Any) -> Any:
     return other(draw, value)
 
 
-# --- what is crafted ------------------------------------------------------------------------------
+# --- crafted numbers ------------------------------------------------------------------------------
 
 
 def header_of(path: Path) -> Path:
@@ -217,7 +217,7 @@ def table(path: Path, draw: random.Random) -> None:
 
 
 def rows(path: Path, draw: random.Random) -> None:
-    """Ids, steps, lanes, versions, flags and rewards that cannot be."""
+    """Craft impossible ids, steps, lanes, versions, flags and rewards."""
     with open_storage(path, "append") as storage:
         engine = storage.reader.engine
         assert engine is not None
@@ -237,7 +237,7 @@ def rows(path: Path, draw: random.Random) -> None:
 
 
 def shown(path: Path, draw: random.Random) -> None:
-    """What other libraries read."""
+    """Craft metadata for other libraries."""
     if path.name == "rows.h5":
         with h5py.File(path, "r+") as file:
             name = draw.choice(["rows", "capacity", "provenance", "schema"])
@@ -250,7 +250,7 @@ def shown(path: Path, draw: random.Random) -> None:
 
 
 def metadata(path: Path, draw: random.Random) -> None:
-    """HDF5's own numbers, before the first dataset and between them."""
+    """Craft HDF5's own numbers, before the first dataset and between datasets."""
     with open(path, "r+b") as file:
         size = min(os.fstat(file.fileno()).st_size, USER_BLOCK_NBYTES + 2**17)
         file.seek(USER_BLOCK_NBYTES)
@@ -265,7 +265,7 @@ CRAFTS = (identity, counts, record, manifest, table, rows, shown, metadata)
 
 
 def cases() -> Iterator[Any]:
-    """In the gate every craft with every other name."""
+    """Yield the cases. The gate combines every craft with every other name."""
     for number, craft in enumerate(CRAFTS):
         for at, name in enumerate(("rows", "ring", "rows.h5", "rows.zarr")):
             if craft is metadata and name != "rows.h5":
@@ -301,10 +301,10 @@ def test_numbers_that_nobody_would_write(
     assert not wrong, f"{len(wrong)} times\n" + "\n\n".join(wrong[:20])
 
 
-# --- known ones -----------------------------------------------------------------------------------
+# --- known cases ----------------------------------------------------------------------------------
 
 LARGE = 9 * 10**4299
-"""It has as many digits as Python reads; a sum of two has one more than it writes."""
+"""Number with the most digits that Python parses. A sum of two has one digit too many to print."""
 
 
 def give_record(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -348,7 +348,7 @@ def test_a_run_of_large_counts(bases: Path, tmp_path: Path) -> None:
 def test_a_record_that_no_other_can_follow(
     name: str, sequence: int, bases: Path, tmp_path: Path
 ) -> None:
-    """A writer numbers the next record by it."""
+    """A writer numbers the next record after it."""
     shutil.copytree(bases / name, tmp_path / "work")
     path = tmp_path / "work" / name
     with open(header_of(path), "r+b") as file:
@@ -364,7 +364,7 @@ def test_a_record_that_no_other_can_follow(
         open_storage(path)
 
 
-REWINDS = 264  # the place of the header's count of them
+REWINDS = 264  # offset of the header's count of rewinds
 
 
 @pytest.mark.parametrize("number", [0, 2, 2**26, 2**47, 2**62, 2**63 - 1, -1, -(2**63)])
@@ -372,7 +372,7 @@ REWINDS = 264  # the place of the header's count of them
 def test_a_rewind_with_a_number_that_it_cannot_have(
     name: str, number: int, bases: Path, tmp_path: Path
 ) -> None:
-    """A writer finishes the rewind, and must not make a list of that length."""
+    """A writer finishes the rewind and must not build a list of that length."""
     shutil.copytree(bases / name, tmp_path / "work")
     path = tmp_path / "work" / name
     with open_storage(path) as storage:
@@ -381,7 +381,7 @@ def test_a_rewind_with_a_number_that_it_cannot_have(
     checked = struct.pack("<qqq", 10**6, -1 - head, len(payload))
     crc = zlib.crc32(payload, zlib.crc32(checked))
     with open(header_of(path), "r+b") as file:
-        file.seek(SLOTS)  # the newest record, and its number is even
+        file.seek(SLOTS)  # the newest record, which has an even number
         file.write(checked + struct.pack("<I", crc) + payload)
     require_refused(path, "rewind")
 
@@ -399,14 +399,14 @@ def test_rewinds_that_the_manifest_does_not_know(
     found = verify(path).findings
     assert any("rewind" in str(each) for each in found), found
     with open_storage(path, "append") as storage:
-        with pytest.raises(StateMismatch):  # of which no row may be left
+        with pytest.raises(StateMismatch):  # none of its rows may remain
             require_not_rewound(storage.reader, 1, 0, "a state")
         with pytest.raises(CorruptStorage, match="rewind"):
             take_back(storage.writer, 1, None)
 
 
 def require_refused(path: Path, words: str) -> None:
-    """`verify` reports it, writers are refused, and neither takes much memory or time."""
+    """Check that `verify` reports it and writers are refused, with little memory and time."""
     started = time.monotonic()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = verify(path).findings
@@ -434,7 +434,7 @@ def test_a_manifest_that_no_other_can_follow(bases: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_no_ids_are_left(recorded: bool, bases: Path, tmp_path: Path) -> None:
-    """A run that goes on would have to number its trajectories from there."""
+    """A continued run would have to number its trajectories from there."""
     shutil.copytree(bases / "rows", tmp_path / "work")
     path = tmp_path / "work" / "rows"
     if recorded:
@@ -461,7 +461,7 @@ def packed(bases: Path) -> Path:
 
 @pytest.mark.parametrize("part", ["arrays", "states", "columns", "rows", "first", "old_rows"])
 def test_numbers_of_how_rows_are_packed(part: str, packed: Path, tmp_path: Path) -> None:
-    """Each number of the layout in the manifest, with a checksum that fits."""
+    """Change each number of the layout in the manifest, with a valid checksum."""
     found = json.loads((packed / "tallyroll" / "manifest.json").read_bytes())
     found.pop("crc32")
     shutil.copytree(packed, tmp_path / "packed")

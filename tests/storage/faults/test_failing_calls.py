@@ -1,4 +1,4 @@
-"""One system call fails while a storage is made or opened: each in turn, in every format."""
+"""Test one failing system call while a storage is created or opened: each call, every format."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def case(request: pytest.FixtureRequest) -> str:
 
 
 class Failing:
-    """Counts system calls, and lets one fail, by its number among them; -1: none."""
+    """Counts system calls, and makes the call of one number fail. No call fails for -1."""
 
     def __init__(self, number: int, code: int) -> None:
         self._number, self._code = number, code
@@ -75,7 +75,7 @@ class Failing:
 
 @contextmanager
 def failing(number: int = -1, code: int = 0) -> Iterator[Failing]:
-    """Within it one of the calls of `CALLS`, or of a map, fails."""
+    """Let one of the calls of `CALLS`, or a map, fail within the context."""
     found = Failing(number, code)
     with pytest.MonkeyPatch.context() as patch:
         for name in CALLS:
@@ -85,7 +85,7 @@ def failing(number: int = -1, code: int = 0) -> Iterator[Failing]:
 
 
 def create(case: str, path: Path) -> DiskStorage:
-    """A new storage without rows. More is synced where it is to survive a power cut."""
+    """Create a storage without rows. With power durability, it syncs more files."""
     kind, options = KINDS[case]
     storage = kind(path, durability="power", **options)
     storage.initialise(Schema.of(rows(0, 1)))
@@ -93,7 +93,7 @@ def create(case: str, path: Path) -> DiskStorage:
 
 
 def tried(case: str, number: int, code: int, act: Callable[[], DiskStorage]) -> tuple[Any, str]:
-    """The storage that ``act`` opened, or None, and the error's text, without the error itself."""
+    """Return the storage that ``act`` opened, or None, with the text of the error."""
     try:
         with failing(number, code):
             return act(), ""
@@ -103,7 +103,7 @@ def tried(case: str, number: int, code: int, act: Callable[[], DiskStorage]) -> 
 
 @pytest.mark.slow
 def test_a_creation_in_which_a_call_fails_leaves_nothing(case: str, tmp_path: Path) -> None:
-    """Or the call was of no account, and all is well."""
+    """Alternatively, the failed call did not matter, and the storage is sound."""
     with failing() as seen, create(case, tmp_path / "rows"):
         number_of_calls = len(seen.calls)
     refused = 0
@@ -116,7 +116,7 @@ def test_a_creation_in_which_a_call_fails_leaves_nothing(case: str, tmp_path: Pa
         if storage is None:
             refused += 1
             assert descriptors() <= before, what
-            # But for the lock file: until it is held nothing is ours to be removed.
+            # The lock file is an exception. Before it is held, no file may be removed.
             left = [f for f in path.parent.rglob("*") if f.is_file() and "lock" not in f.name]
             assert not left, f"{what}: {left}"
             storage = create(case, path)
@@ -180,7 +180,7 @@ def map_views(case: str, path: Path) -> None:
 
 
 ARMED = [False]
-"""Whether the call fails already; for calls that something else needs before."""
+"""Whether calls fail yet. Other code needs some calls first."""
 
 
 @contextmanager
@@ -243,7 +243,7 @@ def test_a_storage_that_cannot_be_made_opened_or_shown_is_an_error(
     error: type[Exception],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As an error of ours that says which path it is about; and the rows are there."""
+    """The error is Tallyroll's and names the path, and the rows are still there."""
     path = tmp_path / "rows"
     with create(case, path) as storage:
         storage.extend(rows(0, 3))

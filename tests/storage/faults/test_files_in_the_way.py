@@ -1,4 +1,7 @@
-"""Things in the place of a storage's files that are none, and batches that no format can hold."""
+"""Test invalid objects in place of a storage's files.
+
+Also test batches that no format can hold.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ ROWS = 300
 
 @pytest.fixture(params=KINDS)
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Of a storage that a collector filled."""
+    """Return the path of a storage that a collector filled."""
     where: Path = tmp_path / request.param
     with SyncCollector(
         "CartPole-v1", num_envs=2, frames_per_batch=100, total_frames=ROWS, seed=0, storage=where
@@ -54,7 +57,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def use(path: Path, how: str) -> bool:
-    """Whether all seems well."""
+    """Use a storage. Return whether all operations succeed."""
     if how == "verify":
         return not verify(path).findings
     if how == "read":
@@ -75,7 +78,7 @@ def use(path: Path, how: str) -> bool:
 def test_something_else_in_the_place_of_a_file(
     path: Path, tmp_path: Path, make: Callable[[Path], None], how: str
 ) -> None:
-    """Told as an error of ours, at once, or of no use to what is done."""
+    """A Tallyroll error reports it immediately, or the operation does not need the file."""
     work = tmp_path / "work"
     for file in files_of(path):
         shutil.rmtree(work, ignore_errors=True)
@@ -90,7 +93,7 @@ def test_something_else_in_the_place_of_a_file(
             well = use(work / path.name, how)
         except StorageError:
             continue
-        if well:  # it is a file that is made anew
+        if well:  # the operation recreated the file
             with open_storage(work / path.name) as storage:
                 assert len(storage) >= ROWS
 
@@ -144,7 +147,7 @@ def test_a_column_of_nothing_but_nonsense(path: Path, column: str, value: int) -
 def test_rows_of_no_collector_whose_lanes_are_all_nonsense(
     tmp_path: Path, max_size: int | None
 ) -> None:
-    """No run says how many lanes there are, and no id whose a row is."""
+    """No run gives the number of lanes, and no id gives the lane of a row."""
     ended = torch.tensor([False, True] * 3)[:, None]
     batch = TensorDict(
         {
@@ -163,7 +166,7 @@ def test_rows_of_no_collector_whose_lanes_are_all_nonsense(
     assert verify(tmp_path / "rows").findings
 
 
-# --- what cannot be held --------------------------------------------------------------------------
+# --- batches that do not fit ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("later", [False, True])

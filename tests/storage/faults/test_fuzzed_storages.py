@@ -1,6 +1,7 @@
-"""Damaged storages: a clear error of ours or a right answer, in little memory and time.
+"""Test damaged storages.
 
-And nothing outside is touched. ``TALLYROLL_FUZZED=10000`` tries so many, by default 80.
+Each gives a clear Tallyroll error or a right answer, in little memory and time, and nothing outside
+is touched. ``TALLYROLL_FUZZED=10000`` tries that many, 80 by default.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ def test_damage_is_told_and_touches_nothing_else(part: int, tmp_path: Path) -> N
     cases = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     wrong = [json.dumps(case) for case in cases if case["wrong"]]
     assert not wrong, "\n".join(wrong)
-    # What ends the process, as a bus error does, ends it before the line.
+    # A crash, such as a bus error, ends the process before it prints the line.
     assert done.returncode == 0, f"case {first + len(cases)}: {done.returncode}\n{done.stderr}"
     assert [case["number"] for case in cases] == list(range(first, stop))
-    # The damage is real: much of it is noticed, in several ways.
+    # The damage is real: much of it is detected, by several checks.
     told = Counter(name for case in cases for name in case["refused"])
     assert sum(1 for case in cases if case["refused"]) > len(cases) / 4
     assert len(told) > 2, told

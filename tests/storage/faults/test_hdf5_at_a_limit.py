@@ -1,6 +1,6 @@
-"""Files of HDF5 that the system lets grow no further: an error of ours, and nothing is left.
+"""Test HDF5 files that reach a size limit of the system: a Tallyroll error, and nothing is left.
 
-HDF5's own errors say nothing of the file, and it ends the process when it cannot close one.
+HDF5's own errors do not name the file, and it aborts the process if it cannot close one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def test_a_file_that_may_not_grow(what: str, tmp_path: Path) -> None:
 def test_each_call_that_fails_while_a_storage_is_made(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For good, from that call on: the error of the system comes out, and h5py raises nothing."""
+    """All calls fail from that one on.
+
+    The caller gets the error of the system, and h5py raises nothing.
+    """
     pytest.importorskip("h5py")
     real, calls, first = getattr(os, call), 0, 10**9
 
@@ -67,7 +70,7 @@ def test_each_call_that_fails_while_a_storage_is_made(
 def test_bytes_that_could_not_be_written_are_read_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those of a plain file, until HDF5 closes it."""
+    """Unwritten bytes read like those of a plain file until HDF5 closes it."""
     file = os.open(tmp_path / "it", os.O_RDWR | os.O_CREAT)
     guard, plain = GuardedFile(file), bytearray(b"0123456789")
     guard.write(b"0123456789")
@@ -96,7 +99,7 @@ def test_bytes_that_could_not_be_written_are_read_back(
 def test_an_interrupt_within_a_write_reaches_the_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And HDF5 closes the file as if nothing had happened."""
+    """HDF5 then closes the file normally."""
     pytest.importorskip("h5py")
     real, first = os.pwrite, iter([True])
 

@@ -1,7 +1,7 @@
-"""Files, keys, counts and shapes far larger than they may be: refused before memory is taken.
+"""Test files, keys, counts and shapes that are far too large: refused before memory is taken.
 
-Each is tried in a child that may have two more GiB than it has, and a few seconds. By chance in one
-or two ways; in every way where `TALLYROLL_SIZES` is set.
+Each is tried in a child process with a limit of two more GiB and a few seconds. By default, each is
+tried in one or two random ways; `TALLYROLL_SIZES` selects every way.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HUGE = 64 * GIB
 ALL = "TALLYROLL_SIZES" in os.environ
 MANY = 200_000 if ALL else 20_000
 SECONDS = 30
-"""For all ways in together, on a machine that others use; it takes about one."""
+"""Limit for all ways together on a shared machine. They take about one second."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,10 @@ def work(bases: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 
 def try_all(path: Path, which: str = "") -> None:
-    """Each way in: an error of ours or a sound answer, soon, and without much memory."""
+    """Try each way to open.
+
+    It must give a Tallyroll error or a sound answer, quickly and with little memory.
+    """
     ways = WAYS if ALL else random.Random(f"{path.name} {which}").sample(WAYS, 1)
 
     def trials() -> list[str]:
@@ -80,7 +83,7 @@ def try_all(path: Path, which: str = "") -> None:
 
 
 def copied(source: Path, target: Path) -> None:
-    """As `shutil.copytree`, where files are as sparse as they were."""
+    """Copy like `shutil.copytree`, and keep files sparse."""
     for each in [source, *sorted(source.rglob("*"))]:
         place = target / each.relative_to(source)
         if each.is_dir():
@@ -93,7 +96,7 @@ def copied(source: Path, target: Path) -> None:
                 try:
                     start = os.lseek(file.fileno(), at, os.SEEK_DATA)
                 except OSError:
-                    break  # nothing but a hole is left
+                    break  # only a hole is left
                 at = os.lseek(file.fileno(), start, os.SEEK_HOLE)
                 copy.seek(start)
                 copy.write(os.pread(file.fileno(), at - start, start))
@@ -161,13 +164,13 @@ SMALL = {
 def test_a_sparse_file(
     name: str, file: str, emptied: bool, work: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """With what was in it, or with nothing but zeros."""
+    """The file keeps its content, or has only zeros."""
     path = work(name)
     place = path / file if path.is_dir() else path.with_name(name + file)
     if emptied or not place.exists():
         place.write_bytes(b"")
     os.truncate(place, HUGE)
-    # Rows are as many as they are: columns that are too long are sound, and verified at once.
+    # The number of rows is unchanged: longer columns are sound, and verify immediately.
     try_all(path, f"{file} {emptied}")
 
 
@@ -213,11 +216,11 @@ SCHEMAS: dict[str, Callable[[], list[Any]]] = {
 
 @pytest.mark.parametrize(("name", "which"), in_gate(KINDS, SCHEMAS))
 def test_a_schema(name: str, which: str, work: Callable[[str], Path]) -> None:
-    """With a header that was made for it."""
+    """The header fits the schema."""
     path, columns = work(name), SCHEMAS[which]()
     try:
         give_schema(path, columns)
-    except StorageError:  # an HDF5 file has no room for it
+    except StorageError:  # an HDF5 file has no space for it
         return
     crc = zlib.crc32(json.dumps(columns).encode())
     with open(format_of(path).header_path, "r+b") as file:
@@ -243,7 +246,7 @@ CONTENTS: dict[str, Callable[[], bytes]] = {
 @pytest.mark.parametrize("which", CONTENTS)
 @pytest.mark.parametrize("name", ["rows", "rows.zarr"])
 def test_json(name: str, which: str, work: Callable[[str], Path]) -> None:
-    """In the place of a JSON file, and within a manifest."""
+    """The text replaces a JSON file, or a part of a manifest."""
     content = CONTENTS[which]()
     path = work(name)
     whole = json.dumps(manifest_of(path)).encode()
@@ -306,7 +309,7 @@ def test_a_header(name: str, head: int, ring: int, work: Callable[[str], Path]) 
 
 
 def test_a_table_that_many_rows_may_have(work: Callable[[str], Path]) -> None:
-    """Of 2**28 rows it may have 20 GiB, and it is not read before its end is one of ours."""
+    """A table of 2**28 rows may have 20 GiB, and it is read only if its end is valid."""
     path = work("rows")
     table = format_of(path).episodes_path
     os.truncate(table, 2**28 * table_dtype().itemsize)
@@ -331,7 +334,7 @@ def test_attributes_of_hdf5(
         del file.attrs[name]
         if shape is None:
             file.attrs[name] = h5py.Empty("f8")
-        elif shape == (2**40,):  # a crafted space: its size is a number of eight bytes
+        elif shape == (2**40,):  # a crafted space whose size is a number of eight bytes
             file.attrs.create(name, np.full(7, 77), shape=(7,))
         else:
             file.attrs.create(name, np.full(shape, 77))
@@ -348,7 +351,10 @@ def test_attributes_of_hdf5(
 
 
 def test_datasets_of_hdf5(work: Callable[[str], Path]) -> None:
-    """Made anew, larger than the file: it says so, whatever their metadata say."""
+    """Recreated datasets are larger than the file.
+
+    They are detected regardless of the metadata.
+    """
     path = work("rows.h5")
     with h5py.File(path, "r+") as file:
         del file["action"]
@@ -387,7 +393,7 @@ def test_places_in_hdf5(part: str, value: int, work: Callable[[str], Path]) -> N
         if attribute:
             places[part][1] = before
             give_manifest(path, json.dumps(manifest).encode())
-        if attribute and before and value < 2**63:  # a place that may be: ours are found again
+        if attribute and before and value < 2**63:  # possible: ours are found again
             with open_storage(path, "append") as storage:
                 assert storage.head == head
             assert verify(path).sound
@@ -397,7 +403,7 @@ def test_places_in_hdf5(part: str, value: int, work: Callable[[str], Path]) -> N
                 open_storage(path, "append")
 
 
-# --- what we refuse to make -----------------------------------------------------------------------
+# --- refusals to create ---------------------------------------------------------------------------
 
 
 def test_an_environment_that_would_be_refused_is_not_made(tmp_path: Path) -> None:
@@ -424,7 +430,7 @@ def groups() -> Iterator[tuple[str, ...]]:
 
 
 def test_metadata_of_many_groups_take_no_square() -> None:
-    """4,500 groups: a pass over all of them for each takes minutes."""
+    """With 4,500 groups, a quadratic algorithm takes minutes."""
     schema = Schema.of({key: np.zeros(1) for key in groups()})
     began = time.process_time()
     found = documents(schema, [1] * 300, 7, {})

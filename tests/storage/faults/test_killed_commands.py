@@ -1,6 +1,6 @@
-"""kill -9 of a collecting process, at any moment: what was committed is right, and resumes.
+"""Test kill -9 of a collecting process at any moment: committed rows are right, and it resumes.
 
-``TALLYROLL_KILLS`` says how many kills, 10 by default.
+``TALLYROLL_KILLS`` sets the number of kills, 10 by default.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ COLLECT = (
 
 
 def incarnations(storage: MemmapStorage) -> list[Any]:
-    """The rows of each process that wrote some."""
+    """Return the rows of each process that wrote some."""
     first = [run["first_row"] for run in storage.manifest["runs"]]
     stops = [*first[1:], storage.head]
     return [storage.get(slice(a, b)) for a, b in zip(first, stops, strict=True) if a < b]
 
 
 def check(storage: MemmapStorage) -> None:
-    """Every committed row is a transition that was made, is there once, and is numbered right."""
+    """Check that each committed row is a real transition, occurs once, and has the right number."""
     parts = incarnations(storage)
     assert sum(len(part) for part in parts) == storage.head
     for part in parts:
@@ -57,13 +57,13 @@ def check(storage: MemmapStorage) -> None:
 
 
 def check_noise(storage: MemmapStorage) -> None:
-    """No two processes drew the same: pairs of float32 noise do not come twice by chance."""
+    """Check that no two processes drew equal noise: pairs of float32 do not repeat by chance."""
     columns = [storage.column(key)[:, 3] for key in ("observation", ("next", "observation"))]
     assert len(np.unique(np.stack(columns, -1), axis=0)) == storage.head, "data was repeated"
 
 
 def head_of(folder: Path) -> int | None:
-    """Rows committed, after checking them; None before there is a storage."""
+    """Return the number of committed rows after checking them, or None without a storage."""
     if not (folder / "data" / "manifest.json").exists():
         return None
     with open_storage(folder / "data") as storage:
@@ -72,7 +72,7 @@ def head_of(folder: Path) -> int | None:
 
 
 def rows_in(folder: Path) -> int:
-    """Rows committed, unchecked."""
+    """Return the number of committed rows without checking them."""
     if not (folder / "data" / "manifest.json").exists():
         return 0
     with open_storage(folder / "data") as storage:
@@ -82,12 +82,12 @@ def rows_in(folder: Path) -> int:
 def kill_after(
     server: WarmServer, folder: Path, seconds: float, *more: str, wait: bool = False
 ) -> int:
-    """Collect, or go on with it, and kill that process; its exit status.
+    """Collect or resume, and kill that process. Return its exit status.
 
-    ``wait`` until it has committed something.
+    ``wait`` until it has committed some rows.
     """
     command = server.start(folder, *COLLECT, "--resume", *more)
-    if wait:  # on a busy machine most kills would come before the first commit
+    if wait:  # on a busy machine, most kills would precede the first commit
         before, deadline = rows_in(folder), time.monotonic() + 60
         while rows_in(folder) == before < FRAMES:
             assert time.monotonic() < deadline
@@ -100,7 +100,7 @@ def kill_after(
 
 
 def finish(server: WarmServer, folder: Path) -> dict[str, int]:
-    """Resume to the end; the ledger that is left."""
+    """Resume to the end. Return the ledger."""
     command = server.run(folder, *COLLECT, "--resume")
     assert head_of(folder) == FRAMES
     again = server.run(folder, *COLLECT, "--resume")
@@ -117,7 +117,10 @@ def finish(server: WarmServer, folder: Path) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def full_run(server: WarmServer, tmp_path_factory: pytest.TempPathFactory) -> float:
-    """Seconds that an undisturbed run takes: the faster of two, a busy machine is no measure."""
+    """Return the seconds of an undisturbed run.
+
+    Take the faster of two, as the machine may be busy.
+    """
     seconds = []
     for _ in range(2):
         folder = tmp_path_factory.mktemp("undisturbed")
@@ -142,7 +145,7 @@ def test_kill_minus_nine_at_random_points(
         more = ("--durability", "power") if chain % 3 == 0 else ()
         before = 0
         for place in range(KILLS_A_CHAIN):
-            # The first kill of a chain may hit the start-up, the later ones go on to the end.
+            # The first kill of a chain may hit the startup. Later ones reach the end of the run.
             share = chance.uniform(0, 0.3 + 0.25 * place)
             seconds, wait = share * full_run, place % 2 == 1
             status = kill_after(server, folder, seconds, *more, wait=wait)

@@ -1,7 +1,9 @@
-"""Storages under attack: killed writers, forks, bit flips, full disks. Nothing committed is lost.
+"""Test storages under attack: killed writers, forks, bit flips, full disks.
 
-``TALLYROLL_KILLS`` says how many kills each format gets at random moments, 16 by default,
-and an eighth of it is at how many lines of each scenario they are killed.
+No committed row is lost.
+
+``TALLYROLL_KILLS`` sets the number of kills per format at random moments, 16 by default. An eighth
+of it is the number of lines of each scenario at which writers are killed.
 """
 
 from __future__ import annotations
@@ -120,7 +122,7 @@ def test_a_reader_before_during_and_after_a_writer(case: Case, tmp_path: Path) -
 
 
 def forked_readers(case: Case, path: Path) -> None:
-    """A fork of the writer reads while the writer goes on, and after its death another writes."""
+    """A fork reads while the writer continues. After the writer's death, another one writes."""
     told = Told()
 
     def write() -> None:
@@ -133,7 +135,7 @@ def forked_readers(case: Case, path: Path) -> None:
             count = 200 if case.ring else 1
             try:
                 storage.extend(oracle(head, count), record=record_of(head + count))
-            except StorageFull:  # HDF5, where the reader is slow
+            except StorageFull:  # HDF5, if the reader is slow
                 storage.reserve(head + 2000)
                 continue
             head += count
@@ -147,7 +149,7 @@ def forked_readers(case: Case, path: Path) -> None:
         assert os.waitpid(writer, os.WNOHANG) == (0, 0), "the writer failed"
     killed(writer)
     assert told.head >= 300
-    os.kill(told.lines, 0)  # it lives, and does not hold the lock
+    os.kill(told.lines, 0)  # it is alive, and does not hold the lock
     with case.kind(path, mode="append") as storage:
         head = check(storage, acknowledged=600)
         storage.extend(oracle(head, 10), record=record_of(head + 10))
@@ -156,7 +158,7 @@ def forked_readers(case: Case, path: Path) -> None:
 
 
 def read_inherited(storage: DiskStorage, told: Told) -> None:
-    """In a fork of its writer: the storage is read as by any other process."""
+    """Read in a fork of the writer, as in any other process."""
     chance, newest = np.random.default_rng(0), 0
     with pytest.raises(WriterForked):
         storage.extend(oracle(storage.head, 1))
@@ -215,7 +217,7 @@ def test_a_lock_file_removed_in_the_middle_of_a_long_append(
 def test_a_lock_on_a_removed_file_is_no_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A creation that failed removes its lock file, which somebody else may just have opened."""
+    """A failed creation removes its lock file, which another process may have just opened."""
     path, opened = tmp_path / "lock", os.open
 
     def open_and_lose(*args: Any, **options: Any) -> int:
@@ -235,7 +237,7 @@ def test_a_lock_on_a_removed_file_is_no_lock(
 
 
 def test_whether_a_lock_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no writer makes is held by none; and where nobody can tell, it may be."""
+    """A missing lock file is not held. If the system cannot tell, the lock may be held."""
     inside, path, other = Inside(tmp_path), tmp_path / "rows.lock", tmp_path / "other.lock"
     assert not is_held(inside, path)
     lock = WriterLock(inside, other)
@@ -253,7 +255,7 @@ def test_whether_a_lock_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 class Refusing:
-    """In the place of a call that the system refuses."""
+    """Replace a system call with one that is refused."""
 
     def __init__(self, code: int) -> None:
         self._code = code
@@ -265,7 +267,7 @@ class Refusing:
 def test_the_last_good_record_is_never_written_over(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even when an append was interrupted, and a kill comes in the middle of a record."""
+    """An append is interrupted first, and a kill comes in the middle of a record."""
     path = tmp_path / "rows"
     with case.create(path) as storage:
         storage.extend(oracle(0, 3), record=record_of(3))
@@ -288,7 +290,7 @@ def interrupt(*_: object) -> NoReturn:
 
 
 class Interrupting:
-    """In the place of what writes the sequence of a record, behind all else of it."""
+    """Replace the write of a record's sequence number, which is the last write."""
 
     size, pack_into = 8, staticmethod(interrupt)
 
@@ -322,7 +324,10 @@ def test_metadata_for_others_fails_no_commit(
 def test_power_durability_syncs_in_order(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reserve before rows are overwritten, rows before head, head before the call returns."""
+    """The reserve is synced before rows are overwritten, and rows before the head.
+
+    The head is synced before the call returns.
+    """
     with case.create(tmp_path / "rows", durability="power") as storage:
         storage.extend(oracle(0, 500), record=record_of(500))
         engine = storage.reader.engine
@@ -350,7 +355,7 @@ def test_power_durability_syncs_in_order(
         steps = [step for step, _ in itertools.groupby(done)]
         data = "header" if case.kind is H5Storage else "rows"  # one file
         wanted = [("copy", 700, 500), (data, 700, 500), ("header", 700, 700)]
-        if data != "header":  # the record is there before its rows are
+        if data != "header":  # the record is synced before the head
             wanted.insert(2, ("header", 700, 500))
         if case.ring:
             wanted.insert(0, ("header", 700, 500))
@@ -362,7 +367,7 @@ def test_power_durability_syncs_in_order(
 
 
 def fill_up(case: Case, path: Path, make_room: Callable[[], None]) -> int:
-    """Write until the disk is full, look at what is there, and go on when there is room."""
+    """Write until the disk is full, read the rows, and continue once there is space."""
     storage, head = case.create(path), 0
     full = 0
     while full < 3:
@@ -393,7 +398,7 @@ def fill_up(case: Case, path: Path, make_room: Callable[[], None]) -> int:
 
 
 def fill_up_small_disk(case: Case, disk: Path) -> int:
-    """Rows that fitted."""
+    """Fill a small disk. Return the number of rows that fit."""
     disk.mkdir()
     make_small_disk(disk)
     ballast = disk / "ballast"
@@ -414,7 +419,7 @@ def test_a_disk_that_is_full_in_the_middle_and_has_room_again(case: Case, tmp_pa
 
 
 def flipped(case: Case, folder: Path, seed: int) -> dict[str, int]:
-    """Flip bits of headers, records and manifests, one at a time; what came of it."""
+    """Flip bits of headers, records and manifests, one at a time. Return the outcomes."""
     small = replace(case, ring=5 if case.ring else 0, capacity=50 if case.capacity else None)
     path, chance = folder / "rows", random.Random(seed)
     with small.create(path) as storage:
@@ -440,9 +445,9 @@ def flipped(case: Case, folder: Path, seed: int) -> dict[str, int]:
 
 
 def places_of(header: Path, chance: random.Random) -> list[int]:
-    """Numbers of bits: all of the first ones, and some of what is not zero in the first 2**20."""
+    """Return bit numbers: all of the first ones, and some nonzero ones in the first 2**20."""
     written = [i for i, byte in enumerate(header.read_bytes()[: 2**20]) if byte and i >= 136]
-    # Another sequence number may look like a record that was being written, and is harmless so.
+    # Another sequence number may look like an unfinished record, and is then harmless.
     written = [i for i in written if (i - 4096) % 69632 >= 8]
     some = [8 * byte + chance.randrange(8) for byte in written]
     return [*range(8 * 136), *chance.sample(some, min(len(some), 1500))]

@@ -1,6 +1,6 @@
-"""A process that calls `collect(n)` is killed at any moment: what was committed is whole.
+"""Test kills of a process that calls `collect(n)`, at any moment: committed rows are complete.
 
-``TALLYROLL_KILLS`` says how many kills each kind of run gets, 8 by default.
+``TALLYROLL_KILLS`` sets the number of kills for each kind of run, 8 by default.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def collector_of(storage: MemmapStorage, lanes: int, mode: str, **options: Any) 
 
 
 def collect_for_ever(path: Path, ring: int | None, lanes: int, mode: str, told: Told) -> None:
-    """One step of all lanes a call, now and then more, or a batch."""
+    """Collect one step of all lanes per call, sometimes more, or a batch."""
     torch.set_num_threads(1)
     with MemmapStorage(path, max_size=ring) as storage:
         collector = collector_of(storage, lanes, mode)
@@ -71,7 +71,7 @@ def collect_for_ever(path: Path, ring: int | None, lanes: int, mode: str, told: 
 
 
 def judge(path: Path, lanes: int, mode: str, told: int) -> int:
-    """Committed rows are whole and in order, the ledger counts them, and the run goes on."""
+    """Check that committed rows are complete and in order, and that the run can be resumed."""
     with open_storage(path) as storage:
         head, span = storage.head, storage.span
         assert head >= told
@@ -98,7 +98,7 @@ def killed_at_random(folder: str, ring: int | None, lanes: int, mode: str, kills
         path, told = Path(folder, str(seed)), Told()
         told.head = -1
         child = forked(lambda path=path, told=told: collect_for_ever(path, ring, lanes, mode, told))
-        # Every other one is killed when the ring has begun to overwrite.
+        # Every second process is killed after the ring has begun to overwrite.
         least = RING if seed % 2 else 0
         wait_until(lambda told=told, least=least: told.head > least)
         time.sleep(random.Random(seed).uniform(0.0, 0.01))
@@ -129,7 +129,7 @@ POINTS: list[tuple[Any, str]] = [
     (Header, "write_record"),
     (Engine, "append"),
 ]
-"""Functions on the way of a commit: killed before and behind each."""
+"""Functions involved in a commit: a kill comes before and after each."""
 
 
 def kill_around(owner: Any, name: str, behind: bool, calls: int) -> Callable[..., Any]:
@@ -178,11 +178,11 @@ def test_killed_at_each_step_of_a_commit(tmp_path: Path) -> None:
 
 
 PLACES = ["reserve", "head", "record", *range(0, 33, 4)]
-"""What a commit in one call stores to: words of the header, and columns by their words."""
+"""Places to which a commit in one call writes: words of the header, and columns by their words."""
 
 
 class Fatal:
-    """Both extensions, in which a commit has no memory at one of its places, and is killed."""
+    """Both extensions, with an invalid address at one place of a commit. It kills the process."""
 
     def __init__(self, way: str, place: str | int, calls: int) -> None:
         self._way, self._place, self._left = way, place, calls
@@ -253,7 +253,7 @@ def test_killed_within_a_commit_in_one_call(tmp_path: Path) -> None:
     assert done == 2 * 3 * len(PLACES)
 
 
-# --- readers beside it ----------------------------------------------------------------------------
+# --- concurrent readers ---------------------------------------------------------------------------
 
 
 def read_beside(folder: str) -> tuple[int, int]:

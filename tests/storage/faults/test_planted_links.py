@@ -1,7 +1,8 @@
-"""Links and pipes in the place of a storage's files: nothing outside of it is touched.
+"""Test links and pipes in place of a storage's files: nothing outside of it is touched.
 
-Each is put in the place of each file and directory, and of each file that will be made, and then
-the storage is used in each way. By chance a part of that; `TALLYROLL_LINKS` times as much of it.
+Each replaces each file and directory, including files that will be created later, and the storage
+is then used in each way. A random part is tried, `TALLYROLL_LINKS` times as much of it if it is
+set.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MORE = int(os.environ.get("TALLYROLL_LINKS", "1"))
 TRIALS = 6
 ROWS = 20
 
-# Files that are made while a storage is used.
+# Files that are created while a storage is used.
 LATER = {
     "rows": "manifest.json.tmp meta.json.tmp next/meta.json.tmp episodes.npy.tmp".split(),  # noqa: SIM905
     "rows.h5": [".tmp", ".episodes.npy.tmp"],
@@ -58,7 +59,7 @@ LATER = {
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Storages that a collector filled, and others without a manifest: killed when created."""
+    """Make storages that a collector filled, and others that were killed at their creation."""
     place = tmp_path_factory.mktemp("bases")
     for name, kind in KINDS.items():
         (place / "whole" / name).mkdir(parents=True)
@@ -79,11 +80,11 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-# --- what is planted ------------------------------------------------------------------------------
+# --- planted objects ------------------------------------------------------------------------------
 
 
 def symbolic(place: Path, outside: Path) -> None:
-    """To what was there."""
+    """Plant a link to the original."""
     victim = outside / "victim"
     if os.path.lexists(place):
         place.rename(victim)
@@ -105,7 +106,7 @@ def hard(place: Path, outside: Path) -> None:
 
 
 def other(place: Path, outside: Path) -> None:
-    """To a file of another size that is none of a storage."""
+    """Plant a link to a file of another size that does not belong to a storage."""
     victim = outside / "victim"
     victim.write_bytes(b"precious " * 100_000)
     clear(place)
@@ -158,7 +159,7 @@ def clear(place: Path) -> None:
 
 
 def places(path: Path) -> Iterator[Path]:
-    """Files and directories of a storage, those that may be made included."""
+    """Return files and directories of a storage, including those that may be created."""
     beside = [p for p in path.parent.iterdir() if p != path and p.name.startswith(path.name)]
     inside = sorted(path.rglob("*")) if path.is_dir() else []
     yield from sorted(beside)
@@ -168,7 +169,7 @@ def places(path: Path) -> Iterator[Path]:
 
 
 def looks(outside: Path) -> dict[str, Any]:
-    """All that is there: names, kinds and bytes."""
+    """Return all content below a folder: names, kinds and bytes."""
     found: dict[str, Any] = {}
     for each in sorted(outside.rglob("*")):
         kind = stat.S_IFMT(each.lstat().st_mode)
@@ -176,7 +177,7 @@ def looks(outside: Path) -> dict[str, Any]:
     return found
 
 
-# --- ways in --------------------------------------------------------------------------------------
+# --- ways to open ---------------------------------------------------------------------------------
 
 
 def append(path: Path) -> None:
@@ -232,7 +233,7 @@ def test_nothing_outside_is_touched(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """And all that comes is an error of ours, or none."""
+    """All errors are Tallyroll's, if there are any."""
     base = bases / ("begun" if way is create else "whole") / name
     draw = random.Random(f"{name} {way.__name__}")
     trials = [(place, plant) for place in places(base / name) for plant in PLANTS]
@@ -261,7 +262,7 @@ def test_nothing_outside_is_touched(
 def test_files_that_are_written_to_are_no_links(
     name: str, plant: Callable[[Path, Path], None], bases: Path, tmp_path: Path
 ) -> None:
-    """The lock, the header, what holds rows, what is written aside: one after the other."""
+    """The files are the lock, the header, row files, and temporary files, in turn."""
     written = {
         "rows": ["tallyroll.lock", "tallyroll.header", "action.memmap", "manifest.json.tmp"],
         "rows.h5": [".lock", ".tmp", ".episodes.npy.tmp"],
@@ -285,7 +286,7 @@ def test_files_that_are_written_to_are_no_links(
 
 
 def test_a_chunk_that_is_to_be_made_is_no_link(bases: Path, tmp_path: Path) -> None:
-    """A hard link would be made larger and written to, whatever it is a name of."""
+    """The chunk would grow and be written to, whatever file a hard link names."""
     work, victim = tmp_path / "work", tmp_path / "victim"
     shutil.copytree(bases / "whole" / "rows.zarr", work)
     path = work / "rows.zarr"
@@ -295,11 +296,11 @@ def test_a_chunk_that_is_to_be_made_is_no_link(bases: Path, tmp_path: Path) -> N
         with pytest.raises(CorruptStorage, match="hard link"):
             storage.reserve(70_000)
         assert victim.read_bytes() == b"precious"
-        storage.reserve(70_000)  # what could not be used is gone
+        storage.reserve(70_000)  # the unusable chunk is gone
     assert victim.read_bytes() == b"precious"
 
 
-# --- whoever plants while we are at it ------------------------------------------------------------
+# --- planted during the call ----------------------------------------------------------------------
 
 
 def test_a_link_that_comes_while_hdf5_makes_a_file(
@@ -336,7 +337,7 @@ def test_a_link_that_comes_while_an_unfinished_creation_is_removed(
         nonlocal planted
         found = list(find(self, pattern))
         if sys._getframe(1).f_code.co_name == "discard" and not planted:
-            planted = True  # all was looked at, and nothing is removed yet
+            planted = True  # all was checked, and nothing is removed yet
             (path / "next").rename(outside)
             (path / "next").symlink_to(outside)
         return found
@@ -351,13 +352,13 @@ def test_a_link_that_comes_while_an_unfinished_creation_is_removed(
     assert left == {str(each.relative_to(base)) for each in base.rglob("*")}
 
 
-# --- links of the user's --------------------------------------------------------------------------
+# --- the user's own links -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("above", [False, True])
 @pytest.mark.parametrize("name", KINDS)
 def test_the_path_itself_may_be_a_link(name: str, above: bool, bases: Path, tmp_path: Path) -> None:
-    """Or a directory above it."""
+    """A directory above it may be a link, too."""
     shutil.copytree(bases / "whole" / name, tmp_path / "real")
     if above:
         (tmp_path / "link").symlink_to("real")
@@ -404,7 +405,7 @@ def test_a_path_that_is_a_link_to_nothing(name: str, tmp_path: Path) -> None:
             open_storage(path, mode)  # type: ignore[arg-type]
         with pytest.raises(StorageMissing, match="does not exist"):
             KINDS[name](path, mode=mode)  # type: ignore[arg-type]
-    if name == "rows.h5":  # as any program that is told to write to a link
+    if name == "rows.h5":  # as any program that writes to a link
         create(path)
         assert verify(tmp_path / "real").sound
     else:
@@ -424,7 +425,7 @@ def test_a_path_that_is_a_link_to_itself(name: str, tmp_path: Path) -> None:
     assert path.is_symlink()
 
 
-# --- what is swept --------------------------------------------------------------------------------
+# --- leftovers removed ----------------------------------------------------------------------------
 
 
 def test_the_sweep_leaves_what_is_not_ours(bases: Path, tmp_path: Path) -> None:
@@ -439,7 +440,7 @@ def test_the_sweep_leaves_what_is_not_ours(bases: Path, tmp_path: Path) -> None:
     (path / "next" / "zarr.json.tmp").mkdir()
     (path / "next" / "reward" / "c.0.0.__lock").hardlink_to(victim)
     with pytest.raises(CorruptStorage, match="something else took its place"):
-        append(path)  # a directory, where a file is to be made
+        append(path)  # a directory, in place of a new file
     (path / "next" / "zarr.json.tmp").rmdir()
     append(path)
     assert victim.read_bytes() == b"precious"
@@ -449,7 +450,7 @@ def test_the_sweep_leaves_what_is_not_ours(bases: Path, tmp_path: Path) -> None:
 
 
 def test_a_directory_of_others_is_no_place_for_a_storage(tmp_path: Path) -> None:
-    """Be it that it is a link in an empty one."""
+    """A directory that contains only a link counts as another's, too."""
     for name in ("rows", "rows.zarr"):
         path = tmp_path / name
         path.mkdir()

@@ -1,9 +1,9 @@
-"""Power cuts at any moment: what was committed with ``durability="power"`` is there, and right.
+"""Test power cuts at any moment: rows committed with ``durability="power"`` survive intact.
 
-Real storages are written, and disks made of what was recorded, see `power_cuts`. The controls show
-that losses would be found: with syncs left out, and with ``durability="process"``.
+The tests write real storages and build disks from the recorded calls, see `power_cuts`. Control
+tests show that losses would be found: they leave out syncs, or use ``durability="process"``.
 
-``TALLYROLL_POWER_CUTS`` says how many disks in all, 64 by default.
+``TALLYROLL_POWER_CUTS`` sets the total number of disks, 64 by default.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ STEPS = 7
 WIDTH = 128
 RECORD_REPEATS = 1500
 PROVENANCE = {"of": ["any"] * 1500}
-"""So much that a manifest has some pages."""
+"""Large enough that a manifest spans some pages."""
 
 _PLACE = np.arange(WIDTH)
 
 
 def rows_of(numbers: np.ndarray, salt: int = 0) -> dict[Key, np.ndarray]:
-    """The rows of these numbers [count]; another ``salt`` makes others of the same numbers."""
+    """Return the rows of these numbers [count]. Another ``salt`` gives them other contents."""
     return {
         ("wide",): numbers[:, None] * 1000 + _PLACE + 500 * salt,
         ("a", "b", "c"): (3 * numbers + salt).astype(np.int32),
@@ -60,13 +60,13 @@ def rows_of(numbers: np.ndarray, salt: int = 0) -> dict[Key, np.ndarray]:
 
 
 def record_of(head: int, salt: int = 0) -> bytes:
-    """What is committed with row ``head``, of one page or some."""
+    """Return the record committed with row ``head``, of one page or more."""
     return f"{head} {salt}.".encode() * (1 + 397 * head % RECORD_REPEATS)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of storage under test."""
+    """Kind of storage under test."""
 
     kind: type[DiskStorage]
     ring: int | None = None
@@ -86,42 +86,42 @@ CASES = {
 
 @dataclass(frozen=True)
 class Promise:
-    """What must be on a disk after a cut from some moment on."""
+    """Guarantees for a disk after a cut at some moment or later."""
 
     at: int
     head: int
-    """Rows that are promised; -1 where nothing was acknowledged."""
+    """Number of promised rows, -1 if none was acknowledged."""
     record: int
-    """The rows of the record that is promised, -1 for none."""
+    """Number of rows of the promised record, -1 for none."""
     begun: int
-    """Rows whose writing has begun: in a ring they lie over others."""
+    """Number of rows whose writing has begun. In a ring, they overwrite others."""
     salts: tuple[int, ...]
-    """Of all rows whose writing has begun."""
+    """Salts of all rows whose writing has begun."""
     waits: bool
     """Whether all writers so far have waited for the disk."""
     ends: bool
-    """Nothing is looked at from here on: a writer that does not wait for the disk."""
+    """Whether no later moment is checked, because a writer does not wait for the disk."""
 
 
 class Story:
-    """Sessions of one storage, recorded, and what each moment promises.
+    """Recorded sessions of one storage, with the promises of each moment.
 
     Args:
         case: the kind of storage.
-        root: a new directory, to record.
-        durability: of the sessions that promise something.
+        root: a new directory to record.
+        durability: the durability of the sessions that promise something.
     """
 
     def __init__(self, case: Case, root: Path, durability: Durability) -> None:
         root.mkdir()
         self.case, self.durability = case, durability
         self.recorder = Recorder(root)
-        # With directories above that come into being with it.
+        # The storage creates the directories above it, too.
         self.place = Path("some", "where", "rows.h5")
         self.path = root / self.place
         self.promises: list[Promise] = []
         self.marks: list[int] = []
-        """Moments to look at in particular."""
+        """Moments of special interest."""
         self.salts: list[int] = []
         self.begun = 0
         self._head = self._record = -1
@@ -139,7 +139,7 @@ class Story:
         return self.storage.reader.engine
 
     def promise(self, salts: list[int] | None = None, *, ends: bool = False) -> None:
-        """From here on what is committed is promised, while rows of ``salts`` are written."""
+        """Promise all commits from here on, while rows of ``salts`` are written."""
         self.begun = max(self.begun, len(self.salts if salts is None else salts))
         moment, (head, record) = self.recorder.moment, (self._head, self._record)
         known = tuple(self.salts if salts is None else salts)
@@ -166,7 +166,7 @@ class Story:
         return self.storage.writer.durability == self.durability
 
     def extend(self, count: int, *, record: bool = False, salt: int = 0) -> None:
-        """Write rows and commit them, a record with them if wanted."""
+        """Write and commit rows, optionally with a record."""
         start = len(self.salts)
         stop, salts = start + count, [*self.salts, *[salt] * count]
         if self.promising:
@@ -199,14 +199,14 @@ class Story:
     # -- after a cut
 
     def drawn(self, chance: random.Random, least: int) -> Promise:
-        """A random moment with ``least`` rows promised, or -1, and what was promised then."""
+        """Return the promise at a random moment with ``least`` promised rows, or -1."""
         at = chance.choice(self.moments[least])
-        # Of several of one moment the last, which promises the most.
+        # Several promises may share a moment. The last one promises the most.
         return replace([each for each in self.promises if each.at <= at][-1], at=at)
 
     @cached_property
     def moments(self) -> dict[int, list[int]]:
-        """Those that are looked at, by the least number of rows that are promised then."""
+        """The moments to check, by the least number of rows that are promised then."""
         stops = [*(each.at for each in self.promises[1:]), self.recorder.moment + 1]
         spans = [(p, range(p.at, s)) for p, s in zip(self.promises, stops, strict=True)]
         return {
@@ -216,7 +216,7 @@ class Story:
 
 
 def growing(story: Story) -> None:
-    """Created, grown, shown to others, closed, resumed, finalized, resumed."""
+    """Create, extend, show to other libraries, close, resume, finalize and resume a storage."""
     story.create()
     story.extend(3)
     story.extend(20, record=True)
@@ -237,7 +237,7 @@ def growing(story: Story) -> None:
 
 
 def short(story: Story) -> None:
-    """Created, appended to, closed."""
+    """Create, extend and close a storage."""
     story.create()
     story.marks = [0, story.recorder.moment]
     for _ in range(3):
@@ -246,7 +246,7 @@ def short(story: Story) -> None:
 
 
 def after_a_process(story: Story) -> None:
-    """Created and closed with ``durability="process"``, then gone on with."""
+    """Create and close a storage with ``durability="process"``, then continue it."""
     story.create("process")
     story.extend(30, record=True)
     story.close()
@@ -257,7 +257,10 @@ def after_a_process(story: Story) -> None:
 
 
 def after_a_kill(story: Story) -> None:
-    """Created with ``durability="process"`` and killed, grown by another, then gone on with."""
+    """Create a storage with ``durability="process"`` and kill it.
+
+    Another process extends it, and the story continues.
+    """
     story.create("process")
     story.extend(21, record=True)
     story.kill()
@@ -274,7 +277,7 @@ def after_a_kill(story: Story) -> None:
 
 
 def after_an_error(story: Story) -> None:
-    """Commits that failed when rows and record were written; others take their place."""
+    """Fail commits after rows and record were written, and commit others in their place."""
     story.create()
     story.extend(20, record=True)
     fail_to_extend(story, 3)
@@ -288,7 +291,7 @@ def after_an_error(story: Story) -> None:
 
 
 def failing_once(story: Story) -> None:
-    """A commit that failed, and one in its place."""
+    """Fail one commit, and commit others in its place."""
     story.create()
     story.extend(20, record=True)
     fail_to_extend(story, 3)
@@ -297,7 +300,7 @@ def failing_once(story: Story) -> None:
 
 
 def failing_and_killed(story: Story) -> None:
-    """A commit that failed, and one in its place by the next process."""
+    """Fail one commit, and let the next process commit others in its place."""
     story.create()
     story.extend(20, record=True)
     fail_to_extend(story, 3)
@@ -308,7 +311,7 @@ def failing_and_killed(story: Story) -> None:
 
 
 def fail_to_extend(story: Story, count: int) -> None:
-    """Write rows and a record that are not committed, for the disk fails."""
+    """Write rows and a record that are not committed because the disk fails."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(story.engine._format, "sync", _fail)
         with pytest.raises(OSError, match="it failed"):
@@ -320,7 +323,7 @@ def _fail(start: int = 0) -> NoReturn:
 
 
 def loaded(story: Story) -> None:
-    """Brought up to a newer copy, as `ReplayBuffer.loads` does."""
+    """Load a newer copy, as `ReplayBuffer.loads` does."""
     story.create()
     story.extend(25, record=True)
     story.storage.reserve(70)
@@ -331,7 +334,7 @@ def loaded(story: Story) -> None:
         for start in range(0, 60, 30):
             source.extend(rows_of(np.arange(start, start + 30)), ids="fresh")
     ring = story.case.ring
-    # While a ring is copied no row of it is there.
+    # While a ring is loaded, none of its rows are valid.
     story.begun = max(len(story.salts), 60) + (ring or 0)
     story._head, head = (-1, 60) if ring else (25, 60)
     story.promise([0] * 60)
@@ -356,7 +359,7 @@ STORIES: dict[str, Callable[[Story], None]] = {
 
 @contextlib.contextmanager
 def told(case: str, name: str, folder: Path, durability: Durability = "power") -> Iterator[Story]:
-    """A story of `STORIES`, told by a kind of storage."""
+    """Run a story of `STORIES` with one kind of storage."""
     story = Story(CASES[case], folder / f"{case}-{name}", durability)
     with contextlib.closing(story.recorder):
         with story.recorder.recording():
@@ -369,18 +372,18 @@ def told(case: str, name: str, folder: Path, durability: Durability = "power") -
 
 @dataclass
 class Found:
-    """What was found on disks after power cuts."""
+    """Findings on disks after power cuts."""
 
     wrong: list[str]
-    """What is not as promised, one sentence a disk."""
+    """Broken promises, one sentence per disk."""
     said: Counter[str]
-    """What `verify` says, and how often."""
+    """Messages of `verify`, with their counts."""
 
 
 def after_cuts(
     story: Story, folder: Path, cuts: int, heeds: Syncs = Syncs.ALL, *, least: int = -1
 ) -> Found:
-    """Look at disks that heed some syncs, after so many cuts with ``least`` rows promised."""
+    """Check disks after this many cuts with ``least`` promised rows. Disks may ignore syncs."""
     found = Found([], Counter())
     for number in range(cuts):
         chance = random.Random(f"{story.path.parts[-4]} {number}")
@@ -398,14 +401,14 @@ def after_cuts(
 
 @dataclass
 class _Look:
-    """Opens a storage after a cut: to read, to append, to read again."""
+    """Opens a storage after a cut: to read, to append, and to read again."""
 
     case: Case
     promise: Promise
     said: Counter[str]
 
     def at(self, path: Path) -> str | None:
-        """What is not as promised, None if nothing is."""
+        """Return the broken promise, or None if all are kept."""
         promise, kind = self.promise, self.case.kind
         nothing = promise.head < 0
         try:
@@ -430,7 +433,7 @@ class _Look:
         report = verify(path)
         self.said["sound" if report.sound else "not sound"] += 1
         self.said.update(f"{each.check}: {each.message[:80]}" for each in report.findings)
-        # A record may be torn that was never acknowledged.
+        # A record may be torn if it was never acknowledged.
         wrong = [str(each) for each in report.findings if each.check != "record"]
         return f"verify says {wrong}" if wrong and self.promise.waits else None
 
@@ -460,7 +463,7 @@ class _Look:
 
 
 def wrong_in(storage: DiskStorage, promise: Promise) -> str | None:
-    """What of the rows and the record is not as promised."""
+    """Return the broken promise about the rows or the record, or None."""
     span, head = storage.span, max(promise.head, 0)
     first = max(0, promise.begun - storage.ring) if storage.ring else 0
     if not head <= span.stop <= len(promise.salts) or span.start > max(first, 0):
@@ -482,7 +485,7 @@ def wrong_in(storage: DiskStorage, promise: Promise) -> str | None:
 
 @pytest.fixture(autouse=True)
 def small_and_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of growth and chunks of few pages, and no waiting for the disk under the tests."""
+    """Use growth steps and chunks of a few pages, and do not wait for the disk below the tests."""
     monkeypatch.setattr(mapped_space, "_FIRST_ROOM_NBYTES", 2**13)
     monkeypatch.setattr(zarr_metadata, "_KIB", 32)
     for name in ("fsync", "fdatasync"):
@@ -508,7 +511,7 @@ def test_a_closed_storage_is_on_the_disk_whole(case: str, tmp_path: Path) -> Non
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """What is below a folder, but for lock files, and for the inode that a header names."""
+    """Return the files below a folder, without lock files and without the inode in a header."""
     files = [file for file in folder.rglob("*") if file.is_file() and "lock" not in file.name]
     found = {str(file.relative_to(folder)): file.read_bytes() for file in files}
     for name, content in found.items():
@@ -530,7 +533,7 @@ def test_a_storage_that_is_being_created(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["failing_once", "failing_and_killed"])
 def test_no_record_of_rows_that_were_not_committed(name: str, tmp_path: Path) -> None:
     with told("memmap", name, tmp_path) as story:
-        # Head is written, and what was forgotten before it may be there again.
+        # The head is written, and earlier discarded data may be back on the disk.
         story.moments = {-1: [story.marks[0] - 1]}
         found = after_cuts(story, tmp_path, 40)
     assert not found.wrong, "\n".join(found.wrong)

@@ -1,4 +1,4 @@
-"""Numbers of which NumPy would warn are rows like others: here warnings are errors."""
+"""Test numbers that make NumPy warn. They are ordinary rows, and warnings are errors here."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +32,7 @@ from tallyroll.storage import (
 from tallyroll.storage.ext.sampling.priorities import moved
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 
-# NaNs that no computation makes: the highest bit of their fraction is not set.
+# NaNs that no computation makes: the highest bit of the fraction is not set.
 SIGNALLING = {
     torch.float16: np.array([0x7D01], np.uint16),
     torch.bfloat16: np.array([0x7F81], np.uint16),
@@ -74,7 +74,7 @@ def test_whatever_looks_at_rows(tmp_path: Path, numbers: Callable[..., torch.Ten
 
 
 class Signs(gymnasium.Env[Any, Any]):
-    """Rewards that are infinite, of both signs in each episode of five steps."""
+    """Rewards that are infinite, with both signs in each episode of five steps."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -113,7 +113,7 @@ def test_returns_with_reset_slots(surplus: Any) -> None:
 
 
 class Opposed(EnvBase):
-    """Two objectives, whose rewards are infinite and of other signs; 4 lanes."""
+    """Two objectives with infinite rewards of opposite signs, in 4 lanes."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(batch_size=[4])
@@ -183,7 +183,10 @@ STRANGE = {
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (1, 3)])
 @pytest.mark.parametrize("name", STRANGE)
 def test_values_of_environments_on_every_processor(name: str, shape: tuple[int, ...]) -> None:
-    """Flags that NumPy looks at are raised by some kernels of a BLAS only, so all of them raise."""
+    """Some BLAS kernels raise floating-point flags that NumPy checks.
+
+    This test raises all of them.
+    """
     value = with_one(STRANGE[name], np.float64).reshape(shape)
     row, narrow = np.zeros(shape, np.float32), np.isfinite(value) & (np.abs(value) > 1e39)
     with np.errstate(all="raise"):
@@ -236,7 +239,7 @@ def test_returns_that_have_no_mean(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_priorities_far_apart() -> None:
-    """Their quotients are beyond float32."""
+    """Their quotients exceed float32."""
     with MemmapStorage() as storage:
         storage.extend(trajectory_rows(0, 12, steps=4))
         sampler = PrioritizedSampler(storage, alpha=1, beta=1, eps=1e-30)
@@ -244,7 +247,7 @@ def test_priorities_far_apart() -> None:
             sampler.update_priority(torch.arange(2), torch.tensor([1e38, 1e-30]))
             weights = sampler.sample(200)["priority_weight"]
             assert weights.isfinite().all()
-            # With alpha=0.1 this leaf is that of 1e380.
+            # With alpha=0.1, this leaf is that of 1e380.
             with pytest.raises(ValueError, match="priorities are numbers from 0 on, got inf"):
                 moved(np.array([1e38], np.float32), (0.1, 0.0), (1.0, 0.0))
 

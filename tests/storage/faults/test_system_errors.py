@@ -1,7 +1,7 @@
-"""What the system refuses: a failing disk, files that are gone, permissions, a writer that closes.
+"""Test refusals of the system: failing disks, missing files, permissions, a writer that closes.
 
-Whatever call fails, and whenever: an error of ours, committed rows stay, and the storage can be
-used on or says that it is closed. `TALLYROLL_DISK_ERRORS` times as many calls are made to fail.
+Any failing call raises a Tallyroll error and leaves committed rows intact. The storage remains
+usable or reports that it is closed. `TALLYROLL_DISK_ERRORS` multiplies the number of failing calls.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ MORE = int(os.environ.get("TALLYROLL_DISK_ERRORS", "1"))
 TRIALS = 2
 SECONDS = 1.0 * min(MORE, 30)
 PLACES = 3
-WIDE = 2048  # float64: such rows go through the files, as large ones do
+WIDE = 2048  # float64: rows this wide go through the files
 
 OURS = str(Path(tallyroll.storage.__file__).parent)
 CALLS = {
@@ -94,11 +94,11 @@ def rows(first: int, count: int) -> dict[tuple[str, ...], np.ndarray]:
 
 
 class FailingDisk:
-    """Makes some of the calls to the system fail that the storage makes while it is `failing`."""
+    """Makes system calls fail that the storage makes during `failing`."""
 
     def __init__(self, patch: pytest.MonkeyPatch, code: int = errno.EIO) -> None:
         self.made: list[tuple[str, ...]] = []
-        """The calls in turn: name, and the places in the storage's code that it came from."""
+        """The calls in order: their names, and the places in the storage's code that made them."""
         self._fail_at, self._code, self._on = range(0), code, False
         for module, names in CALLS.items():
             for name in names:
@@ -118,7 +118,7 @@ class FailingDisk:
             if frame.f_code.co_filename.startswith(OURS):
                 where.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
             frame = frame.f_back
-        if not where:  # it is none of the storage's
+        if not where:  # another library made the call
             return
         self.made.append((name, *where))
         if len(self.made) - 1 in self._fail_at:
@@ -127,7 +127,7 @@ class FailingDisk:
     def _wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **options: Any) -> Any:
             if name == "close":
-                call(*args, **options)  # it closes, as Linux does, whatever it says then
+                call(*args, **options)  # Linux closes the file even if it reports an error
                 return self._call(name)
             self._call(name)
             return call(*args, **options)
@@ -159,7 +159,7 @@ class FailingDisk:
 
     @contextmanager
     def failing(self, at: range) -> Iterator[None]:
-        """Within it calls with these numbers fail."""
+        """Let the calls with these numbers fail within the context."""
         self.made, self._fail_at, self._on = [], at, True
         try:
             yield
@@ -171,7 +171,7 @@ def stored(storage: DiskStorage) -> list[int]:
     return [int(n) for n in storage.get(np.arange(len(storage)))["x"]]
 
 
-# What is done while calls fail: a storage at a path, its number of rows, and what it does.
+# Jobs during which calls fail: each acts on a storage at a path and yields its number of rows.
 
 
 def creating(kind: type[DiskStorage], path: Path, options: dict[str, Any]) -> Iterator[int]:
@@ -219,7 +219,7 @@ JOBS = {each.__name__: each for each in (creating, appending, reserving, finaliz
 
 
 def do(job: Callable[..., Iterator[int]], *args: Any) -> tuple[int, Exception | None]:
-    """The rows that are committed for sure, and what ended the job."""
+    """Return the number of rows that are certainly committed, and the error that ended the job."""
     found = [-1]
     try:
         found.extend(job(*args))
@@ -229,7 +229,7 @@ def do(job: Callable[..., Iterator[int]], *args: Any) -> tuple[int, Exception | 
 
 
 def sites(calls: list[tuple[str, ...]], seed: str) -> list[int]:
-    """The numbers of calls, one for each place that makes some, in an order by chance."""
+    """Return the numbers of calls in random order, one for each place that makes calls."""
     draw = random.Random(seed)
     by_place: dict[tuple[str, ...], list[int]] = {}
     for number, call in enumerate(calls):
@@ -241,7 +241,7 @@ def sites(calls: list[tuple[str, ...]], seed: str) -> list[int]:
 
 def opened_since(before: set[str]) -> set[str]:
     if left := descriptors() - before:
-        gc.collect()  # errors hold frames, and these files
+        gc.collect()  # errors hold frames, and frames hold these files
         left = descriptors() - before
     return {name for name in left if "rows.h5" in name}
 
@@ -251,7 +251,10 @@ def opened_since(before: set[str]) -> set[str]:
 def test_any_call_may_fail(
     name: str, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, or from then on. Afterwards the disk is well again, all is there, nothing is open."""
+    """A call fails once, or all calls fail from then on.
+
+    When the disk works again, all rows exist and no file is left open.
+    """
     kind, options = KINDS[name]
     disk = FailingDisk(monkeypatch)
     numbers = itertools.count()
@@ -286,7 +289,7 @@ def test_any_call_may_fail(
                     after.add_note("after:\n" + "".join(traceback.format_exception(error)))
                 after.add_note(f"call {at}: {disk.made[at] if at < len(disk.made) else calls[at]}")
                 bad.append("".join(traceback.format_exception(after)))
-            error = None  # it holds frames, and what they opened
+            error = None  # it holds frames, and the files that they opened
             if left := opened_since(opened):
                 bad.append(f"call {at}: {calls[at]}: these are left open: {sorted(left)}")
                 opened |= left
@@ -295,7 +298,7 @@ def test_any_call_may_fail(
 
 
 def there(kind: type[DiskStorage], path: Path, options: dict[str, Any], least: int) -> None:
-    """What is at the path holds at least so many rows, and takes more."""
+    """Check that the storage has at least this many rows and accepts more."""
     if not kind._format_class(path).stands():
         assert not least
         with kind(path, **options) as storage:
@@ -309,7 +312,7 @@ def there(kind: type[DiskStorage], path: Path, options: dict[str, Any], least: i
     assert report.sound, report.findings
 
 
-# --- the same storage goes on, or says that it is closed ------------------------------------------
+# --- the storage continues, or reports that it is closed ------------------------------------------
 
 
 def extend(storage: DiskStorage) -> None:
@@ -350,7 +353,10 @@ STEPS = (extend, reserve_more, flush, another_run, finish, close, get)
 def test_after_an_error(
     name: str, step: Callable[[DiskStorage], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is used on, and loses and doubles nothing; or it is closed, and can be opened again."""
+    """The storage remains usable without lost or repeated rows.
+
+    Otherwise, it is closed and can be opened again.
+    """
     kind, options = KINDS[name]
     disk = FailingDisk(monkeypatch)
 
@@ -421,7 +427,7 @@ def test_an_error_may_name_a_descriptor_or_bytes(number: int, name: Any) -> None
 
 
 def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
-    """It was none when the format was told by what is there."""
+    """A pipe may replace the file after its format was detected."""
     path, files = tmp_path / "rows.h5", len(os.listdir("/proc/self/fd"))
     os.mkfifo(path)
     with pytest.raises(OSError, match="it is no file"):
@@ -449,7 +455,7 @@ def test_a_file_that_cannot_be_looked_at_is_closed(
 def test_a_disk_that_fails_for_good_while_hdf5_is_made_larger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the file cannot be opened again either, the storage is closed: all this is told."""
+    """The storage is closed if the file cannot be reopened, and the error reports all of it."""
     disk = FailingDisk(monkeypatch)
 
     def opened(number: int) -> DiskStorage:
@@ -475,13 +481,13 @@ def test_a_disk_that_fails_for_good_while_hdf5_is_made_larger(
     assert closed > 0
 
 
-# --- readers beside a writer ----------------------------------------------------------------------
+# --- readers with a concurrent writer -------------------------------------------------------------
 
 
 def test_a_writer_that_closes_while_a_reader_maps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files become shorter between the look at their sizes and the map."""
+    """The files shrink after the reader gets their sizes and before it maps them."""
     path, map_column = tmp_path / "rows", memmap._map_column
     writer = MemmapStorage(path)
     writer.extend(rows(0, 10))
@@ -512,7 +518,7 @@ def test_files_that_always_become_shorter(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("name", ["memmap", "hdf5", "zarr"])
 def test_readers_open_while_a_writer_opens_grows_and_closes(name: str, tmp_path: Path) -> None:
-    """In earnest: a child writes for a second or two, and its rows are read all the while."""
+    """A child process writes for a second or two, while the test reads its rows."""
     kind, _ = KINDS[name]
     path = tmp_path / "rows.h5"
     with kind(path, capacity=2000) as storage:
@@ -551,7 +557,7 @@ def test_readers_open_while_a_writer_opens_grows_and_closes(name: str, tmp_path:
 
 @pytest.fixture
 def open_place() -> Iterator[Path]:
-    """A directory that others may go into, which pytest's are not."""
+    """Directory that other users may enter, unlike pytest's."""
     with tempfile.TemporaryDirectory(prefix="tallyroll-") as place:
         os.chmod(place, 0o755)
         yield Path(place)
@@ -560,7 +566,7 @@ def open_place() -> Iterator[Path]:
 @pytest.mark.parametrize("mode", [0o000, 0o444, 0o111])
 @pytest.mark.parametrize("name", ["rows", "rows.h5", "rows.zarr"])
 def test_files_that_may_not_be_read(name: str, mode: int, open_place: Path) -> None:
-    """The storage, the directory that it is in, or each of its files in turn."""
+    """The unreadable object is the storage, its parent directory, or each of its files in turn."""
     path = open_place / "above" / name
     path.parent.mkdir(mode=0o755)
     collect(path)
@@ -577,7 +583,7 @@ def test_files_that_may_not_be_read(name: str, mode: int, open_place: Path) -> N
         with pytest.raises(StorageError, match=r"[Pp]ermission denied"):
             open_storage(path)
 
-    # Not root, who may read all.
+    # Root can read every file.
     user = 0 if os.getuid() else 65534
     files = everything[2:]
     random.Random(f"{name} {mode}").shuffle(files)
@@ -593,7 +599,7 @@ def test_files_that_may_not_be_read(name: str, mode: int, open_place: Path) -> N
     assert verify(path).sound
 
 
-# --- files that are gone --------------------------------------------------------------------------
+# --- missing files --------------------------------------------------------------------------------
 
 
 def delete(path: Path) -> None:
@@ -627,7 +633,7 @@ def test_a_storage_that_goes_while_it_is_open(
     until = time.monotonic() + 5
 
     def write_on() -> None:
-        while time.monotonic() < until:  # it looks now and then
+        while time.monotonic() < until:  # the writer checks from time to time
             if writer.head < 30:
                 writer.extend(rows(writer.head, 1))
             writer.flush()
@@ -714,7 +720,10 @@ def test_a_storage_that_goes_while_the_command_collects(
 def test_the_command_line_says_it_in_a_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """inspect: exit status 1. verify: 2 where it could not be checked, 1 where it is unsound."""
+    """`inspect` exits with 1.
+
+    `verify` exits with 2 if it could not check a storage, and with 1 if the storage is unsound.
+    """
     kind, options = KINDS[name]
     disk = FailingDisk(monkeypatch)
     with kind(tmp_path / "rows.h5", **options) as storage:

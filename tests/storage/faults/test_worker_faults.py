@@ -1,4 +1,4 @@
-"""Each way a worker can fail, in a real process: who hears of it, when, and what stays."""
+"""Test each way a worker can fail, in a real process: who gets the error, when, and what stays."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ __all__ = ["no_process_left", "warm_server"]
 
 MODES = ["sync", "async"]
 TIMEOUT = 0.7
-"""For one step, in the tests of steps that hang."""
+"""Limit in seconds for one step, in tests of steps that hang."""
 RESPAWN: dict[str, Any] = {
     "on_worker_death": "respawn",
     "max_respawns": 100,
     "step_timeout": TIMEOUT,
 }
 AT_ONCE = 5.0
-"""A second on a quiet machine; this one may be busy."""
+"""Limit in seconds on a busy machine. On a quiet one, a second is enough."""
 
 
 def one_fault(folder: Path, fault: Fault, mode: str, **kwargs: Any) -> tuple[Ended, Faults]:
-    """Two workers of two lanes, of which one fails; the run is for 400 transitions."""
+    """Run two workers of two lanes for 400 transitions, one of which fails."""
     faults = Faults(folder, [fault])
     limit = "start_timeout" if fault.where == "factory" else "step_timeout"
     if fault.how in HANGS:
@@ -79,14 +79,17 @@ def one_fault(folder: Path, fault: Fault, mode: str, **kwargs: Any) -> tuple[End
 
 
 def seconds_to_hear(ended: Ended, faults: Faults) -> float:
-    """From the fault, or from the end of the time given to it, to the error."""
+    """Return the seconds from the fault to the error.
+
+    For a hang, count from the end of the timeout.
+    """
     assert isinstance(ended.error, WorkerError), ended.error
     seconds = ended.at - faults.fell
     return measured("heard", seconds - TIMEOUT * isinstance(ended.error, WorkerHung))
 
 
 def check_facts(error: WorkerError, faults: Faults, fault: Fault) -> None:
-    """Which worker, lanes, seeds, action, exit status or original exception."""
+    """Check the error's worker, lanes, seeds, action, and exit status or original exception."""
     assert (error.worker, error.lanes) == (1, range(2, 4))
     in_vector = fault.how == "raise" and fault.where in ("step", "reset")
     assert error.lane == (fault.lane if in_vector else None)
@@ -146,7 +149,7 @@ def test_a_worker_fails_in_the_middle(where: Where, how: How, mode: str, tmp_pat
 def check_stored(
     folder: Path, faults: Faults, collector: MultiprocessCollector, *, gaps: bool = False
 ) -> list[int]:
-    """All that is stored is right, and is what was counted; the lives that each lane has had."""
+    """Check that stored rows are right and counted. Return the number of lives of each lane."""
     with open_storage(folder / "data") as storage:
         rows = storage.get(slice(0, storage.head))
         check_ledger(collector.ledger, rows, faults, 4)
@@ -230,12 +233,12 @@ def test_a_module_fails_when_a_worker_imports_it(
         assert f'{name}.py", line 6, in <module>' in ended.error.worker_traceback
 
 
-# --- what spawn changes ---------------------------------------------------------------------------
+# --- differences of spawn -------------------------------------------------------------------------
 
 
 @pytest.fixture
 def signalled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """Processes that are killed, and whether the number was still theirs."""
+    """Record killed processes, and whether each pid still existed."""
     found = []
     kill = processes.kill_group
 
@@ -269,7 +272,7 @@ def test_spawned_workers_fail_alike(
         assert ended.collector is not None
         assert ended.collector.ledger.stored > 20
         check_stored(tmp_path, faults, ended.collector)
-    # The number of a process that was waited for may be another's.
+    # After a process was reaped, another process may have its number.
     assert all(there for _, there in signalled), "a process that is gone was signalled"
 
 
@@ -304,11 +307,11 @@ def test_a_spawned_worker_is_replaced(tmp_path: Path, signalled: list[tuple[int,
     assert all(there for _, there in signalled)
 
 
-# --- others take their places ---------------------------------------------------------------------
+# --- replaced workers -----------------------------------------------------------------------------
 
 
 def planned(chance: random.Random, kind: str) -> list[Fault]:
-    """Faults of many ways in `step`, and some elsewhere, at random points."""
+    """Return faults of many kinds in `step`, and some elsewhere, at random points."""
     lanes = [0, 2] if kind == "torchrl" else [0, 1, 2, 3]
     quick = [how for how in FAULTS if how not in HANGS]
 
@@ -318,7 +321,7 @@ def planned(chance: random.Random, kind: str) -> list[Fault]:
     found = some("step", [*quick, chance.choice(HANGS)], lanes, 40)
     found += some("policy", ["raise", "kill"], [0, 2], 40)
     found += some("reset", ["raise", "exit"], lanes, 9)
-    # These fail while they take the place of one that failed.
+    # These fail while they replace a failed worker.
     found += some("factory", ["raise", "kill"], [0, 2], 3)
     return list({(each.where, each.lane, each.count): each for each in found}.values())
 
@@ -360,7 +363,7 @@ def test_every_fault_at_random_points_and_the_run_ends_at_n(
     happened = [
         each for each in faults.planned if faults.counted(each.where, each.lane) >= each.count
     ]
-    # One that happened when all was there has changed nothing; others go on while one gets ready.
+    # A fault after the last row has no effect. Other workers continue while a replacement starts.
     assert len(happened) - (4 if mode == "async" else 2) <= ledger.respawned <= len(happened)
     assert ledger.respawned >= (2 if mode == "async" else 6), "too few faults were met"
     assert ledger.incarnation == ledger.respawned
@@ -388,14 +391,14 @@ def test_a_budget_of_episodes_is_met_exactly(mode: str, tmp_path: Path) -> None:
     ledger = ended.collector.ledger
     assert ledger.episodes_complete == 60
     assert len(ended.collector.episodes) == 60
-    # Others go on while one gets ready, and may be done before its next fault.
+    # Others continue while one starts, and may finish before its next fault.
     assert ledger.respawned >= (2 if mode == "async" else 6)
     check_stored(tmp_path, faults, ended.collector, gaps=mode == "async")
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_lost_and_cut_rows_are_counted(mode: str, tmp_path: Path) -> None:
-    """Two lanes a worker, five slots a batch; the worker dies in its eighth slot."""
+    """Each worker has two lanes, and a batch has five slots. The worker dies in its eighth slot."""
     faults = Faults(tmp_path, [Fault("step", "kill", 2, 8)])
     options = {"lengths": (1000,), "autoreset": AutoresetMode.DISABLED, "slow": 0.01}
     ended = run(
@@ -411,11 +414,11 @@ def test_lost_and_cut_rows_are_counted(mode: str, tmp_path: Path) -> None:
     counts = {
         name: ledger.counts()[name] for name in ("stored", "lost", "respawned", "incarnation")
     }
-    # The slots six and seven of its two lanes: the five before were delivered.
+    # Lost are slots six and seven of its two lanes. The five slots before were delivered.
     assert counts == {"stored": 100, "lost": 4, "respawned": 1, "incarnation": 1}
     with open_storage(tmp_path / "data") as storage:
         trajectories = len(np.unique(storage.get(slice(0, 100))["collector", "traj_ids"]))
-    # Two when it died, four at the end: out of step the others may be done before it is replaced.
+    # Two at its death, four at the end. In async mode, the others may finish before it is replaced.
     assert trajectories == 6 or (mode == "async" and trajectories == 4)
     assert ledger.episodes_cut == trajectories
     assert ledger.episodes_complete == 0
@@ -423,7 +426,7 @@ def test_lost_and_cut_rows_are_counted(mode: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_complete_rows_are_stored_before_it_raises(mode: str, tmp_path: Path) -> None:
-    """In the middle of the first batch."""
+    """The worker fails in the middle of the first batch."""
     faults = Faults(tmp_path, [Fault("step", "kill", 2, 900)])
     endless = {"lengths": (10_000,), "autoreset": AutoresetMode.DISABLED}
     ended = run(
@@ -437,10 +440,10 @@ def test_complete_rows_are_stored_before_it_raises(mode: str, tmp_path: Path) ->
     assert ended.collector is not None
     ledger = ended.collector.ledger
     ledger.check()
-    if mode == "sync":  # all slots that both completed
+    if mode == "sync":  # all slots that both workers completed
         assert 100 < ledger.stored <= 4 * 899
         assert ledger.stored % 4 == 0
-    else:  # all that the other one completed
+    else:  # all slots that the other worker completed
         assert ledger.stored > 100
         assert (ledger.discarded, ledger.lost) == (0, 2 * 899)
     with open_storage(tmp_path / "data") as storage:
@@ -455,7 +458,7 @@ def test_more_deaths_than_max_respawns(mode: str, tmp_path: Path) -> None:
         factories(faults, 4, 2, slow=0.002),
         mode=mode,
         frames_per_batch=10,
-        total_frames=100_000,  # in async mode the other one goes on meanwhile
+        total_frames=100_000,  # in async mode, the other worker continues meanwhile
         storage=tmp_path / "data",
         on_worker_death="respawn",
         max_respawns=2,
@@ -479,7 +482,7 @@ def test_with_max_respawns_0_nobody_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_bug_that_is_in_every_start_ends_the_run(tmp_path: Path) -> None:
-    """A worker that cannot be replaced, for its replacements fail too."""
+    """The worker cannot be replaced because its replacements fail, too."""
     always = [Fault("factory", "raise", 2, count) for count in range(2, 20)]
     faults = Faults(tmp_path, [Fault("step", "kill", 2, 5), *always])
     ended = run(
@@ -495,7 +498,7 @@ def test_a_bug_that_is_in_every_start_ends_the_run(tmp_path: Path) -> None:
     assert ended.collector.ledger.respawned == 3
 
 
-# --- deaths that nobody waits for -----------------------------------------------------------------
+# --- deaths while no call waits -------------------------------------------------------------------
 
 
 @each_pair(victims=[1, 2], mode=MODES, death=["raise", "respawn"])
@@ -535,7 +538,7 @@ def test_killed_between_two_batches(
     lives = check_stored(tmp_path, faults, collector)
     if death == "respawn":
         wanted = [2, 2, *([2, 2] if victims == 2 else [1, 1])]
-        # In async mode the others may make all that is left before one is ready.
+        # In async mode, the others may collect all remaining rows before a replacement is ready.
         assert lives == wanted or (mode == "async" and all(np.less_equal(lives, wanted)))
 
 
@@ -564,7 +567,10 @@ def test_a_worker_that_hangs_keeps_nobody_from_ending(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["raise", "kill", "sleep"])
 def test_a_process_of_the_environment_fails(how: How, tmp_path: Path) -> None:
-    """Gymnasium waits for ever for a process that is gone: to us that is a step that hangs."""
+    """Gymnasium waits forever for a dead process.
+
+    The collector treats it as a step that hangs.
+    """
     ended, faults = one_fault(
         tmp_path,
         Fault("step", how, 3, 30),
@@ -576,7 +582,7 @@ def test_a_process_of_the_environment_fails(how: How, tmp_path: Path) -> None:
     assert ended.error is None, ended.error
     assert ended.collector is not None
     assert ended.collector.ledger.respawned == 1
-    # The other one may make all that is left before this one is ready again.
+    # The other worker may collect all remaining rows before this one is ready again.
     assert check_stored(tmp_path, faults, ended.collector) in ([1, 1, 2, 2], [1, 1, 1, 1])
 
 
@@ -593,11 +599,11 @@ def test_an_environment_that_cannot_be_closed(how: How, tmp_path: Path) -> None:
     check_stored(tmp_path, faults, ended.collector)
 
 
-# --- what is left ---------------------------------------------------------------------------------
+# --- leaks ----------------------------------------------------------------------------------------
 
 
 def counted() -> dict[str, Any]:
-    """What a process has that could leak."""
+    """Count the resources of a process that could leak."""
     me = psutil.Process()
     maps = Path("/proc/self/maps").read_text()
     return {
@@ -632,7 +638,7 @@ def test_ten_collectors_leave_nothing(tmp_path: Path) -> None:
             on_worker_death=death,
         )
 
-    one(-1, None)  # what is made once and kept
+    one(-1, None)  # fill the caches that stay
     one(-2, "kill")
     gc.collect()
     before = counted()

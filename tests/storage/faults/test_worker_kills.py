@@ -1,6 +1,6 @@
-"""Ends of all kinds, at any moment: nothing is left running, what was committed is right.
+"""Test every way to end a process at any moment: no process stays, and committed rows are right.
 
-``TALLYROLL_KILLS`` says how many workers, and how many parents, are killed at random: 24 each by
+``TALLYROLL_KILLS`` sets how many workers and how many parents are killed at random: 24 each by
 default.
 """
 
@@ -74,7 +74,7 @@ SUFFIXES = ["", ".h5", ".zarr"]
 
 
 class Killer(threading.Thread):
-    """Kills workers of a collector, one or all, while it collects; some before they are ready."""
+    """Kills one or all workers of a collector while it collects, or before they are ready."""
 
     def __init__(self, collector: MultiprocessCollector, seed: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Killer(threading.Thread):
         self.stopped = threading.Event()
 
     def run(self) -> None:
-        """Until it has killed enough, or is told to stop."""
+        """Kill workers until enough are dead or until stopped."""
         while self.killed < KILLS_A_RUN and not self.stopped.is_set():
             stored = self.collector.ledger.stored
             soon = self.killed and self.chance.random() < 0.25
@@ -97,7 +97,7 @@ class Killer(threading.Thread):
 
 
 def killed(pid: int) -> bool:
-    """Kill a worker, if it is one (still)."""
+    """Kill a process if it is still a worker. Return whether it was."""
     try:
         if psutil.Process(pid).ppid() != SERVER._forkserver_pid:
             return False
@@ -108,14 +108,14 @@ def killed(pid: int) -> bool:
 
 
 def opened(data: Path, durability: Durability) -> DiskStorage:
-    """The storage at a path, which is created where it is not there."""
+    """Open the storage at a path, or create it if it is missing."""
     mode: Mode = "append" if is_there(data) else "create"
     capacity = {"capacity": FRAMES} if data.suffix == ".h5" and mode == "create" else {}
     return storage_class(data)(data, mode=mode, durability=durability, **capacity)
 
 
 def with_kills(folder: Path, number: int) -> int:
-    """One run whose workers are killed; returns how many were."""
+    """Run a collector whose workers are killed. Return the number of kills."""
     chance = random.Random(number)
     frames, at_random = chance.randint(700, 900), chance.choice([0, 150])
     faults, policy = Faults(folder), Versioned()
@@ -182,11 +182,11 @@ def test_workers_killed_at_random_points(tmp_path: Path) -> None:
 
 FRAMES = 1000
 EPISODES = 100
-"""About as many transitions."""
+"""Number of episodes with about as many transitions as `FRAMES`."""
 
 
 def is_there(path: Path) -> bool:
-    """A storage whose creation was finished."""
+    """Return whether a storage exists whose creation was completed."""
     try:
         open_storage(path).close()
     except (NotAStorage, StorageMissing):
@@ -197,7 +197,7 @@ def is_there(path: Path) -> bool:
 def go_on(
     folder: Path, data: Path, workers: int, durability: Durability = "process", **options: Any
 ) -> None:
-    """Collect, or go on collecting, to the end; now and then a worker fails, and is replaced."""
+    """Start or resume collecting, and run to the end. Some workers fail and are replaced."""
     resume = is_there(data)
     planned = [Fault("step", "exit", lane, count) for lane in (0, 2) for count in (50, 120, 200)]
     with (
@@ -216,7 +216,7 @@ def go_on(
 
 
 def look(data: Path, *, gaps: bool = False) -> int:
-    """Rows committed, after checking them."""
+    """Check the committed rows and return their number."""
     if not is_there(data):
         return 0
     with open_storage(data) as storage:
@@ -226,15 +226,15 @@ def look(data: Path, *, gaps: bool = False) -> int:
 
 
 def chain(folder: Path, number: int, full: float) -> list[int]:
-    """Kill a run again and again, then let it end; the rows that were there after each kill."""
+    """Kill a run again and again, then let it end. Return the number of rows after each kill."""
     chance = random.Random(number)
     suffix = SUFFIXES[number % 3]
     data = folder / f"data{suffix}"
-    episodes = suffix != ".h5" and chance.random() < 0.3  # nobody knows how many rows they have
+    episodes = suffix != ".h5" and chance.random() < 0.3  # their number of rows is unknown
     heads = [0]
 
     def start() -> Parent:
-        # Another number of workers, another mode: the lanes are the same.
+        # The number of workers and the mode may change, but the lanes are the same.
         options = {
             "workers": chance.randint(1, 3),
             "mode": chance.choice(["sync", "async"]),
@@ -259,7 +259,7 @@ def chain(folder: Path, number: int, full: float) -> list[int]:
 
 
 def check_last_record(data: Path, rows: int, episodes: bool) -> None:
-    """The ledger that a run left behind balances, and the budget was met exactly."""
+    """Check that the last ledger of the run balances and that the budget was met exactly."""
     with open_storage(data) as storage:
         assert storage.record is not None
         ledger = Ledger()
@@ -291,13 +291,13 @@ def test_parents_killed_at_random_points(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*/tmp/*")), "temporary files are left"
 
 
-# --- other ends of a parent -----------------------------------------------------------------------
+# --- other ways a parent can end ------------------------------------------------------------------
 
 
 def collector_of(
     folder: Path, planned: Sequence[Fault] = (), **options: Any
 ) -> MultiprocessCollector:
-    """It would collect for minutes, with environments that have processes of their own."""
+    """Return a collector that would run for minutes, with environments that start processes."""
     made = {"kind": options.pop("kind", "async"), "slow": 0.001}
     options = {"mp_start_method": "forkserver", "frames_per_batch": 8} | options
     return MultiprocessCollector(
@@ -309,7 +309,7 @@ def collector_of(
 
 
 def batches_of(folder: Path, collector: MultiprocessCollector) -> Iterator[int]:
-    """Numbers of batches; the file `under-way` appears after the fifth."""
+    """Yield the numbers of batches. Create the file `under-way` after the fifth."""
     for number, _ in enumerate(collector):
         if number == 5:
             (folder / "under-way").touch()
@@ -317,21 +317,21 @@ def batches_of(folder: Path, collector: MultiprocessCollector) -> Iterator[int]:
 
 
 def goes_on(folder: Path, planned: Sequence[Fault] = (), **options: Any) -> None:
-    """Until it is ended."""
+    """Collect until the process is ended."""
     with collector_of(folder, planned, **options) as collector:
         for _ in batches_of(folder, collector):
             pass
 
 
 def never_shuts_down(folder: Path, **options: Any) -> None:
-    """An error in the consumer's loop."""
+    """Raise an error in the consumer's loop without a shutdown."""
     for number in batches_of(folder, collector_of(folder, **options)):
         if number == 9:
             raise Sabotage("in the loop")
 
 
 def shuts_down(folder: Path, **options: Any) -> None:
-    """The same under `with`."""
+    """Raise an error in the consumer's loop under `with`."""
     with collector_of(folder, **options) as collector:
         for number in batches_of(folder, collector):
             if number == 9:
@@ -339,11 +339,11 @@ def shuts_down(folder: Path, **options: Any) -> None:
 
 
 _kept: list[MultiprocessCollector] = []
-"""As a script's global variables are, until the interpreter ends."""
+"""Global variable that keeps collectors alive until the interpreter exits, as in a script."""
 
 
 def exits(folder: Path, **options: Any) -> None:
-    """In the loop."""
+    """Exit in the loop."""
     _kept.append(collector_of(folder, **options))
     for number in batches_of(folder, _kept[0]):
         if number == 9:
@@ -351,7 +351,7 @@ def exits(folder: Path, **options: Any) -> None:
 
 
 def breaks(folder: Path, **options: Any) -> None:
-    """Stops iterating, and ends without a shutdown."""
+    """Stop iterating, and end without a shutdown."""
     _kept.append(collector_of(folder, **options))
     for number in batches_of(folder, _kept[0]):
         if number == 9:
@@ -359,12 +359,12 @@ def breaks(folder: Path, **options: Any) -> None:
 
 
 def never_iterates(folder: Path, **options: Any) -> None:
-    """Makes a collector, and ends."""
+    """Make a collector, and end without iterating."""
     _kept.append(collector_of(folder, **options))
 
 
 def forgets(folder: Path, **options: Any) -> None:
-    """Stops iterating, forgets the collector, and lives on."""
+    """Stop iterating, drop the collector, and keep running."""
     collector = collector_of(folder, **options)
     for number in batches_of(folder, collector):
         if number == 9:
@@ -375,7 +375,7 @@ def forgets(folder: Path, **options: Any) -> None:
 
 
 def check_end(parent: Parent, before: Iterable[int], *, rows: int = 40) -> None:
-    """Nothing is left of it but what it committed, which is right."""
+    """Check that a parent leaves nothing but committed rows, and that these are right."""
     gone(before)
     assert not list((parent.folder / "tmp").iterdir()), "temporary files are left"
     assert look(parent.folder / "data") >= rows
@@ -418,7 +418,7 @@ def test_a_signal_in_mid_run(number: signal.Signals, mode: str, tmp_path: Path) 
     parent = Parent(tmp_path, partial(goes_on, mode=mode))
     parent.wait_for("under-way")
     os.killpg(parent.process.pid, number)
-    # KeyboardInterrupt is an error like any other to a child of a fork server.
+    # A child of a fork server handles KeyboardInterrupt like any other error.
     assert parent.wait() == (1 if number is signal.SIGINT else -number), parent.err
     assert ("KeyboardInterrupt" in parent.err) == (number is signal.SIGINT)
     assert "tallyroll-worker" not in parent.err, "a worker had something to say"
@@ -429,7 +429,7 @@ def test_a_signal_in_mid_run(number: signal.Signals, mode: str, tmp_path: Path) 
 def test_a_parent_is_killed_while_a_worker_hangs(
     kind: str, mode: str, how: How, tmp_path: Path
 ) -> None:
-    """The worker itself, or a process of its environment, which hears nothing then."""
+    """The worker hangs, or a process of its environment, which then cannot detect the death."""
     before = descendants()
     hangs = [Fault("step", how, 2, 20)]
     parent = Parent(tmp_path, partial(goes_on, planned=hangs, mode=mode, kind=kind))
@@ -440,7 +440,10 @@ def test_a_parent_is_killed_while_a_worker_hangs(
 
 
 def forks(folder: Path, **options: Any) -> None:
-    """Has a child, which has all its files and lives on, as that of a data loader may."""
+    """Fork a child that keeps running with all open files.
+
+    A data loader may have such children.
+    """
     with collector_of(folder, **options) as collector:
         for number in batches_of(folder, collector):
             if number == 3 and os.fork() == 0:
@@ -497,12 +500,12 @@ def test_a_signal_while_spawned_workers_start(number: signal.Signals, tmp_path: 
 
 
 def new(before: Iterable[int]) -> dict[int, str]:
-    """Descendants that were not there before."""
+    """Return descendants that did not exist before."""
     return {pid: line for pid, line in descendants().items() if pid not in before}
 
 
 def does_not_listen(folder: Path, **options: Any) -> None:
-    """Has handlers of its own for what ends others."""
+    """Collect while ignoring the signals that end other processes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: None)
     goes_on(folder, **options)
@@ -515,7 +518,7 @@ def test_a_parent_is_killed_while_a_spawned_worker_hangs(tmp_path: Path) -> None
     options = {"planned": hangs, "mp_start_method": "spawn", "workers": 1, "kind": "sync"}
     parent = Parent(tmp_path, partial(does_not_listen, **options))
     wait_until(lambda: any("spawn_main" in line for line in new(before).values()))
-    # A worker that is still importing is of the same group, and it is its parent who decides.
+    # A worker that is still importing belongs to the same group, but its parent decides.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.killpg(parent.process.pid, number)
     parent.wait_for("fell")
@@ -536,7 +539,7 @@ if __name__ == "__main__":
 
 
 def script(folder: Path, name: str, mode: str, tty: int | None) -> subprocess.Popen[bytes]:
-    """A script as a shell would start it; at a terminal it is what Ctrl-C ends."""
+    """Start a script as a shell does. In a terminal, Ctrl-C interrupts it."""
     (folder / "tmp").mkdir(parents=True)
     tests = [str(Path(__file__).parent), str(TESTS), str(TESTS / "random_axes")]
     text = SCRIPT.format(tests=tests, name=name, folder=str(folder), mode=mode)
@@ -561,7 +564,10 @@ def script(folder: Path, name: str, mode: str, tty: int | None) -> subprocess.Po
 
 @pytest.mark.slow
 def test_three_scripts_that_spawn(tmp_path: Path) -> None:
-    """One ends by itself, one by Ctrl-C, one by SIGTERM; at once, for each imports for seconds."""
+    """One ends by itself, one by Ctrl-C, and one by SIGTERM.
+
+    They run concurrently because each imports for seconds.
+    """
     before = descendants()
     keyboard, tty = pty.openpty()
     ends = {"breaks": 0, "Ctrl-C": -signal.SIGINT, "SIGTERM": -signal.SIGTERM}

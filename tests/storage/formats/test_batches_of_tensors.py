@@ -1,8 +1,8 @@
-"""Tensors of any kind reach a storage bit for bit, in the first batch of a size and in those after.
+"""Test that tensors of any kind reach a storage bit for bit.
 
-Tensors that look like those of the batch before are copied as the memory that they are: nothing
-may be taken for such memory that is none, and nothing may pass that would have been refused alone.
-All of it holds as well where torch does not offer to compare looks.
+Tensors that resemble those of the previous batch are copied as raw memory. Only plain memory may be
+copied so, and a batch that would be refused alone must be refused here, too. Both the first and
+later batches of a size are tested, and also a torch that cannot compare the properties of tensors.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from tallyroll.storage.rows.dtypes import NUMPY
 from tallyroll.storage.stores.input_rows import InputRows
 
 BATCHES = 4
-"""The second is the first that is copied by address, or the third where no file is there yet."""
+"""The second batch is the first copied by address, or the third if no file exists yet."""
 ROWS = 5
 WIDE = 9000
-"""Bytes a row that are too many for a small copy."""
+"""Bytes per row that exceed a small copy."""
 
 
 @pytest.fixture(autouse=True, params=["looks", "no looks"])
 def compared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether torch offers to compare looks."""
+    """Return whether torch offers to compare the properties of tensors."""
     there: bool = request.param == "looks"
     if not there:
         monkeypatch.setattr("tallyroll.storage.rows.batch_check.TensorGuards", None)
@@ -58,7 +58,7 @@ def storage(tmp_path: Path) -> Iterator[MemmapStorage]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From its call on batches that take the longer way are an error."""
+    """Return a function after whose call the slow path is an error."""
 
     def slow(self: InputRows, rows: Any, without: Any = None) -> Any:
         raise AssertionError("the longer way")
@@ -67,7 +67,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Any bits, NaNs with payloads and negative zeros among them; of booleans, both."""
+    """Return random bits, including NaNs with payloads and negative zeros, and both booleans."""
     chance = np.random.default_rng(seed)
     if dtype is torch.bool:
         return torch.from_numpy(chance.integers(2, size=shape).astype(bool))
@@ -76,7 +76,7 @@ def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """What the tensor holds, byte by byte."""
+    """Return the bytes of a tensor."""
     values = tensor.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
     return bytes(values.numpy(force=True))
 
@@ -115,7 +115,7 @@ KEYS = [("x",), ("n", "a"), ("n", "b"), ("m", "c", "d"), ("m", "y")]
 
 @pytest.mark.parametrize("keys", list(itertools.permutations(KEYS))[::7])
 def test_columns_in_any_order(storage: MemmapStorage, keys: tuple[tuple[str, ...], ...]) -> None:
-    """That of the schema is the first batch's, and tensors come level by level."""
+    """The first batch sets the order of the schema. Later tensors come level by level."""
     for number in range(BATCHES):
         rows = {key: base(10 * number + place) for place, key in enumerate(sorted(keys))}
         if number:
@@ -237,7 +237,7 @@ def test_inference_mode_and_others_take_turns(
         storage.extend(TensorDict({"x": torch.full((ROWS, width), number)}, [ROWS]))
 
     with torch.inference_mode():
-        for number in range(3):  # what is kept for the others is made here
+        for number in range(3):  # fills the cache that later batches use
             extend(number)
     quick()
     extend(3)
@@ -260,7 +260,7 @@ def test_an_index_that_a_writer_added_costs_no_longer_way(
         assert storage.column("x").tobytes() == bits(torch.cat([base(n) for n in range(4)]))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, by forward_ad
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # raised in torch itself
 def test_autograd_follows_nothing_into_the_storage(
     storage: MemmapStorage, quick: Callable[[], None]
 ) -> None:
@@ -296,7 +296,10 @@ def test_tensors_of_all_kinds_take_turns(tmp_path: Path, kinds: list[str]) -> No
 def test_batches_that_look_alike_are_copied_by_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compared: bool, count: int
 ) -> None:
-    """Where rows go through the map: small batches, and all in a ring that is full."""
+    """Rows go through the map in small batches.
+
+    In a full ring, they do so in all batches.
+    """
     copies = []
 
     def copy_memory(self: Columns, slot: int, count: int, addresses: Any) -> None:
@@ -312,7 +315,7 @@ def test_batches_that_look_alike_are_copied_by_address(
         np.testing.assert_array_equal(
             ring.column("x"), torch.cat([given[6], given[4], given[5]]).numpy()
         )
-    # The first batch is looked at.
+    # The first batch is inspected.
     small = [(count * slot, count) for slot in (1, 2, 0, 1, 2, 0)]
     assert copies == ([] if not compared else small if count < 3000 else small[2:])
 
@@ -327,7 +330,7 @@ def test_nothing_of_a_batch_is_held_on_to(storage: MemmapStorage) -> None:
 
 
 class Alike:
-    """Says of all tensors the same."""
+    """Guard that accepts all tensors."""
 
     said = True
 
@@ -360,7 +363,7 @@ def test_a_torch_that_compares_otherwise_is_not_trusted(
     assert tensor_guards() is None
 
 
-# --- what does not fit ----------------------------------------------------------------------------
+# --- batches that do not match --------------------------------------------------------------------
 
 
 def without_memory() -> torch.Tensor:
@@ -427,7 +430,7 @@ def test_values_that_do_not_fit_are_refused_in_every_batch(
 
 @pytest.mark.parametrize("before", range(BATCHES))
 def test_a_batch_is_as_long_as_its_columns(storage: MemmapStorage, before: int) -> None:
-    """Tensordict looks at that when it is given tensors one by one, and not everywhere."""
+    """Tensordict checks the length if tensors are set one by one, but not everywhere."""
     for number in range(before):
         storage.extend(TensorDict({"x": base(number)}, [ROWS]))
     for count in (0, 1, ROWS - 1, ROWS + 1):
@@ -446,7 +449,7 @@ def test_a_batch_is_as_long_as_its_columns(storage: MemmapStorage, before: int) 
 def test_an_interrupt_leaves_nothing_half_prepared(
     storage: MemmapStorage, monkeypatch: pytest.MonkeyPatch, where: str, tensors: bool
 ) -> None:
-    """While what batches of another size look like is made out."""
+    """The interrupt comes while a batch of another size is inspected."""
 
     def extend(number: int, count: int) -> None:
         rows = base(number)[:count]
@@ -495,7 +498,7 @@ def test_a_column_too_many_or_too_few_is_refused(storage: MemmapStorage, before:
 
 
 def test_batches_that_are_views_of_others(storage: MemmapStorage) -> None:
-    """Lazy stacks, locked ones and memory maps."""
+    """Batches may be lazy stacks, locked, or memory-mapped."""
     whole = TensorDict({"x": base(0), "y": {"z": base(1)}}, [ROWS])
     lazy = TensorDict.lazy_stack([whole[i] for i in range(ROWS)])
     makers = [whole, whole.clone().lock_(), lazy, whole.memmap(), whole.view(-1), whole.flatten()]

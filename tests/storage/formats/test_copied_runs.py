@@ -1,4 +1,4 @@
-"""Rows that are copied from one storage to another keep the runs that made them."""
+"""Test that rows copied from one storage to another keep the runs that made them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make(path: Path, **options: Any) -> DiskStorage:
 
 
 def collect(storage: DiskStorage, seed: int, rows: int = 40) -> None:
-    """A run of `rows` rows, of lanes that end their episodes with it."""
+    """Collect a run of `rows` rows, whose lanes end their episodes with it."""
     made = factory(DISABLED, 0, LANES)
     options = {"frames_per_batch": 10, "total_frames": rows, "seed": seed, "finals": "kept"}
     with SyncCollector(made, None, storage=storage, **options) as collector:
@@ -48,7 +48,7 @@ def collect(storage: DiskStorage, seed: int, rows: int = 40) -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Two runs of 40 rows."""
+    """Make a storage with two runs of 40 rows."""
     with MemmapStorage(tmp_path / "source") as storage:
         collect(storage, 3)
         collect(storage, 4)
@@ -56,7 +56,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def told(storage: DiskStorage) -> list[tuple[int, list[int | None] | None, list[int | None]]]:
-    """Of each entry its first row, the rows it was copied from, and the seeds of their runs."""
+    """Return each entry's first row, the rows it was copied from, and the seeds of their runs."""
     return [
         (
             run["first_row"],
@@ -69,7 +69,7 @@ def told(storage: DiskStorage) -> list[tuple[int, list[int | None] | None, list[
 
 @pytest.mark.parametrize("name", ["target", "target.h5", "target.zarr"])
 def test_the_runs_come_with_the_rows(tmp_path: Path, source: Path, name: str) -> None:
-    """First entries of a new storage, rows behind a run, what was closed, and copies of copies."""
+    """Copies start a new storage, follow a run, reopen a closed storage, or copy a copy."""
     with open_storage(source) as other:
         made, id = other.manifest["runs"], other.manifest["id"]
         wanted = other.get(slice(None))["observation"].clone()
@@ -126,7 +126,7 @@ def test_pieces_of_one_storage_are_one_entry(
             storage.extend(other[piece : piece + 1])
             assert len(storage.manifest["runs"]) == 1
         assert told(storage) == [(0, [0, None], [3, 4])]
-        assert len(written) <= 3  # a second piece, and a second run
+        assert len(written) <= 3  # one for the second piece, one for the second run
     with open_storage(tmp_path / name) as storage:
         assert told(storage) == [(0, [0, 69], [3, 4])]
         assert not verify(tmp_path / name).findings
@@ -138,7 +138,7 @@ def test_pieces_of_one_storage_are_one_entry(
 
 
 def test_trajectories_go_on_from_one_copy_to_the_next(tmp_path: Path) -> None:
-    """Of two sources in turn, each with a lane of its own."""
+    """Two sources take turns, each with a lane of its own."""
     number = torch.arange(20)
     given = TensorDict(
         {
@@ -171,7 +171,7 @@ def test_trajectories_go_on_from_one_copy_to_the_next(tmp_path: Path) -> None:
 
 
 def test_what_is_not_known_is_not_said(tmp_path: Path, source: Path) -> None:
-    """Rows that were made of rows, rows by index, and rows that were sent elsewhere."""
+    """Provenance is lost for computed rows, rows by index, and rows sent to another process."""
     changes: list[Callable[[TensorDictBase], TensorDictBase]] = [
         lambda rows: rows.clone(),
         lambda rows: rows[torch.arange(len(rows))],
@@ -272,7 +272,7 @@ def test_what_is_refused_leaves_no_entry(tmp_path: Path, source: Path) -> None:
     "name", ["target", "target.h5", pytest.param("target.zarr", marks=pytest.mark.slow)]
 )
 def test_no_manifest_is_too_small(tmp_path: Path, name: str) -> None:
-    """What does not fit is left out, and counted: of large entries, of many, and of deep ones."""
+    """Entries that do not fit are left out and counted, be they large, many or deep."""
     deep: Any = 0
     for _ in range(100):
         deep = [deep]

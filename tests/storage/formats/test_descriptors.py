@@ -1,4 +1,4 @@
-"""Files that an open storage keeps open, and what is said where no more may be."""
+"""Test the files that an open storage keeps open, and errors when no more can be opened."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def held() -> int:
 @contextmanager
 def no_more_files(but: int = 0) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = max(map(int, os.listdir("/proc/self/fd"))) + but  # perhaps none below is free
+    most = max(map(int, os.listdir("/proc/self/fd"))) + but  # no lower number may be free
     resource.setrlimit(resource.RLIMIT_NOFILE, (most + 1, hard))
     taken: list[int] = []
     try:
@@ -113,7 +113,7 @@ def test_too_many_open_files_are_an_error_and_open_ones_go_on(
 def test_no_file_is_taken_for_damage_where_no_more_may_be_open(
     tmp_path: Path, kind: Callable[..., DiskStorage]
 ) -> None:
-    """However many are left."""
+    """The limit leaves between zero and eleven files."""
     with kind(tmp_path / "rows", capacity=100) as storage:
         storage.extend(rows(0, 10))
     opened, said = 0, []
@@ -133,7 +133,7 @@ def test_no_file_is_taken_for_damage_where_no_more_may_be_open(
 def test_a_library_whose_files_may_not_be_opened_is_not_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "h5py", None)  # as where none of its files can be read
+    monkeypatch.setitem(sys.modules, "h5py", None)  # as if none of its files were readable
     with no_more_files(), pytest.raises(TooManyFiles, match="ulimit -n"):
         datasets.h5py_module()
     with pytest.raises(MissingLibrary):

@@ -1,4 +1,7 @@
-"""Versions of the format: an older storage is used as it is, a later one is told, and nonsense."""
+"""Test versions of the format.
+
+An older storage is used as it is, a later one is reported, and nonsense is refused.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def old(unpacked: Path, tmp_path: Path) -> Callable[[str], tuple[Path, dict[str, Any]]]:
-    """A copy of an old storage, and what it holds."""
+    """Return a copy of an old storage, and the rows that it holds."""
 
     def make(name: str) -> tuple[Path, dict[str, Any]]:
         source, path = unpacked / name, tmp_path / name
@@ -72,7 +75,7 @@ Old = Callable[[str], tuple[Path, dict[str, Any]]]
 
 
 def assert_holds(storage: DiskStorage, wanted: dict[str, Any], skip: int = 0) -> None:
-    """The first rows are those, without ``skip`` that were overwritten meanwhile."""
+    """Check the first rows, except for ``skip`` rows that were overwritten meanwhile."""
     assert storage.span.start == wanted["first_row"] + skip
     slots = storage.slots_of(np.arange(storage.span.start, wanted["head"]))
     for name, values in wanted["columns"].items():
@@ -82,7 +85,7 @@ def assert_holds(storage: DiskStorage, wanted: dict[str, Any], skip: int = 0) ->
 
 
 def versions_in(path: Path) -> tuple[int, int]:
-    """Of the manifest and of the header."""
+    """Return the versions of the manifest and of the header."""
     with open_storage(path) as storage:
         version, header = storage.manifest["format_version"], storage.writer.files.header_path
     return version, int.from_bytes(header.read_bytes()[8:16], "little")
@@ -126,7 +129,7 @@ def test_a_storage_of_version_2_is_gone_on_with_and_stays_one(old: Old, name: st
         header = storage.writer.files.header_path
         runs = storage.manifest["runs"]
         assert [run["incarnation"] for run in runs] == [0, 1]
-    # A Tallyroll that knows nothing of the mark would leave it as it is.
+    # A Tallyroll that does not know the mark leaves it unchanged.
     assert header.read_bytes()[MARK] == bytes(32)
     assert verify(path).sound
     with open_storage(path, "append") as storage:
@@ -147,7 +150,7 @@ def test_an_open_storage_of_version_2_can_be_copied_as_before(old: Old, tmp_path
         assert_holds(storage, wanted)
 
 
-# -- later versions, and what is none
+# -- later versions, and invalid ones
 
 
 LATER = FORMAT_VERSION + 1
@@ -179,7 +182,7 @@ def change_manifest(path: Path, manifest: dict[str, Any], *, seal: bool = True) 
 def assert_told(
     path: Path, error: type[Exception] = FormatVersionMismatch, wording: str = f"version {LATER}"
 ) -> None:
-    """Whatever one does with it; and nothing is changed."""
+    """Check that every operation reports the version, and that nothing is changed."""
     kind, before = kind_of(path), files_of(path)
     acts: list[Callable[[], object]] = [
         lambda: open_storage(path),
@@ -188,7 +191,7 @@ def assert_told(
         lambda: kind(path, mode="read"),
         lambda: kind(path, mode="append"),
     ]
-    if error is not CorruptStorage:  # of which it makes a report
+    if error is not CorruptStorage:  # `verify` reports it as a finding
         acts.append(lambda: verify(path))
     for act in acts:
         with pytest.raises(error, match=wording):
@@ -242,7 +245,7 @@ def test_a_later_header_is_told(five: Path, change: str) -> None:
     header = kind_of(five)._format_class(five).header_path
     content = header.read_bytes()
     new = LATER_HEADERS[change](content[:HEADER_NBYTES])
-    if header == five:  # what is behind it stays
+    if header == five:  # the bytes after it stay
         new = new + content[len(new) :]
     header.write_bytes(new)
     assert_told(five)
@@ -351,7 +354,7 @@ def test_a_header_of_a_version_that_cannot_be_is_damage(five: Path, version: int
 
 
 def test_an_older_header_than_is_read_is_told(five: Path) -> None:
-    """Beside a manifest of a version that is read."""
+    """The manifest's version is still supported."""
     header = kind_of(five)._format_class(five).header_path
     damage(header, 0, _with_version(header.read_bytes()[:HEADER_NBYTES], 1)[:36])
     assert_told(five, FormatVersionMismatch, "version 1, and this Tallyroll reads versions 2 and 3")

@@ -1,4 +1,4 @@
-"""The HDF5 format: the contract, what other libraries see, and damaged files."""
+"""Test the HDF5 format: the contract, the view of other libraries, and damaged files."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def five(path: Path) -> Path:
     return path
 
 
-# -- what others see
+# -- other libraries' view
 
 
 def test_others_find_schema_runs_and_the_rows_of_the_last_refresh(path: Path) -> None:
@@ -309,7 +309,7 @@ THEIRS: dict[str, Any] = {
 
 
 def give(file: h5py.File, count: int = 0) -> None:
-    """Attributes of another program, to the file, a group and a dataset of ours."""
+    """Give attributes of another program to the file, and to a group and a dataset of ours."""
     for node in (file, file["next"], file["observation"]):
         for name, value in THEIRS.items():
             if isinstance(value, np.ndarray) and value.dtype == object:
@@ -333,7 +333,7 @@ def assert_theirs(path: Path) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 50, 600])
 def test_attributes_of_others_are_kept(path: Path, count: int) -> None:
-    """However many there are, and so wherever they move ours."""
+    """Neither their number nor the resulting location of our attributes matters."""
     with H5Storage(path, capacity=10) as storage:
         storage.extend(named(0, 5))
     with h5py.File(path, "r+") as file:
@@ -401,7 +401,7 @@ def test_h5py_is_asked_for_by_name(five: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not five.with_name("new.h5").exists()
 
 
-# -- a new storage's place
+# -- the place of a new storage
 
 
 def test_a_link_is_the_file_that_it_leads_to(five: Path, tmp_path: Path) -> None:
@@ -489,7 +489,7 @@ def test_an_unfinished_creation_is_begun_anew(five: Path) -> None:
         file.write(bytes(USER_BLOCK_NBYTES - HEADER_NBYTES))
     with pytest.raises(CorruptStorage, match="has 5 committed rows, and both copies of the man"):
         H5Storage(five, capacity=5)
-    damage(five, 64, bytes(72))  # it had committed nothing
+    damage(five, 64, bytes(72))  # nothing was committed
     assert_refused(five, NotAStorage, r"creation was interrupted\. Create it again")
     with H5Storage(five, capacity=9) as storage:
         storage.extend(rows(0, 9))
@@ -605,9 +605,9 @@ OFFSETS = ("id", "wide", "next/id", "next/done")
 
 
 def move_dataset(path: Path, name: str, to: Callable[[dict[str, int], int], int]) -> None:
-    """Say in HDF5's metadata, and in the manifest, that a dataset lies at another byte.
+    """Move a dataset to another offset in HDF5's metadata and in the manifest.
 
-    ``to`` is told where all datasets lie, by name, and the size of the file.
+    ``to`` receives the places of all datasets, by name, and the size of the file.
     """
     with h5py.File(path) as file:
         offsets = {each: file[each].id.get_offset() for each in OFFSETS}
@@ -640,7 +640,7 @@ MOVES: dict[str, tuple[str, Callable[[dict[str, int], int], int]]] = {
 
 @pytest.mark.parametrize("move", MOVES)
 def test_datasets_that_overlap_or_pass_the_end_are_refused(five: Path, move: str) -> None:
-    """Where the manifest says so, too: nothing that is written may fall on something else."""
+    """Such datasets are refused even if the manifest agrees: a write must not hit other data."""
     move_dataset(five, *MOVES[move])
     wording = "should lie apart from each other between bytes|cannot be read as HDF5|do not lie"
     assert_refused(five, CorruptStorage, wording)
@@ -661,7 +661,7 @@ def test_datasets_that_touch_lie_apart(five: Path, gap: int) -> None:
 def test_a_file_cut_short_while_it_is_written_anew(
     five: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The old file stays as it is, and the new one goes."""
+    """The old file stays as it is, and the new one is removed."""
     with h5py.File(five) as file:
         at = file["next/done"].id.get_offset()
     read = os.pread

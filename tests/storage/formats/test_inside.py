@@ -1,4 +1,4 @@
-"""The way to the files inside a storage: plain files alone, and nothing that is not there."""
+"""Test access to the files inside a storage: plain files only, and only existing ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_hard_link_is_read_and_not_written_to(inside: Inside) -> None:
 
 @pytest.mark.parametrize("kind", ["file", "link", "hard link", "link to nothing"])
 def test_a_file_in_the_place_of_one_aside_goes(inside: Inside, kind: str) -> None:
-    """What a killed writer left there, or somebody put."""
+    """A killed writer may have left the file there, or another program may have put it there."""
     place, theirs = inside.root / "in" / "file", inside.root.parent / "theirs"
     aside = place.with_name("file.tmp")
     if kind == "file":

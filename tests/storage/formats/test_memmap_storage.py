@@ -1,4 +1,4 @@
-"""The memory-mapped format: the contract, tensordict's view of it, and damaged files."""
+"""Test the memory-mapped format: the contract, tensordict's view of it, and damaged files."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_names_of_the_format_are_refused(path: Path, name: str) -> None:
     assert not path.exists()
 
 
-# -- a new storage's place
+# -- the place of a new storage
 
 
 def test_an_empty_directory_is_accepted(path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_file_in_the_way_is_refused(path: Path) -> None:
 def test_a_place_that_cannot_be_written_to_is_refused(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Asked of the system; who runs the tests may be allowed everything.
+    # Patch `os.access`, since the user who runs the tests may be allowed to write anywhere.
     monkeypatch.setattr(os, "access", lambda *args: False)
     with pytest.raises(NotWritable, match=r"cannot be created: .* cannot be written to"):
         MemmapStorage(path)
@@ -221,7 +221,7 @@ def test_a_place_that_cannot_be_written_to_is_refused(
 
 def test_an_unfinished_creation_is_begun_anew(five: Path) -> None:
     (five / "manifest.json").unlink()
-    with open(five / "tallyroll.header", "r+b") as header:  # it had committed nothing
+    with open(five / "tallyroll.header", "r+b") as header:  # nothing was committed
         header.seek(64)
         header.write(bytes(72))
     (five / "old").mkdir()

@@ -1,4 +1,4 @@
-"""Which format a storage is of: told by what is there, before that by name or suffix."""
+"""Test how the format of a storage is detected: by its files, or else by name or suffix."""
 
 from __future__ import annotations
 

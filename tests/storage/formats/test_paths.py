@@ -1,4 +1,4 @@
-"""Paths as users give them, and messages about what is there: ``~``, links, locks, full disks."""
+"""Test paths as users give them, and messages: ``~``, links, locks, full disks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ every_kind = pytest.mark.parametrize("name", KINDS)
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home directory, and another one in which the process is."""
+    """Make a home directory, and another one as the current directory."""
     (tmp_path / "home").mkdir()
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -103,7 +103,7 @@ def test_a_user_that_is_none_is_a_name(home: Path) -> None:
 
 
 def linked(path: Path, blobs: Path, *, hard: bool = False) -> None:
-    """Put links in the place of the files at ``path``, to files that are in ``blobs``."""
+    """Replace the files at ``path`` by links to files in ``blobs``."""
     files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
     blobs.mkdir()
     for number, file in enumerate(files):
@@ -130,7 +130,7 @@ def test_a_cache_of_links_says_how_to_copy_it(closed: Path, tmp_path: Path) -> N
             open_storage(closed, mode)  # type: ignore[arg-type]
     (found,) = verify(closed).findings
     assert "cp -rL" in found.message
-    shutil.copytree(closed, tmp_path / "copy")  # which follows links
+    shutil.copytree(closed, tmp_path / "copy")  # this follows links
     with open_storage(tmp_path / "copy", "append") as storage:
         assert_rows(storage, 5)
 
@@ -189,11 +189,11 @@ def test_a_lock_of_this_process_is_said_so(name: str, tmp_path: Path) -> None:
         assert_rows(storage, 5)
 
 
-# --- what is used up ------------------------------------------------------------------------------
+# --- limits reached -------------------------------------------------------------------------------
 
 
 def no_inodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the system say that every file system has used its 40 inodes."""
+    """Make the system report that every file system has used its 40 inodes."""
     found = os.statvfs("/")
     used_up = os.statvfs_result([*found[:5], 40, 0, 0, *found[8:]])
     monkeypatch.setattr(os, "statvfs", lambda path: used_up)
@@ -224,7 +224,7 @@ def test_inodes_that_are_used_up(
 
 
 def test_a_lock_file_that_finds_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a storage was copied without it to a disk that is full since."""
+    """The storage may have been copied, without the lock file, to a disk that is now full."""
     with MemmapStorage(tmp_path / "rows") as storage:
         storage.extend(rows(0, 5))
     (tmp_path / "rows" / "tallyroll.lock").unlink()

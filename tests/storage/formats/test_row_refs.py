@@ -1,4 +1,4 @@
-"""Rows that still lie elsewhere reach every format as a copy of them would."""
+"""Test that rows still located elsewhere reach every format as copies of them would."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SHAPE = (37, 41, 3)
 PATHS = ("rows", "rows.h5", "rows.zarr")
 IMAGE, SMALL, WIDE = ("next", "img"), ("number",), ("wide",)
 SIZES = (1, 3, 4, 57, 58, 200, 2, 115, 31)
-"""Around what goes through the map (16 KiB) and what is gathered at a time (256 KiB)."""
+"""Sizes around the limits of a write through the map (16 KiB) and of one gather (256 KiB)."""
 
 
 def gathered(rng: np.random.Generator, count: int, sources: int, large: bool = True) -> RowRefs:
-    """Random rows of random sources, in runs as a batch's lanes are."""
+    """Return random rows of random sources, in runs like those of a batch's lanes."""
     shape = SHAPE if large else (2,)
     found = [
         rng.integers(0, 256, (int(rng.integers(1, 9)), *shape), np.uint8) for _ in range(sources)
@@ -35,7 +35,7 @@ def gathered(rng: np.random.Generator, count: int, sources: int, large: bool = T
 
 
 def plain(rows: RowRefs) -> np.ndarray:
-    """Row by row."""
+    """Copy row by row."""
     origin = np.zeros(len(rows), int) if rows.origin is None else rows.origin
     each = [rows.sources[o][i] for o, i in zip(origin, rows.index, strict=True)]
     return np.array(each, rows.dtype).reshape(rows.shape)
@@ -68,7 +68,7 @@ def test_gathered_rows_are_what_a_loop_finds(seed: int) -> None:
 
 
 def batch(rng: np.random.Generator, count: int, contiguous: bool = True) -> dict[Any, Any]:
-    """Rows to gather, small ones, and large ones of which every second is left out."""
+    """Return rows to gather: small ones, and large ones of which every second is left out."""
     wide = rng.integers(0, 2**40, (2 * count, LARGE_NBYTES // 8 + 1))
     return {
         IMAGE: gathered(rng, count, int(rng.integers(1, 4))),
@@ -88,7 +88,7 @@ def schema() -> Schema:
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("name", PATHS)
 def test_every_format_takes_them(name: str, contiguous: bool, tmp_path: Path) -> None:
-    """Some files are long enough from the start, some grow."""
+    """Some files are long enough from the start, and some grow."""
     rng = np.random.default_rng(3)
     wanted = []
     path = tmp_path / name
@@ -107,7 +107,7 @@ def test_every_format_takes_them(name: str, contiguous: bool, tmp_path: Path) ->
 @pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("ring", [201, 230])
 def test_a_ring_takes_them_in_pieces(ring: int, held: bool, tmp_path: Path) -> None:
-    """Cold and warm, over its end, and where others hold views of what is overwritten."""
+    """The ring is cold or warm, rows cross its end, and views of overwritten rows exist."""
     rng = np.random.default_rng(ring)
     wanted: dict[Any, np.ndarray] = {}
     with MemmapStorage(tmp_path / "rows", max_size=ring) as storage:
@@ -126,7 +126,7 @@ def test_a_ring_takes_them_in_pieces(ring: int, held: bool, tmp_path: Path) -> N
 
 
 def test_views_of_a_ring_can_be_written_to_it_again(tmp_path: Path) -> None:
-    """Rows that lie where they are about to be overwritten are copied before."""
+    """Rows that lie in slots to be overwritten are copied first."""
     rng = np.random.default_rng(1)
     with MemmapStorage(tmp_path / "rows", max_size=20) as storage:
         storage.initialise(schema())

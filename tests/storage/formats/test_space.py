@@ -1,4 +1,4 @@
-"""What cannot fit is refused before anything is made, with the numbers."""
+"""Test that rows that cannot fit are refused before any file is made, with the numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def format_at(path: Path) -> Any:
 
 @pytest.fixture
 def small_files() -> Iterator[int]:
-    """Files may have 1 MiB, for a while."""
+    """Limit files to 1 MiB temporarily."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
     yield 2**20
@@ -40,7 +40,7 @@ def small_files() -> Iterator[int]:
 
 @pytest.fixture
 def little_space(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A disk with a thousand free blocks and ten free inodes."""
+    """Simulate a disk with a thousand free blocks and ten free inodes."""
     disk = SimpleNamespace(f_blocks=10**6, f_bavail=1000, f_frsize=4096, f_files=100, f_favail=10)
     monkeypatch.setattr(space.os, "statvfs", lambda path: disk)
     return disk
@@ -96,7 +96,7 @@ def test_errors_of_the_system_are_passed_on() -> None:
     )
     maps = len(Path("/proc/self/maps").read_text().splitlines())
     most = int(Path("/proc/sys/vm/max_map_count").read_text())
-    assert space.maps_left() == pytest.approx(most - maps - 4096, abs=100)  # kept for others
+    assert space.maps_left() == pytest.approx(most - maps - 4096, abs=100)  # reserved for others
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("vfat", 2**32 - 1), ("ext4", 2**44)])
@@ -185,7 +185,7 @@ def test_files_and_maps_are_counted(
     path = tmp_path / "data.zarr"
     with pytest.raises(StorageFull, match=r"files, and 1 are free; they take .* memory maps"):
         storage_class(path)(path, capacity=10_000).extend(ROWS)
-    little_space.f_files = 0  # such as btrfs, which has no such limit
+    little_space.f_files = 0  # as on btrfs, which has no limit
     with pytest.raises(StorageFull) as error:
         storage_class(path)(path, capacity=10_000).extend(ROWS)
     assert "files, and" not in str(error.value)

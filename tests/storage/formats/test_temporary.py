@@ -1,4 +1,7 @@
-"""Storages without a path: their folder goes when they do, and takes nothing with it too early."""
+"""Test storages without a path.
+
+Their folder is removed with them, but never while it is in use.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ WAIT_SECONDS = 60
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where temporary folders are made."""
+    """Return the parent of temporary folders."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield tmp_path
     gc.collect()
@@ -46,7 +49,7 @@ def storage(request: pytest.FixtureRequest, folder: Path) -> Iterator[DiskStorag
     made = kind(**({"max_size": 50} if request.param == "ring" else {"capacity": 100}))
     yield made
     made.close()
-    # pytest holds the storage for longer, and it would hold its buffers' semaphores.
+    # pytest keeps the storage alive longer, which would keep its buffers' semaphores.
     made._attached_entities_list.clear()
 
 
@@ -73,7 +76,7 @@ def test_it_goes_when_nobody_has_it(name: str, folder: Path) -> None:
     storage = FORMATS[name](capacity=100)
     storage.extend(rows(0, 20))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it is not left open by mistake
+        warnings.simplefilter("error")  # a temporary storage may be dropped while open
         del storage
         gc.collect()
     assert not list(folder.iterdir())
@@ -108,7 +111,7 @@ def test_a_ring_goes_with_its_buffer(folder: Path) -> None:
         del buffer
         gc.collect()
     assert not list(folder.iterdir())
-    # What was handed out refers to the maps of files that are gone.
+    # Returned rows refer to the maps of deleted files.
     assert (sample["wide"] == sample["number"][:, None]).all()
     assert (shown == rows(10, 10)).all()
 
@@ -195,7 +198,7 @@ def test_it_goes_at_the_exit_of_its_process(end: str, stays: bool, folder: Path)
             run.kill()
     assert path.exists() == stays
     if stays:
-        # Its rows are there for whoever wants them, and it is an ordinary folder.
+        # Its rows remain available, and it is an ordinary folder.
         with MemmapStorage(path, mode="append") as storage:
             assert len(storage) == 8
         for each in sorted(path.parent.rglob("*"), reverse=True):

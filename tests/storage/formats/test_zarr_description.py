@@ -1,4 +1,4 @@
-"""``tallyroll/zarr.json``, which describes the header to other libraries, is written if lost."""
+"""Test that a lost ``tallyroll/zarr.json``, which describes the header, is written again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Zarr format: the contract, what other libraries see, and damaged files."""
+"""Test the Zarr format: the contract, the view of other libraries, and damaged files."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def x_array(path: Path, keys: Iterable[Key]) -> tuple[int, dict[Key, np.ndarray]
 
 
 def fill_with_large_chunks(kind: type[DiskStorage], place: Path) -> None:
-    """Zarr's files have the size of a chunk, which is chosen when the storage is made."""
+    """Zarr's files have the size of a chunk, which is chosen at creation."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (HEADER_NBYTES, resource.RLIM_INFINITY))
     with kind(place) as storage:
         with pytest.raises(StorageFull, match="largest file would have 262,144 bytes, and files"):
@@ -207,7 +207,7 @@ def test_names_that_zarr_does_not_have_are_refused(path: Path, name: str) -> Non
         assert not path.exists()
 
 
-# -- what others see
+# -- other libraries' view
 
 
 def test_others_find_schema_runs_and_nothing_foreign(path: Path) -> None:
@@ -239,7 +239,7 @@ def test_attributes_that_others_added_stay(five: Path) -> None:
 
 
 def test_attributes_that_others_added_are_sound(path: Path) -> None:
-    """Of whatever dtype the array is: zarr-python writes all of its metadata anew."""
+    """The dtype of the array does not matter: zarr-python rewrites all of its metadata."""
     columns = {("next", dtype.name): np.ones((5, 2), dtype) for dtype in TORCH}
     with ZarrStorage(path) as storage:
         storage.extend(columns)
@@ -285,7 +285,7 @@ def test_files_of_killed_programs_are_swept_by_a_writer(five: Path) -> None:
     assert not any(file.exists() for file in left)
 
 
-# -- a new storage's place
+# -- the place of a new storage
 
 
 def test_another_programs_zarr_is_told_and_left(path: Path, tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_an_unfinished_creation_is_begun_anew(five: Path) -> None:
     (five / "tallyroll" / "manifest.json").unlink()
     with pytest.raises(CorruptStorage, match=r"has 5 committed rows and no manifest\.json"):
         ZarrStorage(five)
-    damage(five / "tallyroll" / "c.0", 64, bytes(72))  # it had committed nothing
+    damage(five / "tallyroll" / "c.0", 64, bytes(72))  # nothing was committed
     (five / "old").mkdir()
     (five / "old" / "c.0").write_text("")
     for mode in ("append", "read"):
@@ -342,7 +342,7 @@ def test_a_creation_that_fails_leaves_nothing(path: Path, monkeypatch: pytest.Mo
 def test_chunks_that_fit_go_where_others_do_not(
     five: Path, monkeypatch: pytest.MonkeyPatch, fits: int
 ) -> None:
-    """Of one column after the other; the space is free again at once."""
+    """The columns are written one after the other. The space is free again immediately."""
     reserve, calls = os.posix_fallocate, []
 
     def full(*args: int) -> None:

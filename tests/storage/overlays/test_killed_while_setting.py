@@ -1,4 +1,4 @@
-"""A writer of an overlay that is killed leaves the value of before, or of after, in each row."""
+"""Test an overlay's writer that is killed: each row has its value from before or after."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from killed_storages_kit import Told, forked, in_a_process, killed, wait_until
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "5"))
 RING, WIDTH = 24, 2048
 SHIFT = 20
-"""A value has the number of its row above so many bits of the number of its write."""
+"""Number of bits for the number of a write. The bits above it hold the number of the row."""
 
 
 def steps(seed: int, head: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield, for each write, how many rows are added before it, and which rows it is of."""
+    """Yield, for each write, the number of rows added before it and the rows that it sets."""
     pick = np.random.default_rng(seed)
     while True:
         added = int(pick.integers(1, 5)) if pick.random() < 0.2 else 0
@@ -33,7 +33,7 @@ def steps(seed: int, head: int) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def write_for_ever(path: Path, told: Told, seed: int, first: int) -> None:
-    """Set values, and say after each write that it is done."""
+    """Set values, and report after each write."""
     with MemmapStorage(path, mode="append") as storage:
         overlay = storage.overlay("value")
         told.head = first
@@ -46,7 +46,10 @@ def write_for_ever(path: Path, told: Told, seed: int, first: int) -> None:
 
 
 def whole(values: torch.Tensor, rows: np.ndarray) -> np.ndarray:
-    """Return the write of each row's value; 0 for the fill: no value is torn, or of another row."""
+    """Return the write of each row's value, 0 for the fill.
+
+    Check that no value is torn or belongs to another row.
+    """
     array = values.numpy()
     assert (array == array[:, :1]).all(), "a value is torn"
     found, writes = array[:, 0] >> SHIFT, array[:, 0] & (2**SHIFT - 1)
@@ -55,7 +58,7 @@ def whole(values: torch.Tensor, rows: np.ndarray) -> np.ndarray:
 
 
 def kill_at_random(path: Path, kills: int) -> tuple[int, int]:
-    """Kill writers; how many writes there were, and how many kills met one under way."""
+    """Kill writers. Return the number of writes, and of the kills during one."""
     with MemmapStorage(path, max_size=RING) as storage:
         storage.extend(trajectory_rows(0, 2 * RING - 1, steps=7)[:RING])
         storage.extend(trajectory_rows(RING, RING - 1, steps=7), ids="fresh")
@@ -70,7 +73,7 @@ def kill_at_random(path: Path, kills: int) -> tuple[int, int]:
             writer = forked(lambda t=told, s=seed, n=last: write_for_ever(path, t, s, n))
             wait_until(lambda t=told, n=last: t.head > n)
             until = time.monotonic() + pick.uniform(0, 0.02)
-            while time.monotonic() < until:  # beside the writer
+            while time.monotonic() < until:  # concurrently with the writer
                 span = reader.span
                 rows = np.arange(span.start + 8, span.stop)
                 try:
@@ -90,7 +93,7 @@ def kill_at_random(path: Path, kills: int) -> tuple[int, int]:
                 allowed = {known.get(row, 0), under_way.get(row, known.get(row, 0))}
                 assert write in allowed, f"kill {seed}: row {row} has write {write} of {allowed}"
             met += len({found[row] == known[row] for row in under_way if row in found}) == 2
-            known = {row: int(write) for row, write in found.items()}  # of rows that are there
+            known = {row: int(write) for row, write in found.items()}  # for existing rows
             last = told.head + 1
     assert not [each for each in verify(path).findings if each.check == "overlays"]
     return last, met
@@ -102,7 +105,7 @@ def test_a_killed_writer_leaves_the_old_value_or_the_new(tmp_path: Path) -> None
 
 
 def read_beside(path: Path, seconds: float) -> int:
-    """Read while one row is written again and again; how often another value was seen."""
+    """Read while one row is rewritten again and again. Return how often its value changed."""
     with MemmapStorage(path) as storage:
         storage.extend(trajectory_rows(0, 4, steps=7))
         storage.overlay("value", torch.int64, [WIDTH])

@@ -1,4 +1,4 @@
-"""Random operations on overlays, compared with a plain dict from rows to values."""
+"""Compare random operations on overlays with a plain dict from rows to values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILL = -7
 
 
 class OverlayMachine(RuleBasedStateMachine):
-    """A storage with two overlays, of which one has values of two numbers."""
+    """Storage with two overlays, one of which has values of two numbers."""
 
     kind: type[DiskStorage] = MemmapStorage
     ring: int | None = None
@@ -34,7 +34,7 @@ class OverlayMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="tallyroll-overlays-"))
         self.path, self.count = self.folder / "rows", 0
         self.values: dict[Any, dict[int, int]] = {name: {} for name in NAMES}
-        """The oracle: by overlay, the value of each row that has one."""
+        """The oracle: for each overlay, the value of each row that has one."""
 
     @initialize()
     def create(self) -> None:

@@ -1,4 +1,4 @@
-"""Overlays: what they are read by, who may write them, and files that cannot be used."""
+"""Test overlays: how they are read, who may write them, and unusable files."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_samplers_slices_and_n_step_read_them(name: str, tmp_path: Path) -> None
         storage.extend(trajectory_rows(20, 1, steps=STEPS))
         assert len(rows) == 21
         assert rows[-1]["tens"].item() == 0
-        # two rewards of 14 and 15 are of two trajectories
+        # Rows 14 and 15 belong to two trajectories.
         sums = n_step(storage, [3, 14], 2, 0.5, reward_key="twice")
         assert sums["next", "twice"].ravel().tolist() == [6 + 0.5 * 8, 28]
         with pytest.raises(ReadOnlyStorage, match="with_overlays"):
@@ -218,7 +218,7 @@ def test_a_file_that_a_removed_storage_left_blocks_no_name(name: str, tmp_path: 
         assert storage.overlays == []
         with pytest.raises(DamagedOverlay, match="another storage"):
             storage.overlay("x")
-        storage.overlay(("x", "y"), torch.int64)  # "x" is no group here
+        storage.overlay(("x", "y"), torch.int64)  # "x" is not a group here
         storage.drop_overlay(("x", "y"))
         overlay = storage.overlay("x", torch.float32, fill=0.5)
         assert set(overlay[:].tolist()) == {0.5}
@@ -355,7 +355,7 @@ def test_a_file_that_cannot_be_used(damage: Any, message: str | None, tmp_path: 
 
 
 def test_a_sparse_file_with_room_for_very_many_rows(tmp_path: Path) -> None:
-    """Its entries are few: neither `verify`, a copy nor a rewind reads the hole of two GiB."""
+    """The file has few entries: `verify`, copies and rewinds skip the hole of two GiB."""
     path = tmp_path / "rows"
     with made(path) as storage:
         storage.overlay("x", torch.float32)[:] = 1.0

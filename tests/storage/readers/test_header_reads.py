@@ -1,4 +1,4 @@
-"""How often a read of rows reads the counts in the header."""
+"""Test how often a read of rows reads the counts in the header."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ READS: dict[str, Any] = {
     ),
 }
 LENGTH_OF_RING = ["head", "reserve", "head"]
-"""`head` again, because `reserve` has to be of the same moment."""
+"""`head` is read twice because `reserve` must belong to the same moment."""
 
 
 @pytest.fixture(params=[None, RING], ids=["growing", "ring"])
@@ -39,7 +39,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MemmapSt
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the counts in the order in which they are read, of any header."""
+    """Record the names of the counts in the order in which they are read, of any header."""
     found: list[str] = []
     for name in ("head", "reserve", "floor", "rewinds", "counts"):
         real = vars(Header)[name]
@@ -55,7 +55,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def once(storage: DiskStorage, reads: list[str], read: Any) -> list[str]:
-    """Return the counts that ``read`` reads, when everything that is kept is known."""
+    """Return the counts that ``read`` reads when all caches are filled."""
     read(storage)
     reads.clear()
     read(storage)
@@ -74,21 +74,24 @@ def test_a_writer_reads_its_counts_once(
 def test_a_reader_reads_the_counts_once_before_the_copy_and_once_after_it(
     storage: MemmapStorage, reads: list[str], read: Any
 ) -> None:
-    """After the copy: `reserve`, for overwritten rows, and `rewinds`, for rows taken back."""
+    """After the copy, it reads `reserve` and `rewinds`.
+
+    They detect overwritten and rewound rows.
+    """
     with open_storage(storage.path) as reader:
         found = once(reader, reads, read)
     if not storage.ring:
         assert found == ["rewinds", "head", "rewinds"]
         return
     if read is READS["into reused memory"]:
-        assert found.pop(0) == "rewinds"  # the fast path, which such a ring does not take
+        assert found.pop(0) == "rewinds"  # such a ring does not take the fast path
     assert found == ["rewinds", "floor", *LENGTH_OF_RING, "reserve", "rewinds"]
 
 
 def test_a_sample_reads_the_counts_once_besides_the_sampler(
     storage: MemmapStorage, reads: list[str]
 ) -> None:
-    """TorchRL's sampler asks for the length twice before it reads rows."""
+    """TorchRL's sampler reads the length twice before it reads rows."""
     with open_storage(storage.path) as reader:
         buffer = TensorDictReplayBuffer(storage=reader, batch_size=4)
         found = once(reader, reads, lambda _: buffer.sample())

@@ -1,4 +1,4 @@
-"""A reader of another package: found by its entry point, read as files of ours are."""
+"""Test a reader of another package: its entry point registers it, and it reads like our files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ chunks = toy_reader:ChunkedReader
 
 @pytest.fixture(autouse=True)
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What an installer leaves of a package with such an entry point."""
+    """Write the files that an installer leaves for a package with this entry point."""
     site = tmp_path_factory.mktemp("site")
     about = site / "toy-1.0.dist-info"
     about.mkdir()
@@ -58,7 +58,10 @@ def test_a_reader_may_have_no_array() -> None:
 
 
 def test_rows_may_begin_above_zero(tmp_path: Path) -> None:
-    """As those of a part of a larger storage do; it has no copy, whose rows begin at 0."""
+    """A part of a larger storage has such rows.
+
+    It cannot be copied, as rows of copies start at 0.
+    """
     with MemmapStorage(tmp_path / "file") as file:
         file.extend(collected())
         write_chunks(file, tmp_path / "chunks", first=1000)
@@ -106,7 +109,7 @@ def test_packages_are_looked_through_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_a_collector_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With its record and ledger: `verify` and the command say the same of it."""
+    """The record and the ledger are included: `verify` and the command report the same."""
     with MemmapStorage(tmp_path / "file") as file:
         for _ in SyncCollector(
             "CartPole-v1", num_envs=3, frames_per_batch=50, total_frames=400, storage=file, seed=1
@@ -114,7 +117,7 @@ def test_what_a_collector_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[st
             pass
     with open_storage(tmp_path / "file") as file:
         write_chunks(file, tmp_path / "chunks")
-    skip = ["episodes"]  # the table that is kept beside the rows
+    skip = ["episodes"]  # the stored table
     reports = [verify(tmp_path / name, skip=skip) for name in ("file", "chunks")]
     assert reports[0].sound
     assert reports[0].checked == reports[1].checked
@@ -152,7 +155,7 @@ def test_the_command_finds_it_in_a_process_of_its_own(tmp_path: Path, installed:
 
 @pytest.fixture
 def ring(tmp_path: Path) -> Iterator[MemmapStorage]:
-    """A ring that went around once and a half, and has rows of three trajectories a lane."""
+    """Make a ring in its second lap, with rows of three trajectories per lane."""
     with MemmapStorage(tmp_path / "ring", max_size=60) as storage:
         for rows in collected()[:99].split(11):
             storage.extend(rows, ids="fresh")

@@ -1,4 +1,4 @@
-"""Batches that are read into the same memory again: beside what `get` returns without it."""
+"""Compare batches read into reused memory with the results of `get`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def rewound(path: Path) -> Iterator[DiskStorage]:
 
 
 def torn(path: Path) -> Iterator[DiskStorage]:
-    """As an append leaves it that failed half-way: five slots may have other rows."""
+    """Leave a ring as an append that failed half-way: five slots may have other rows."""
     for storage in ring(path, 75):
         header = storage.reader.running().counts._header  # type: ignore[attr-defined]
         header.reserve = header.head + 5
@@ -75,7 +75,7 @@ def other(path: Path, kind: type[DiskStorage]) -> Iterator[DiskStorage]:
 
 
 def read(path: Path, slots: int | None) -> Iterator[DiskStorage]:
-    """Beside the writer, which adds rows."""
+    """Read while the writer adds rows."""
     with MemmapStorage(path, max_size=slots) as writer:
         writer.extend(trajectory_rows(0, 20, steps=5))
         with open_storage(path) as storage:
@@ -104,7 +104,7 @@ def opened(name: str, path: Path) -> Iterator[DiskStorage]:
 
 
 def forms(index: np.ndarray) -> list[Any]:
-    """The same index in all ways."""
+    """Return the same index in all forms."""
     twice = np.repeat(index, 2)
     tensor = torch.from_numpy(index)
     return [index, tensor, index.tolist(), index.astype(np.int32), twice[::2], tensor.int()]

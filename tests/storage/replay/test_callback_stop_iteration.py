@@ -1,4 +1,4 @@
-"""`StopIteration` of a transform or a callback is an error, and never the end of a loop."""
+"""Test that `StopIteration` in a transform or a callback is an error and never ends a loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS = 100
 
 
 def used_up(*_: Any, **__: Any) -> Any:
-    """Raise as ``next`` of an iterator that has no more does."""
+    """Raise like ``next`` of an exhausted iterator."""
     return next(iter(()))
 
 

@@ -1,4 +1,4 @@
-"""Storages as datasets of torch's `DataLoader`, whose workers are started in each way."""
+"""Test storages as datasets of torch's `DataLoader` with each way to start its workers."""
 
 import pickle
 from pathlib import Path
@@ -19,7 +19,7 @@ ROWS = 40
 
 
 class Trajectories(Dataset[Any]):
-    """One item a trajectory."""
+    """Dataset with one item per trajectory."""
 
     def __init__(self, storage: DiskStorage) -> None:
         self.storage, self.ids = storage, list(storage.trajectories)
@@ -61,7 +61,7 @@ def test_workers_read_rows_and_trajectories(kind: Any, start: str, tmp_path: Pat
     if start == "forkserver":
         warm_fork_server()
     with open_storage(write(kind, tmp_path / "rows")) as storage:
-        # One that imports torch takes seconds.
+        # A worker that imports torch takes seconds.
         options: dict[str, Any] = {"num_workers": 2 if start == "fork" else 1}
         options["multiprocessing_context"] = start
         rows: Any = DataLoader(

@@ -1,4 +1,4 @@
-"""TorchRL's ``ReplayBuffer.export`` over our storages, in releases that have it."""
+"""Test TorchRL's ``ReplayBuffer.export`` over our storages, in releases that have it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ORDER = {"trajectory_key": ("collector", "traj_ids"), "step_key": ("collector", 
 
 
 class Stacked:
-    """An exporter as its protocol says: a function of a dataset of rows."""
+    """Exporter that follows the protocol: a function of a dataset of rows."""
 
     def to_external(self, dataset: Any) -> Any:
         assert isinstance(len(dataset), int)
@@ -49,7 +49,7 @@ def test_all_rows_go_out(source: DiskStorage) -> None:
 
 
 def test_by_trajectory(source: DiskStorage) -> None:
-    """TorchRL's order of episodes is that of our trajectories."""
+    """TorchRL's order of episodes is the order of our trajectories."""
     found = exported(source, **ORDER)
     wanted = torch.cat([source.trajectories[id] for id in sorted(source.trajectories.ids)])
     assert_same_rows(found, wanted)

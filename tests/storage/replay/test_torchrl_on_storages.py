@@ -1,7 +1,7 @@
-"""TorchRL's buffers, samplers and transforms over each of our storages, filled by a collector.
+"""Test TorchRL's buffers, samplers and transforms over each of our storages, filled by a collector.
 
-The oracle's observations say lane, episode and step, so that each sampled row, stack or n-step
-target is checked on its own against the environment's plain model.
+The oracle's observations encode lane, episode and step, so that each sampled row, stack or n-step
+target is checked by itself against a plain model of the environment.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ def collector(lanes: int, frames: int, batch: int, **kwargs: Any) -> SyncCollect
 
 @pytest.fixture(params=["memmap", "ring", "hdf5", "zarr"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """A new storage of each kind; the ring wraps."""
+    """Make a new storage of each kind. The ring wraps."""
     kind = FORMATS["memmap" if request.param == "ring" else request.param]
     room = {"max_size": 150} if request.param == "ring" else {"capacity": 400}
     with kind(tmp_path / "rows", **room) as made:
         yield made
-        # pytest holds the storage for longer, and it would hold its buffers' semaphores.
+        # pytest keeps the storage alive longer, which would keep its buffers' semaphores.
         made._attached_entities_list.clear()
 
 
 def numbers(td: Any) -> torch.Tensor:
-    """Lane, episode and step, [..., 3]."""
+    """Return lane, episode and step, [..., 3]."""
     return td["observation"].long()
 
 
 def assert_true_rows(sample: Any) -> None:
-    """Each row of a sample is a transition that its lane really made."""
+    """Check that each sampled row is a transition that its lane really made."""
     sample = sample.reshape(-1)
     lane, episode, step = numbers(sample).unbind(1)
     key = (lane * 1000 + episode) * 1000 + step
@@ -87,7 +87,7 @@ def test_collectors_write_and_samplers_read(
 @pytest.mark.filterwarnings("ignore:SliceSampler returned a short flat batch:UserWarning")
 @pytest.mark.parametrize("sampler_class", [SliceSampler, SliceSamplerWithoutReplacement])
 def test_slices_of_one_lane_by_torchrls_own_samplers(storage: Any, sampler_class: Any) -> None:
-    """Where rows of a trajectory lie one behind the other, TorchRL's samplers are right too."""
+    """TorchRL's samplers are right, too, if the rows of a trajectory are contiguous."""
     with collector(1, 120, 40, storage=storage) as run:
         list(run)
     sampler = sampler_class(slice_len=4, traj_key=("collector", "traj_ids"), strict_length=True)
@@ -100,7 +100,7 @@ def test_slices_of_one_lane_by_torchrls_own_samplers(storage: Any, sampler_class
 
 
 class _InTime(Transform):
-    """Rows, slice after slice, as slices in time: what CatFrames wants to know."""
+    """Adds a time dimension to sliced rows, which CatFrames needs."""
 
     def __init__(self, slice_len: int) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class _InTime(Transform):
 
 
 def test_stacks_of_frames_made_from_slices(storage: Any) -> None:
-    """CatFrames at sample time, on slices that cross batches and never lanes."""
+    """CatFrames runs at sample time, on slices that cross batches and never lanes."""
     with collector(LANES, 300, LANES, storage=storage) as run:
         list(run)
     slice_len, count = 5, 3
@@ -142,7 +142,7 @@ def test_stacks_of_frames_made_from_slices(storage: Any) -> None:
 
 
 def test_n_step_targets_made_by_torchrl_while_one_lane_writes(storage: Any) -> None:
-    """MultiStepTransform is right for one lane; ours is for any (see test_trajectories)."""
+    """MultiStepTransform is right for one lane. Ours is right for any (see test_trajectories)."""
     n, gamma = 3, 0.9
     buffer = TensorDictReplayBuffer(
         storage=storage, batch_size=64, transform=MultiStepTransform(n_steps=n, gamma=gamma)
@@ -154,10 +154,10 @@ def test_n_step_targets_made_by_torchrl_while_one_lane_writes(storage: Any) -> N
     for at, row in enumerate(rows):
         lane, episode, step = numbers(row).tolist()
         length = length_of(LENGTHS, lane, episode)
-        # Yielded batches are done where they are cut, so that it stops there, too.
+        # Yielded batches are done where they are cut, so it stops there, too.
         used = min(n, length - step, 20 - at % 20)
         ahead = [reward_of(lane, episode, step + k, 0) for k in range(used)]
-        # Actions add halves that the model does not know: what is left is theirs.
+        # Actions add halves that the model does not know, and the remainder is theirs.
         plain = sum(gamma**k * reward for k, reward in enumerate(ahead))
         action_part = float(row["next", "reward"]) - plain
         assert -1e-3 <= action_part <= 0.5 * 1.0 * sum(gamma**k for k in range(used)) + 1e-3
@@ -218,7 +218,7 @@ def test_torchrls_storage_on_a_gpu_under_the_collector() -> None:
 
 
 def test_a_run_whose_buffer_is_emptied_counts_on(tmp_path: Path) -> None:
-    """As on-policy loops do it: the counts, the ids and a resumed run are as without that."""
+    """On-policy loops empty the buffer. Counts, ids and a resumed run are the same as otherwise."""
     ids: list[int] = []
     with MemmapStorage(tmp_path / "ring", max_size=120) as storage:
         buffer = TensorDictReplayBuffer(storage=storage, sampler=SamplerWithoutReplacement())

@@ -1,6 +1,6 @@
-"""Each kind of TorchRL's samplers and writers, and transforms, over rows of one lane and of three.
+"""Test each of TorchRL's samplers and writers, and transforms, over rows of one lane and of three.
 
-Rows are written as a collector does: all lanes step by step. An observation is the row's number.
+Rows are written as a collector does, all lanes step by step. An observation is the row's number.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ VERSION = ("collector", "policy_version")
 
 
 def rows(lanes: int, start: int = 0, count: int = COUNT) -> TensorDict:
-    """Rows of lanes in turn, in trajectories of 8 steps; a version has 24 of them."""
+    """Return rows of alternating lanes, in trajectories of 8 steps. A version has 24 rows."""
     number = torch.arange(start, start + count)
     lane, time = number % lanes, number // lanes
     end = (time % STEPS == STEPS - 1)[:, None]
@@ -88,7 +88,7 @@ def rows(lanes: int, start: int = 0, count: int = COUNT) -> TensorDict:
 
 @pytest.fixture(scope="module")
 def stored() -> Iterator[dict[int, DiskStorage]]:
-    """Storages that are only read, by their number of lanes."""
+    """Make read-only storages, by their number of lanes."""
     with MemmapStorage() as one, MemmapStorage(max_size=COUNT) as three:
         one.extend(rows(1)), three.extend(rows(3))
         yield {1: one, 3: three}
@@ -109,7 +109,7 @@ def over(storage: Any, sampler: Any = None, batch_size: int = 24, **more: Any) -
 
 
 def numbers(sample: Any) -> list[int]:
-    """Which rows a sample has, each of them whole."""
+    """Return the row numbers of a sample. Each row must be complete."""
     lanes = int(sample["next", "observation"][0] - sample["observation"][0])
     found: list[int] = sample["observation"].reshape(-1).long().tolist()
     kept = ["observation", "action", ("next", "observation"), ("next", "reward"), "collector"]
@@ -151,14 +151,14 @@ SLICES: dict[str, Callable[[], Sampler]] = {
 @pytest.mark.parametrize("name", SLICES)
 def test_slices_are_drawn_of_one_lane_only(stored: dict[int, DiskStorage], name: str) -> None:
     assert all_slices(over(stored[1], SLICES[name]()).sample())
-    with pytest.raises(RuntimeError):  # no piece is long enough, where lanes alternate
+    with pytest.raises(RuntimeError):  # no piece is long enough if lanes alternate
         over(stored[3], SLICES[name]()).sample()
 
 
 def test_slices_of_several_lanes_need_the_step(stored: dict[int, DiskStorage]) -> None:
     sampler = SliceSampler(slice_len=SLICE, step_key=STEP, fragmented=True)
     assert all(all_slices(over(stored[3], sampler).sample()) for _ in range(4))
-    # Where it is told ends alone, TorchRL's takes rows of all lanes for one trajectory.
+    # With ends only, TorchRL's sampler treats rows of all lanes as one trajectory.
     mixed = over(stored[3], SliceSampler(slice_len=SLICE, end_key=("next", "done"))).sample()
     assert not all_slices(mixed)
 
@@ -194,11 +194,11 @@ def test_ensembles_draw_from_each(stored: dict[int, DiskStorage]) -> None:
 
 
 def test_priorities_need_torchrls_compiled_part() -> None:
-    """It loads with the torch that it was built with only: 0.14.1's does not with 2.13."""
+    """The extension loads only with its own torch: 0.14.1's does not load with 2.13."""
     with MemmapStorage(max_size=COUNT) as storage, MemmapStorage() as growing:
         storage.extend(rows(3))
         growing.extend(rows(3))
-        # Trees of that many priorities are a MemoryError; of 2 ** 63 - 1, TorchRL never ends.
+        # Priority trees of that size raise MemoryError. For 2 ** 63 - 1, TorchRL never returns.
         assert growing.max_size == 2**48
         if getattr(replay_buffers.samplers.prioritized, "SumSegmentTreeFp32", None) is None:
             for make in (PrioritizedSampler, PrioritizedSliceSampler):
@@ -254,7 +254,7 @@ def test_ensembles_write_into_each() -> None:
             storage._attached_entities_list.clear()
 
 
-# -- transforms, and buffers that are more than a buffer
+# -- transforms, and composite buffers
 
 
 class _AsSlices(Transform):

@@ -1,6 +1,6 @@
-"""Our storages where TorchRL asks for its own: every part of a `TensorStorage` is ours, or refused.
+"""Test our storages as `TensorStorage`: each part of its interface is implemented or refused.
 
-TorchRL's storages stand beside ours, with the same rows and the same random numbers.
+TorchRL's storages run in parallel, with the same rows and the same random numbers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SLICE_KEYS = [{"end_key": ("next", "done")}, {"traj_key": ("collector", "traj_id
 
 
 def rows(start: int, count: int) -> TensorDict:
-    """Rows ``[start, start + count)`` of one lane, of trajectories of 6 steps."""
+    """Return rows ``[start, start + count)`` of one lane, in trajectories of 6 steps."""
     number = torch.arange(start, start + count)
     done = (number % STEPS == STEPS - 1)[:, None]
     state = number[:, None].float() + torch.arange(3)
@@ -54,7 +54,7 @@ def rows(start: int, count: int) -> TensorDict:
 
 @pytest.fixture(params=["memmap", "ring", "hdf5", "zarr"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], DiskStorage]:
-    """Makes new storages of each kind, of 40 rows."""
+    """Return a function that makes storages of each kind, of 40 rows."""
     kind = FORMATS["memmap" if request.param == "ring" else request.param]
     room = {"max_size": ROOM} if request.param == "ring" else {"capacity": 3 * ROOM}
     return lambda name: kind(tmp_path / name, **room)
@@ -63,7 +63,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Disk
 def crossed(
     names: str, cases: list[tuple[Any, ...]], of_ring: list[tuple[Any, ...]] | None = None
 ) -> pytest.MarkDecorator:
-    """All ``cases`` in files and in a ring; the first in the other formats, which read alike."""
+    """Combine all ``cases`` with files and a ring, and the first with the other formats."""
     kinds = [("memmap", *case) for case in cases]
     kinds += [("ring", *case) for case in of_ring or cases]
     kinds += [(kind, *cases[0]) for kind in ("hdf5", "zarr")]
@@ -75,7 +75,7 @@ def _spelled(part: Any) -> str:
 
 
 def both(storage: DiskStorage, **buffer: Any) -> tuple[ReplayBuffer, ReplayBuffer]:
-    """A buffer over ours and one over TorchRL's, with generators of the same seed."""
+    """Return a buffer over ours and one over TorchRL's, with generators of the same seed."""
     room = storage.ring or 3 * ROOM
     made = [
         TensorDictReplayBuffer(
@@ -147,14 +147,14 @@ def test_what_it_says_of_itself(make: Callable[[str], DiskStorage]) -> None:
             there = other.storage._storage[: len(storage)]
             assert (storage._storage.exclude("index") == there.exclude("index")).all()
             assert storage.flatten() is storage
-        # TorchRL 0.15 asks them where it forks workers of a `DataLoader`.
+        # TorchRL 0.15 calls them when it forks workers of a `DataLoader`.
         assert (storage._content_devices(), storage._content_leaves()) == ({storage.device}, [])
         assert storage._fork_safe()
         storage._share_memory_()
 
 
 def test_a_key_gives_a_column(make: Callable[[str], DiskStorage]) -> None:
-    """TorchRL's sequences of records ask so where episodes end."""
+    """TorchRL's sequences of records read a column in this way to find ends of episodes."""
     with make("rows") as storage:
         mine, other = both(storage, batch_size=8, sample_unit=lambda: Sequence(length=4, burn_in=1))
         for start in range(0, 60, 12):
@@ -190,7 +190,7 @@ def test_slices_are_those_of_torchrls_own(
 
 
 def assert_alike(mine: ReplayBuffer, other: ReplayBuffer, seed: int) -> None:
-    """Both give the same sample, or say that they cannot."""
+    """Check that both give the same sample, or that both refuse."""
     found: list[Any] = []
     for buffer in (mine, other):
         torch.manual_seed(seed)
@@ -206,7 +206,7 @@ def assert_alike(mine: ReplayBuffer, other: ReplayBuffer, seed: int) -> None:
 
 
 def test_items_in_time_come_back_as_they_went_in(make: Callable[[str], DiskStorage]) -> None:
-    """Such as those that `RandomCropTensorDict` crops."""
+    """`RandomCropTensorDict` crops such items."""
     items = torch.stack([rows(8 * item, 8) for item in range(5)])
     assert items.batch_size == (5, 8)
     with make("rows") as storage:
@@ -222,7 +222,7 @@ def test_items_in_time_come_back_as_they_went_in(make: Callable[[str], DiskStora
             assert (a == b).all()
 
 
-# -- what does not fit
+# -- rows that do not fit
 
 
 def test_a_batch_longer_than_the_ring_leaves_its_tail(tmp_path: Path) -> None:
@@ -308,8 +308,8 @@ def filled(buffer: ReplayBuffer, count: int) -> ReplayBuffer:
 def test_torchrls_checkpointers(
     make: Callable[[str], DiskStorage], checkpointer: Any, count: int, tmp_path: Path
 ) -> None:
-    """There and back, and from ours to TorchRL's and back; as TorchRL's own do it."""
-    # Rows without what these checkpointers do not keep.
+    """Buffers save and load, also from ours to TorchRL's and back, as TorchRL's own do."""
+    # The rows leave out the parts that these checkpointers do not keep.
     with make("rows") as storage, make("again") as again, make("third") as third:
         mine, other = both(storage, batch_size=4, checkpointer=checkpointer)
         filled(mine, count), filled(other, count)
@@ -387,7 +387,7 @@ def test_a_state_names_its_rows_and_does_not_bring_them(tmp_path: Path) -> None:
 
 
 def test_it_is_beside_a_lazy_memmap_storage(tmp_path: Path) -> None:
-    """The same samples, from the storage that ours stands in for."""
+    """The samples equal those of the storage that ours replaces."""
     with MemmapStorage(max_size=30) as storage:
         theirs = LazyMemmapStorage(30, scratch_dir=tmp_path / "theirs")
         made = [

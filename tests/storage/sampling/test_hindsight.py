@@ -1,4 +1,4 @@
-"""`HindsightSampler` beside a plain list of what each lane did."""
+"""Compare `HindsightSampler` with a plain list of each lane's rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ STRATEGIES = ["future", "final", "episode"]
 
 
 def rows_of(model: Model) -> TensorDict:
-    """Rows whose step reaches the number of the row, from that of the row before; goals are < 0."""
+    """Return rows whose steps lead from the previous row's number to the row's own.
+
+    Goals are < 0.
+    """
     rows = model.rows()
     number = rows["observation"]
     for key, value in (("achieved_goal", number - 1), ("desired_goal", -number - 1)):
@@ -43,14 +46,14 @@ def filled(model: Model, max_size: int | None = None, chunk: int = 40) -> Memmap
 
 
 def near(achieved: Any, desired: Any, rows: Any) -> Any:
-    """A reward that says which goals it was called with."""
+    """Return a reward that encodes the goals in its arguments."""
     assert achieved.shape == desired.shape == (len(rows), 1)
     assert (rows["desired_goal"].numpy() == desired).all()
     return achieved * 1000 - desired
 
 
 def allowed(model: Model, strategy: str, first: int = 0) -> dict[int, list[int]]:
-    """The rows that may give each row its goal, by a loop over lanes."""
+    """Return the rows that may give each row its goal, from a loop over lanes."""
     found: dict[int, list[int]] = {}
     for rows in model.stretches(first):
         for place, row in enumerate(rows):
@@ -133,7 +136,7 @@ def test_a_share_that_is_no_whole_number_is_exact_on_average() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int32])
 def test_goals_of_any_dtype(dtype: torch.dtype) -> None:
-    """NumPy has no bfloat16: the functions get float32, which holds it exactly."""
+    """NumPy has no bfloat16: the functions get float32, which represents it exactly."""
     seen = []
 
     def reward(achieved: Any, desired: Any, rows: Any) -> Any:

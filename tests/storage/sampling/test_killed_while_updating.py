@@ -1,6 +1,6 @@
-"""A process that updates and saves priorities is killed: a restart has those of its last save.
+"""Test kills of a process that updates and saves priorities: a restart has the last saved ones.
 
-``TALLYROLL_KILLS`` says how many are killed, 3 by default.
+``TALLYROLL_KILLS`` sets the number of kills, 3 by default.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from killed_storages_kit import Told, forked, in_a_process, killed, wait_until
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "3"))
 MEMORY = Path("/dev/shm")
-"""Each save waits for the disk."""
+"""In memory, because each save waits for the disk."""
 ROWS, ADDED = 5000, 3
 SHIFT = 2**10
-"""A priority has the number of its row, below this, and the number of its save above that."""
+"""A priority holds the number of its row below this factor, and the number of its save above it."""
 
 
 def sampler_of(storage: MemmapStorage) -> PrioritizedSampler:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # after a kill: rows came since
+        warnings.simplefilter("ignore")  # after a kill: there are newer rows
         return PrioritizedSampler(storage, alpha=1.0, eps=0.0)
 
 
@@ -38,7 +38,7 @@ def priorities(head: int, save: int) -> np.ndarray:
 
 
 def update_for_ever(path: Path, told: Told, save: int) -> None:
-    """Add rows, update all and save, and say after each save that it is done."""
+    """Add rows, update and save all priorities, and report after each save."""
     with MemmapStorage(path, mode="append") as storage:
         sampler, random = sampler_of(storage), np.random.default_rng(save)
         told.head = save
@@ -53,7 +53,7 @@ def update_for_ever(path: Path, told: Told, save: int) -> None:
 
 
 def kill_at_random(path: Path, kills: int) -> int:
-    """Kill writers; return how many saves there were."""
+    """Kill writers. Return the number of saves."""
     with MemmapStorage(path) as storage:
         storage.extend(trajectory_rows(0, ROWS, steps=7), ids="fresh")
         sampler = sampler_of(storage)

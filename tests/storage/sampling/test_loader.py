@@ -1,4 +1,7 @@
-"""`storage.loader`: the same batches for any number of threads, and none is left or waited for."""
+"""Test `storage.loader`.
+
+Batches are the same for any number of threads, and no thread is left over or waited for.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def storage() -> Iterator[MemmapStorage]:
 
 
 def threads() -> int:
-    """Threads of loaders that are left, when those that end have had time to."""
+    """Return the loader threads that are left after a grace period."""
     deadline = time.monotonic() + 5
     while True:
         found = sum("tallyroll-loader" in each.name for each in threading.enumerate())
@@ -56,7 +59,7 @@ def steps(storage: MemmapStorage) -> Any:
 
 
 def slowly(batch: Any) -> Any:
-    """Threads end in another order than they begin."""
+    """Delay threads, so that they end in another order than they begin."""
     time.sleep(float(batch["observation"].sum()) % 7 / 2000)
     return batch
 
@@ -186,14 +189,14 @@ def test_a_storage_that_grows_and_one_that_is_closed() -> None:
             next(sequences)
         storage.close()
         with pytest.raises(StorageClosed):
-            list(rows)  # those that were made before come first
+            list(rows)  # batches that were already made come first
     with pytest.raises(StorageClosed):
         storage.loader(4)
     assert threads() == 0
 
 
 def test_a_reader_beside_a_writer_of_a_ring(tmp_path: Path) -> None:
-    """Another reader of the files, as in another process, while a thread writes."""
+    """Another reader of the files acts like another process, while a thread writes."""
     rows, stop, full = big(2000).rows(), threading.Event(), threading.Event()
 
     def write() -> None:
@@ -263,7 +266,7 @@ def test_batches_are_pinned_and_go_to_a_gpu(storage: MemmapStorage) -> None:
     for one, other in zip(here, there, strict=True):
         assert other.device.type == "cuda"
         assert (other.cpu() == one).all()
-    assert pinned == [False] * 40  # they are pinned after that
+    assert pinned == [False] * 40  # they are pinned afterwards
     made = storage.loader(4, seed=0, device="cuda")
     assert made._job(0)["observation"].is_pinned()
     made.close()

@@ -1,4 +1,4 @@
-"""`MixedSampler`: shares that are exact, and columns that are the same."""
+"""Test `MixedSampler`: exact shares, and equal columns."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_samplers_buffers_and_functions_are_parts(three: Any) -> None:
     assert (batch["number"][:10] == 19).all()
     assert batch["collector", "row"].tolist() == [19] * 10 + [-1] * 20
     assert (batch["priority_weight"][10:] == 1).all()
-    assert SOURCE not in kept.keys(True)  # a function's batch stays its own
+    assert SOURCE not in kept.keys(True)  # the batch of the function is unchanged
     prioritized.update_priority(batch[batch[SOURCE] == 0], 0.0)
 
 
@@ -144,7 +144,7 @@ def test_columns_that_differ_are_named(three: Any) -> None:
 def test_a_share_that_is_never_drawn_is_refused(three: Any, shares: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="a share is at least a millionth of all shares, got"):
         MixedSampler([*zip(three, shares, strict=False)])
-    MixedSampler([(three[0], 1e-9), (three[1], 2e-9)])  # small alike
+    MixedSampler([(three[0], 1e-9), (three[1], 2e-9)])  # equally small
 
 
 @pytest.mark.parametrize("share", [0, -1, float("nan"), float("inf"), "1", None, True])

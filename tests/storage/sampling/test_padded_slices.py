@@ -1,4 +1,4 @@
-"""Slices with empty places, rows before them, and from the start on: of storages and buffers."""
+"""Test slices with padding, with burn-in rows, and from the start: of storages and of buffers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def big(rows: int = 2000, lanes: int = 8, mean_length: float = 9.0) -> Model:
 
 
 def rows_of(model: Model) -> TensorDict:
-    """The rows of a recurrent policy of agents, with a column of 16 bits."""
+    """Return the rows of a recurrent multi-agent policy, with a column of 16 bits."""
     rows = model.rows()
     starts = (rows["collector", "step"] == 0)[:, None]
     rows["is_init"] = starts
@@ -60,7 +60,7 @@ def buffer_of(storage: Any, slices: int, slice_len: int, **options: Any) -> Tens
 
 
 def expected(model: Model, slices: TensorDict, first: int) -> TensorDict:
-    """The same slices, put together row by row from the rows that are stored."""
+    """Return the same slices, built row by row from the stored rows."""
     rows, found = rows_of(model), slices.clone().zero_()
     flags = [key for key in rows.keys(True, True) if key[-1] == "done"]
     inits = [key for key in rows.keys(True, True) if key in ("is_init", ("agents", "is_init"))]
@@ -133,7 +133,7 @@ def test_a_plain_buffer_has_the_values_in_its_info(max_size: int | None) -> None
         assert (info["observation",][mask] == batch["observation"][mask]).all()
         assert not info["observation",][~mask].any()
         ids = batch["collector", "traj_ids"].reshape(20, 20)
-        assert (ids == ids[:, :1]).all()  # rows of the same trajectory in empty places
+        assert (ids == ids[:, :1]).all()  # padding holds rows of the same trajectory
 
 
 def test_prefetched(max_size: int | None) -> None:
@@ -186,7 +186,7 @@ def test_advantages_of_rows_are_those_of_the_slice_without_its_padding() -> None
 
 
 def test_a_recurrent_state_is_made_anew_by_the_rows_before(tmp_path: Path) -> None:
-    """From the state that is stored at the first row before the slice, or zeros at the start."""
+    """The replay starts with the state stored before the slice, or with zeros."""
     torch.manual_seed(0)
     gru = GRUModule(
         input_size=1,
@@ -207,13 +207,13 @@ def test_a_recurrent_state_is_made_anew_by_the_rows_before(tmp_path: Path) -> No
             else:
                 one["is_init"][:] = True
             step = one.select("observation", "state", "is_init").clone()
-            step["is_init"][:] = False  # the state is there
+            step["is_init"][:] = False  # the state is given
             lanes[lane] = row, gru(step)["next", "state"][0]
     with MemmapStorage(tmp_path / "rows") as storage:
         storage.extend(rows)
         slices = storage.trajectories.sample_slices(80, 6, short="pad", burn_in=4)
     stored = slices["state"].clone()
-    for place in range(1, 10):  # all but that of the first row is unknown
+    for place in range(1, 10):  # only the state of the first row is known
         slices["state"][:, place] *= slices["is_init"][:, place, :, None]
     with torch.no_grad(), set_recurrent_mode(True):
         again = gru(slices.select("observation", "state", "is_init"))["embed"]

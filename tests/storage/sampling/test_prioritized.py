@@ -1,4 +1,4 @@
-"""`PrioritizedSampler` under TorchRL's buffers and alone, beside what is known of each row."""
+"""Compare `PrioritizedSampler`, under TorchRL's buffers and alone, with a model of each row."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def buffer_of(sampler: PrioritizedSampler, batch: int = 10, **options: Any) -> A
 
 
 def test_a_sample_says_its_rows_and_weights() -> None:
-    """The weight of TorchRL's: (p / least p)^-beta, p being (priority + eps)^alpha."""
+    """The weight is TorchRL's: (p / least p)^-beta with p = (priority + eps)^alpha."""
     with filled(count=4) as storage:
         sampler = PrioritizedSampler(storage, alpha=0.5, beta=0.8, eps=0.0)
         sampler.update_priority([0, 1, 2, 3], [1.0, 4.0, 9.0, 16.0])
@@ -103,7 +103,7 @@ def test_a_generator_draws_the_same_again() -> None:
 @pytest.mark.parametrize("ring", [None, 300])
 @pytest.mark.parametrize("length", [1, 2, 6])
 def test_sequences_start_wherever_one_can(ring: int | None, length: int) -> None:
-    """Beside a plain loop over the rows of every trajectory, after every batch."""
+    """Compare with a plain loop over the rows of every trajectory, after every batch."""
     model = Model.random(np.random.default_rng(length), rows=900, lanes=4)
     with MemmapStorage(max_size=ring) as storage:
         sampler = PrioritizedSampler(storage, slice_len=length)
@@ -145,7 +145,7 @@ def test_sequences_under_a_buffer_are_marked_and_updated_by_their_reduction() ->
 
 
 def test_sequences_are_taken_back_with_their_rows() -> None:
-    """A start stays with its row, and what went on in rows that are gone is none any more."""
+    """A start stays with its row. If its later rows are gone, it is no longer a start."""
     model = Model.random(np.random.default_rng(1), rows=400, lanes=3, skip=0.0)
     with MemmapStorage() as storage:
         storage.extend(model.rows())
@@ -168,7 +168,7 @@ def test_rows_that_another_writer_commits_come_in(tmp_path: Path) -> None:
     with open_storage(path) as storage:
         sampler = PrioritizedSampler(storage, alpha=1, eps=0)
         sampler.update_priority(torch.arange(10), torch.full((10,), 2.5))
-        with open_storage(path, "append") as writer:  # to the reader, as another process's
+        with open_storage(path, "append") as writer:  # another process, to the reader
             writer.extend(rows(10, 30))
         assert leaves(sampler) == [2.5] * 30
         assert sampler.sample(200)["number"].max() >= 10
@@ -176,7 +176,7 @@ def test_rows_that_another_writer_commits_come_in(tmp_path: Path) -> None:
             sampler.save()
 
 
-# --- in the place of TorchRL's --------------------------------------------------------------------
+# --- in place of TorchRL's ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
@@ -207,7 +207,7 @@ def test_a_late_update_never_changes_the_row_that_came_instead() -> None:
         assert leaves(sampler) == [1.0] * 8
         assert sampler.gone == 16
         new = buffer.sample()
-        sampler.update_priority(late, 9.0)  # by row: still the old ones
+        sampler.update_priority(late, 9.0)  # by row: still the old rows
         assert sampler.gone == 24
         buffer.update_priority(new["index"], 3.0)
         assert sampler.gone == 24
@@ -226,13 +226,13 @@ def test_priorities_that_come_with_rows_are_theirs(one_by_one: bool) -> None:
                     buffer.add(row)
             else:
                 buffer.extend(new)
-            buffer.sample()  # the index means these rows now
+            buffer.sample()  # the index now means these rows
             assert leaves(sampler) == (np.arange(1.0, 7.0) + start).tolist()
         assert sampler.gone == 0
 
 
 def test_a_new_buffer_leaves_the_priorities_as_they_are() -> None:
-    """TorchRL's sets all priorities to the default when it is made."""
+    """TorchRL's resets all priorities to the default when it is created."""
     with filled(count=10) as storage:
         sampler = PrioritizedSampler(storage, alpha=1, eps=0)
         sampler.update_priority(range(10), np.arange(1.0, 11.0))
@@ -249,7 +249,7 @@ def test_an_index_that_extend_returned_means_the_rows_that_it_wrote() -> None:
         sampler = PrioritizedSampler(storage, alpha=1, eps=0)
         buffer = buffer_of(sampler, 4)
         index = buffer.extend(rows(0, 4))
-        storage.extend(rows(4, 6))  # by a collector: rows 0 and 1 are gone
+        storage.extend(rows(4, 6))  # as by a collector: rows 0 and 1 are gone
         buffer.update_priority(index, torch.tensor([5.0, 6.0, 7.0, 8.0]))
         assert sampler.gone == 2
         assert leaves(sampler) == [7.0, 8.0, 1.0, 1.0]
@@ -295,7 +295,7 @@ def test_the_exponents_may_be_annealed() -> None:
         assert leaves(sampler) == [1.0] * 3
 
 
-# --- kept -----------------------------------------------------------------------------------------
+# --- saved priorities -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [MemmapStorage, H5Storage, ZarrStorage])
@@ -320,7 +320,7 @@ def test_a_restart_goes_on_with_them(tmp_path: Path, kind: Any) -> None:
 
 
 def test_rows_with_overlays_have_the_priorities_of_the_rows(tmp_path: Path) -> None:
-    """They are drawn with their overlays, alone and under a buffer; the file is theirs too."""
+    """Draws include the overlays, alone and under a buffer, and both share one file."""
     with MemmapStorage(tmp_path / "rows", max_size=60) as storage:
         storage.extend(rows(0, 50))
         tens = storage.overlay("tens", torch.int64, fill=-1)
@@ -347,7 +347,7 @@ def test_rows_with_overlays_have_the_priorities_of_the_rows(tmp_path: Path) -> N
 
 
 def test_an_emptied_ring_that_was_saved_is_saved_again(tmp_path: Path) -> None:
-    """The save of no rows is older than rows that came since: at closing it is made newer."""
+    """The save of no rows is older than the new rows, so closing the storage saves again."""
     with filled(tmp_path / "rows", count=10, max_size=10) as storage:
         storage._empty()
         sampler = PrioritizedSampler(storage, alpha=1, eps=0)
@@ -374,7 +374,7 @@ def damaged(content: bytes) -> bytes:
 
 
 def says(**what: Any) -> Any:
-    """Return a change of what a file says, with a right checksum."""
+    """Return a function that changes the description in a file and fixes the checksum."""
 
     def change(content: bytes) -> bytes:
         name, line, rest = content[:-4].split(b"\n", 2)
@@ -448,7 +448,7 @@ def test_a_file_of_another_kind_is_not_used(tmp_path: Path, kind: str) -> None:
         case "folder":
             file.mkdir()
     storage = open_storage(tmp_path / "rows", "append")
-    if kind == "hard link":  # a copy on the same disk, as `cp -l` makes; it is read
+    if kind == "hard link":  # a copy on the same disk, as `cp -l` makes: it is read
         sampler = PrioritizedSampler(storage)
     else:
         with pytest.warns(UserWarning, match="is not used"):
@@ -506,7 +506,7 @@ def test_a_sampler_that_is_gone_is_not_kept_by_its_storage(tmp_path: Path) -> No
     assert not (tmp_path / "rows" / "priorities.leaves").exists()
     with filled() as temporary:
         sampler = PrioritizedSampler(temporary)
-        sampler.save()  # it goes with the storage
+        sampler.save()  # no file: the storage is temporary
         assert not (temporary.path / "priorities.leaves").exists()
 
 
@@ -643,7 +643,7 @@ def test_memory_that_does_not_suffice_is_said_before(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("way", ["save", "dumps"])
 def test_a_save_is_on_the_disk(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder is synced after the file has its name: a power cut may leave the old one else."""
+    """The folder is synced after the rename. Otherwise, a power cut may leave the old file."""
     calls = list[str]()
     real_sync, real_replace = os.fsync, os.replace
 

@@ -1,6 +1,6 @@
-"""`PrioritizedSampler` over rings, rewinds and restarts, beside a plain dictionary of rows.
+"""Compare `PrioritizedSampler` over rings, rewinds and restarts with a plain dictionary of rows.
 
-TALLYROLL_EXAMPLES=1000 runs as many.
+TALLYROLL_EXAMPLES=1000 runs that many examples.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tallyroll.storage.stores.rewinds import take_back
 
 ALPHA, BETA, EPS = 0.7, 0.5, 1e-3
 MEMORY = Path("/dev/shm")
-"""Each save waits for the disk."""
+"""In memory, because each save waits for the disk."""
 Row = tuple[int, int]
-"""The number of a row, and which of the rows it is that had this number."""
+"""The number of a row, and a count of the rows that have had this number."""
 
 
 def leaf_of(priority: float) -> np.float32:
@@ -34,7 +34,7 @@ def leaf_of(priority: float) -> np.float32:
 
 
 class Machine(RuleBasedStateMachine):
-    """The dictionary has the leaf of every row that the sampler has seen and that is there."""
+    """The dictionary has the leaf of every existing row that the sampler has seen."""
 
     @initialize(
         ring=st.sampled_from([0, 1, 7, 16, 40]), kernel=st.booleans(), seed=st.integers(0, 2**31)
@@ -69,11 +69,11 @@ class Machine(RuleBasedStateMachine):
 
     @property
     def rows(self) -> list[Row]:
-        """All rows that are there now."""
+        """Return all existing rows."""
         return [(number, self.births[number]) for number in self.storage.span]
 
     def follow(self) -> None:
-        """Do what the sampler should at its next call."""
+        """Do what the sampler does at its next call."""
         largest = max(self.leaves.values(), default=self.largest)
         there = set(self.rows)
         left = {row: leaf for row, leaf in self.leaves.items() if row in there}
@@ -138,7 +138,7 @@ class Machine(RuleBasedStateMachine):
         leaves = np.array([self.leaves[row] for row in drawn])
         least = min(self.leaves.values())
         assert np.array_equal(weights, (leaves / least) ** np.float32(-BETA))
-        # A number that is drawn again means the new row.
+        # A number that is drawn again refers to the new row.
         self.batches = [
             batch
             for batch in self.batches
@@ -184,7 +184,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.storage))
     @rule(killed=st.booleans())
     def restart(self, killed: bool) -> None:
-        if killed:  # what it did since the last save is lost
+        if killed:  # changes since the last save are lost
             self.storage.writer.closing.clear()
             self.storage.close()
         else:

@@ -1,6 +1,6 @@
-"""A rate limit beside plain arithmetic, over processes that are killed and stopped.
+"""Compare a rate limit with plain arithmetic, with processes that are killed and stopped.
 
-``TALLYROLL_KILLS`` says how many drawing processes are killed, 5 by default.
+``TALLYROLL_KILLS`` sets the number of killed drawing processes, 5 by default.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from killed_storages_kit import forked, killed, wait_until
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "5"))
 AT_ONCE = 1e-6
-"""A timeout in which nothing is waited for."""
+"""A timeout too short for any wait."""
 
 
 def add(storage: MemmapStorage, rows: int) -> None:
@@ -66,7 +66,7 @@ def test_waits_are_those_of_plain_arithmetic(
         limit = RateLimit(storage, ratio, min_rows=min_rows, timeout=AT_ONCE)
         written = drawn = most_written = most_drawn = 0
         for draws, rows in steps:
-            if not storage.head:  # there is no file yet: all may be written, none drawn
+            if not storage.head:  # there is no file yet: all rows may be written, none drawn
                 assert passes(limit.wait_to_insert, rows)
                 assert not passes(limit.wait_to_sample, rows)
                 add(storage, rows)
@@ -106,13 +106,13 @@ def test_neither_side_is_ahead_of_the_other_by_more_than_the_slack(tmp_path: Pat
         others, thread = [forked(learn), forked(learn)], threading.Thread(target=learn)
         thread.start()
         ahead = []
-        while limit.written < 920:  # of which 900 are to be drawn four times each
+        while limit.written < 920:  # 900 of these are to be drawn four times each
             limit.wait_to_insert(9)
             add(storage, 9)
             ahead.append(ratio * (limit.written - 20) - limit.drawn)
         thread.join(30)
         assert [os.waitpid(each, 0)[1] for each in others] == [0, 0]
-        assert limit.drawn == 3 * 120 * 10  # by three beside each other: none is lost
+        assert limit.drawn == 3 * 120 * 10  # three processes draw concurrently: no count is lost
         assert max(ahead[20:]) <= 200
         assert min(ahead[20:]) >= -200 - ratio * 9
 
@@ -131,7 +131,7 @@ def test_a_killed_collector_does_not_block_its_learner(tmp_path: Path) -> None:
     wait_until(lambda: (path / "manifest.json").exists())
     wait_until(lambda: len(open_storage(path)) > 0)
     with open_storage(path) as rows:
-        limit = RateLimit(rows, 1.0, timeout=2.0)  # on a busy machine the other one is late
+        limit = RateLimit(rows, 1.0, timeout=2.0)  # on a busy machine, the other one is late
         for _ in range(5):
             limit.wait_to_sample(8)
         killed(collector)
@@ -140,7 +140,7 @@ def test_a_killed_collector_does_not_block_its_learner(tmp_path: Path) -> None:
             exhaust(limit.wait_to_sample)
         assert time.monotonic() - began < 10
         drawn = limit.drawn
-    with MemmapStorage(path, mode="append") as storage:  # a restart goes on with the counts
+    with MemmapStorage(path, mode="append") as storage:  # a restart continues the counts
         limit = RateLimit(storage, 1.0, timeout=0.1)
         assert limit.drawn == drawn
         with pytest.raises(RateStalled, match=r"none was drawn meanwhile\. Does the learner"):
@@ -152,7 +152,7 @@ def test_killed_learners_leave_whole_counts(tmp_path: Path) -> None:
     with MemmapStorage(path) as storage:
         add(storage, 10)
         limit = RateLimit(storage, 1e6, timeout=5)
-        limit.wait_to_insert(1)  # the file is there
+        limit.wait_to_insert(1)  # creates the file
         add(storage, 10)
         for _ in range(KILLS):
 
@@ -166,7 +166,7 @@ def test_killed_learners_leave_whole_counts(tmp_path: Path) -> None:
             learner = forked(learn)
             wait_until(lambda was=before: limit.drawn > was + 3)
             killed(learner)
-            assert limit.drawn > before  # no warning: the file is whole
+            assert limit.drawn > before  # no warning: the file is intact
 
 
 def test_a_stopped_holder_of_the_counts_is_named(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_forked_child_does_not_share_the_lock(tmp_path: Path) -> None:
             for _ in range(200):
                 limit.wait_to_sample(1)
 
-        with open_storage(tmp_path / "rows") as rows:  # a child of the fork may only read
+        with open_storage(tmp_path / "rows") as rows:  # a forked child may only read
             limit.storage = rows
             children = [forked(draw), forked(draw)]
             draw()
@@ -246,7 +246,7 @@ def test_a_file_that_cannot_be_used_is_begun_anew(
         limit = RateLimit(storage, 1.0)
         with pytest.warns(UserWarning, match=why):
             limit.wait_to_insert(1)
-        limit.wait_to_insert(1)  # and is used from there on
+        limit.wait_to_insert(1)  # the file is used from then on
         assert limit.drawn == 0
 
 
@@ -318,14 +318,14 @@ def test_other_formats_and_readers(tmp_path: Path) -> None:
 def test_all_count_from_the_first_of_them_in_the_file_that_is_there(tmp_path: Path) -> None:
     path = tmp_path / "rows"
     with MemmapStorage(path) as storage:
-        first = RateLimit(storage, 1.0)  # before there is any row, or file
+        first = RateLimit(storage, 1.0)  # before any row or file exists
         add(storage, 10)
         with open_storage(path) as rows:
             late = RateLimit(rows, 1.0)
             assert late.written == 0
             assert first.written == 10
             assert late.written == 10
-            storage.writer.files.drawn_path.unlink()  # as where other rows are loaded
+            storage.writer.files.drawn_path.unlink()  # as if other rows were loaded
             first.wait_to_sample(4)
             assert (late.written, late.drawn) == (10, 4)
             assert RateLimit(rows, 1.0).drawn == 4

@@ -1,4 +1,4 @@
-"""The tree of sums, in C and in NumPy, beside a plain array of numbers."""
+"""Compare the tree of sums, in C and in NumPy, with a plain array of numbers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def memory(tree: SumTree) -> list[bytes]:
 
 
 def require_sums(tree: SumTree) -> None:
-    """Every node is what its children are now, to the last bit; and the top is what all are."""
+    """Check that every node is the sum of its children, bit for bit, and the root is the total."""
     again = SumTree(len(tree.leaves))
     again.fill(0, len(tree.leaves), tree.leaves)
     assert memory(again) == memory(tree)
@@ -89,7 +89,7 @@ def test_both_ways_are_alike_to_the_last_bit(data: Any) -> None:
 
 @pytest.mark.parametrize("slots", [7, 300])
 def test_draws_are_in_proportion(way: str, slots: int) -> None:
-    """Chi-square of all draws: TALLYROLL_DRAWS=10000000 draws as many."""
+    """Test all draws with a chi-square test. TALLYROLL_DRAWS=10000000 draws that many."""
     rng, tree = np.random.default_rng(1), tree_of(way, slots)
     leaves = rng.pareto(1.0, slots).astype(np.float32)
     leaves[::3] = 0
@@ -103,13 +103,13 @@ def test_draws_are_in_proportion(way: str, slots: int) -> None:
     expected = counts.sum() * leaves[alive].astype(np.float64) / leaves.sum(dtype=np.float64)
     freedom = int(alive.sum()) - 1
     squares = float(((counts[alive] - expected) ** 2 / expected).sum())
-    # Wilson and Hilferty: normal; at 4 deviations one run of 30,000 fails.
+    # Wilson and Hilferty: approximately normal. At 4 deviations, one run in 30,000 fails.
     normal = ((squares / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
     assert normal < 4, (squares, freedom)
 
 
 def test_nothing_drifts(way: str) -> None:
-    """After TALLYROLL_UPDATES updates the sums are those of the leaves, to the last bit."""
+    """After TALLYROLL_UPDATES updates, the sums match the leaves bit for bit."""
     rng, slots, size = np.random.default_rng(2), 10_000, 1000
     tree, plain = tree_of(way, slots), np.ones(slots, np.float32)
     tree.fill(0, slots, 1.0)

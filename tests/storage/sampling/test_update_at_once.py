@@ -1,4 +1,4 @@
-"""Updates in one call into the extension, beside the same ones by NumPy; and their powers."""
+"""Compare updates in one call of the extension, and their powers, with NumPy's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ pytestmark = pytest.mark.skipif(not kernel.is_built(), reason="not built")
 
 @pytest.mark.parametrize("exponent", [0.0, 1e-3, 0.6, 1.0, 1.7, LARGEST])
 def test_powers_are_those_of_longer_numbers(exponent: float) -> None:
-    """Nine bits longer than leaves at the least: of two million one may be rounded elsewhere."""
+    """Powers have at least nine more bits than leaves.
+
+    Of two million, one may be rounded otherwise.
+    """
     priorities = 10.0 ** np.random.default_rng(1).uniform(-18, 18, 20_000)
     exact = (priorities.astype(np.longdouble) + 1e-8) ** np.longdouble(exponent)
     found = Powers(exponent, 1e-8)
@@ -41,7 +44,7 @@ def test_powers_at_the_ends_of_numbers(exponent: float) -> None:
 
 
 def sampler_of(off: tuple[str, ...], ring: int | None, eps: float, alpha: float) -> Any:
-    """A sampler; of a ring, in its second lap, with a sample of an overwritten row."""
+    """Return a sampler. A ring is in its second lap, with a sample of an overwritten row."""
     storage = MemmapStorage(max_size=ring)
     storage.extend(TensorDict({"x": torch.arange(ROWS)}, [ROWS]))
     with fast_paths.switched_off(*off):
@@ -65,7 +68,7 @@ def outcome(call: Call, sampler: PrioritizedSampler) -> tuple[str, int, bytes]:
 
 
 RANDOM = np.random.default_rng(2)
-AT = RANDOM.integers(150, 300, 256)  # of 150 rows, so that many are twice there
+AT = RANDOM.integers(150, 300, 256)  # of 150 rows, so that many occur twice
 P32 = (RANDOM.pareto(1.0, 256) * 10.0 ** RANDOM.integers(-6, 6, 256)).astype(np.float32)
 P64 = P32.astype(np.float64) * 1.1
 
@@ -122,7 +125,7 @@ OTHERWISE: dict[str, tuple[Any, Any]] = {
 def test_both_ways_do_the_same(
     by_rows: bool, ring: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They change leaves to the same bits, count the same rows as gone, say the same errors."""
+    """Both ways set equal bits in leaves, count the same rows as gone, and raise equal errors."""
     for alpha, eps in ((0.6, 1e-8), (1.0, 0.0), (3.0, 1e-8)):
         ours, plain = (sampler_of(off, ring, eps, alpha) for off in ((), ("kernel",)))
         otherwise: list[int] = []
@@ -153,7 +156,7 @@ def test_the_last_of_several_priorities_of_a_row_counts() -> None:
 
 
 def test_an_index_that_a_buffer_just_wrote_is_not_taken_at_once() -> None:
-    """Of a ring, it means the rows that were written, and not those that were drawn before."""
+    """In a ring, the index means the newly written rows, not those that were drawn before."""
     sampler = sampler_of((), ROWS, 1e-8, 1.0)
     index = torch.arange(150, 160)
     sampler.draw(ROWS)

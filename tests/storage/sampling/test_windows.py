@@ -1,4 +1,4 @@
-"""Which rows make the slices of a sample, against a plain list of every lane's windows."""
+"""Compare the rows of sampled slices with a plain list of each lane's windows."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def drawn(
 
 
 def shares(model: Model, windows: Windows, first: int) -> dict[Window, float]:
-    """The probability of each window, of a plain loop over the lanes."""
+    """Return the probability of each window from a plain loop over the lanes."""
     length, each = windows.slice_len, []
     for rows in model.stretches(first):
         if windows.from_start and model.steps[rows[0]] != 0:
@@ -71,7 +71,7 @@ def shares(model: Model, windows: Windows, first: int) -> dict[Window, float]:
 
 
 def before(model: Model, window: Window, count: int, first: int) -> Window:
-    """Up to `count` rows that come before a window, without a gap."""
+    """Return up to `count` rows directly before a window."""
     (rows,) = (rows for rows in model.stretches(first) if window[0] in rows)
     at = rows.index(window[0])
     return tuple(rows[max(0, at - count) : at])
@@ -82,7 +82,7 @@ def mask_of(slices: Slices) -> np.ndarray:
 
 
 def windows_in(slices: Slices, burn_in: int = 0) -> list[tuple[Window, Window]]:
-    """The rows before each slice, and those of it."""
+    """Return the rows before each slice, and those of the slice."""
     parts = slice(burn_in), slice(burn_in, None)
     return [
         tuple(tuple(rows[part][mask[part]].tolist()) for part in parts)  # type: ignore[misc]
@@ -121,7 +121,7 @@ def test_slices_are_those_of_a_plain_list(
     ):
         assert window in every
         assert warm == before(model, window, burn_in, first)
-        # Rows lie around the first place of the slice itself, and the others name one of them.
+        # Rows surround the first place of the slice itself. All other places repeat one of them.
         assert mask[burn_in - len(warm) : burn_in + len(window)].all()
         assert set(rows.tolist()) == {*warm, *window}
     places = np.arange(length + burn_in)
@@ -146,7 +146,7 @@ def test_every_window_is_drawn_by_its_share(kind: dict[str, Any], ring: int) -> 
 
 
 def test_the_few_windows_among_many_rows_are_found() -> None:
-    """One trajectory of many rows, and two whose first steps are among them."""
+    """One trajectory has many rows, and two more have their first steps among them."""
     rows = 50_000
     ids, steps, lane = np.zeros(rows, int), np.arange(rows) + 7, np.zeros(rows, np.int32)
     for at, id in ((30_000, 1), (40_000, 2)):
@@ -162,7 +162,7 @@ def test_the_few_windows_among_many_rows_are_found() -> None:
 
 
 def test_windows_that_are_longer_than_all_rows_cost_no_more() -> None:
-    """What is walked is bounded by the rows that there are."""
+    """The search is bounded by the number of existing rows."""
     model = Model.random(np.random.default_rng(0), rows=30, lanes=2, mean_length=5.0)
     slices = drawn(linked(model), model, Windows(5000, "pad", burn_in=5000), 10, 0)
     assert slices.rows.shape == (10, 10_000)

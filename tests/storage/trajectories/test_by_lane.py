@@ -1,4 +1,4 @@
-"""Rows walked lane by lane, chunk after chunk, against a plain loop."""
+"""Compare a walk of rows lane by lane, chunk after chunk, with a plain loop."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ chunks = st.lists(
     st.lists(st.tuples(st.integers(0, LANES - 1), st.booleans()), min_size=1, max_size=12),
     max_size=5,
 )
-"""Chunks of rows, of each its lane and a flag."""
+"""Chunks of rows, each with its lane and a flag."""
 
 
 def orders(parts: Chunks) -> list[tuple[LaneOrder, np.ndarray, np.ndarray]]:
-    """The order of each chunk; its rows' numbers, and their flags, in this order."""
+    """Return the order of each chunk, with the rows' numbers and flags in this order."""
     found, start = [], 0
     for part in parts:
         lane, flags = (np.array(each) for each in zip(*part, strict=True))
@@ -31,7 +31,7 @@ def orders(parts: Chunks) -> list[tuple[LaneOrder, np.ndarray, np.ndarray]]:
 
 
 def rows_by_lane(parts: Chunks) -> list[list[tuple[int, bool]]]:
-    """Each lane's rows in time: number and flag."""
+    """Return each lane's rows in time: number and flag."""
     rows = [row for part in parts for row in part]
     return [
         [(number, flag) for number, (own, flag) in enumerate(rows) if own == lane]
@@ -83,7 +83,7 @@ def test_stretches_come_one_after_the_other_as_rows_do(parts: Chunks) -> None:
         before |= dict(zip(first.tolist(), stretches.carry(last, tails).tolist(), strict=True))
         assert stretches.lane.tolist() == order.lane[stretches.at].tolist()
         assert stretches.own.tolist() == order.own.tolist()
-    # A lane's first row in a chunk begins a stretch, too.
+    # A lane's first row in a chunk starts a stretch, too.
     opening, start = set(), 0
     for part in parts:
         lanes = [lane for lane, _ in part]

@@ -1,4 +1,4 @@
-"""The table of episodes and its file, against a plain loop over the rows."""
+"""Compare the table of episodes and its file with a plain loop over the rows."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def counted(
 
 
 def expected(model: Model, since: int = 0, runs: Sequence[RunSeeds] = ()) -> list[dict[str, Any]]:
-    """The lines of the trajectories as counted from row `since` on, while nobody writes."""
+    """Return the lines of the trajectories, counted from row `since` on, without a writer."""
     assert model.terminated is not None
     lines, seeded = [], set()
     left = [[row for row in rows if row >= since] for rows in model.trajectories().values()]
@@ -106,7 +106,7 @@ def lines_of(table: np.ndarray) -> list[dict[str, Any]]:
 
 
 def test_no_later_trajectory_of_a_forgotten_lane_gets_a_seed() -> None:
-    """The table of a ring, when it is read again, lacks lanes whose rows are all overwritten."""
+    """A ring's table, when it is read again, lacks lanes whose rows are all overwritten."""
     lane = np.array([1] * 3 + [0] * 30 + [1] * 2)
     ids = np.array([1] * 3 + [0] * 30 + [3] * 2)
     steps = np.array([*range(3), *range(30), *range(2)])
@@ -194,7 +194,7 @@ def test_it_goes_on_behind_a_table_that_was_written(
 
 
 def test_the_last_trajectory_is_open_while_a_writer_writes() -> None:
-    # Lane 0 ends, lanes 1 and 2 do not; lane 2 stopped before the last run.
+    # Lane 0 ends, and lanes 1 and 2 do not. Lane 2 stopped before the last run.
     model = Model(
         ids=np.array([0, 1, 2, 0, 1]),
         steps=np.array([0, 0, 0, 1, 1]),

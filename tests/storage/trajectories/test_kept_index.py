@@ -1,6 +1,6 @@
-"""The index of trajectories in a file beside the rows: never trusted beyond what the rows say.
+"""Test the stored index of trajectories, which is never trusted beyond the rows.
 
-``TALLYROLL_KEPT=2000 pytest -n0 tests/storage/trajectories/test_kept_index.py`` tries so many.
+``TALLYROLL_KEPT=2000 pytest -n0 tests/storage/trajectories/test_kept_index.py`` tries that many.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ KINDS = {"rows": MemmapStorage, "rows.h5": H5Storage, "rows.zarr": ZarrStorage}
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of few rows, so that few make several."""
+    """Use blocks of few rows, so that few rows make several blocks."""
     monkeypatch.setattr(tail, "_FEWEST", 32)
     monkeypatch.setattr(tail, "_SLOTS", 4)
 
 
 @pytest.fixture(params=["extension", "numpy"])
 def way(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With the extension, and without."""
+    """Run with the extension and without it."""
     with fast_paths.switched_off(*(() if request.param == "extension" else ("kernel",))):
         yield
 
 
 def model_of(seed: int, rows: int = ROWS, lanes: int | None = None) -> Model:
-    """Rows of every kind of block, in time."""
+    """Return rows that give every kind of block, in time."""
     rng = np.random.default_rng(seed)
     model = Model.random(
         rng,
@@ -94,7 +94,7 @@ def extend(index: RowIndex, model: Model, stop: int, size: int) -> RowIndex:
 
 
 def answers(index: RowIndex, model: Model, first: int) -> list[Any]:
-    """What an index says of all rows from ``first`` on."""
+    """Return an index's answers about all rows from ``first`` on."""
     rows = np.arange(first, len(model))
     ids = np.unique(model.ids)
     return [
@@ -137,7 +137,7 @@ def test_it_goes_on_from_the_file_as_if_it_had_seen_all_rows(tmp_path: Path) -> 
 
 
 def mended(content: bytes, begin: int) -> bytes:
-    """The content with checksums that fit, of a head that ends before ``begin``."""
+    """Return the content with valid checksums, for a head that ends before ``begin``."""
     head, body = bytearray(content[:begin]), content[begin:-4]
     at = head.index(b"{")
     length = int(head[at - 18 : at - 10], 16)
@@ -259,7 +259,7 @@ def test_a_file_that_is_cut_short_or_too_long_or_says_too_much_is_not_used(tmp_p
 def test_a_sparse_file_of_more_numbers_than_its_rows_have(
     name: str, more: int, tmp_path: Path
 ) -> None:
-    """Its arrays would be copied, or all of its bytes be read, before they are compared."""
+    """Without a check, its arrays would be copied, or all of its bytes read."""
     inside, path, owner = Inside(tmp_path), tmp_path / "index", IndexOwner("x", 0, 0)
     index = extend(RowIndex(), model_of(1, lanes=5), ROWS, 50)
     write_index(inside, path, owner, index.state(), synced=False)
@@ -278,14 +278,14 @@ def test_a_sparse_file_of_more_numbers_than_its_rows_have(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
 
 
-# --- beside the rows of a storage -----------------------------------------------------------------
+# --- with the rows of a storage -------------------------------------------------------------------
 
 MODEL = model_of(3, rows=700, lanes=5)
 
 
 @pytest.fixture(params=list(KINDS))
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A storage of 500 rows of `MODEL`."""
+    """Make a storage of 500 rows of `MODEL`."""
     return filled(tmp_path / request.param)
 
 
@@ -305,7 +305,7 @@ def index_path(path: Path) -> Path:
 
 
 def blocks_of(storage: DiskStorage) -> Any:
-    """The blocks of an index that is brought up to the rows."""
+    """Return the blocks of an up-to-date index."""
     storage.trajectories.rows_of(int(MODEL.ids[storage.reader.head - 1]))
     rows = storage.reader.trajectory_index._rows
     assert rows is not None
@@ -313,14 +313,14 @@ def blocks_of(storage: DiskStorage) -> Any:
 
 
 def faults(path: Path) -> list[str]:
-    """What `verify` says of the index, which it looks at."""
+    """Return `verify`'s findings on the index, which it must check."""
     report = verify(path)
     assert "index" in report.checked
     return [str(each) for each in report.findings if each.check == "index"]
 
 
 def assert_right(path: Path, *, kept: bool, rows: int = 500) -> None:
-    """Trajectories are those of the model, from the file or not, and `verify` finds nothing."""
+    """Check the trajectories, whether from the file or not, and that `verify` finds nothing."""
     trajectories = Model(*(each[:rows] for each in (MODEL.ids, MODEL.steps, MODEL.lane)))
     with open_storage(path) as storage:
         assert isinstance(blocks_of(storage), SavedBlocks) is kept
@@ -337,7 +337,7 @@ def test_a_reader_maps_what_the_writer_left(made: Path) -> None:
     before = index_path(made).stat().st_ino
     with open_storage(made, mode="append") as storage:
         assert isinstance(blocks_of(storage), SavedBlocks)
-    assert index_path(made).stat().st_ino == before  # nothing new is nothing written
+    assert index_path(made).stat().st_ino == before  # no new rows, no write
     with open_storage(made, mode="append") as storage, open_storage(made) as reader:
         assert isinstance(blocks_of(reader), SavedBlocks)
         storage.extend(MODEL.rows(500, 700))
@@ -383,7 +383,7 @@ def test_rows_that_are_taken_back(tmp_path: Path) -> None:
         assert not index_path(path).exists()
         storage.extend(MODEL.rows(250, 500))
     assert_right(path, kept=True)
-    index_path(path).write_bytes(kept)  # of before: it may be of other rows
+    index_path(path).write_bytes(kept)  # the previous file: it may be of other rows
     assert_right(path, kept=False)
 
 

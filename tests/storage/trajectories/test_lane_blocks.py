@@ -1,6 +1,6 @@
-"""The index of rows by blocks, against a plain list of every lane: small blocks of all kinds.
+"""Compare the index of rows by blocks with a plain list of every lane: small blocks of all kinds.
 
-``TALLYROLL_BLOCKS=5000 pytest -n0 tests/storage/trajectories/test_lane_blocks.py`` tries so many.
+``TALLYROLL_BLOCKS=5000 pytest -n0 tests/storage/trajectories/test_lane_blocks.py`` tries that many.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ TRIED = int(os.environ.get("TALLYROLL_BLOCKS", "30"))
 
 @pytest.fixture(params=["extension", "numpy"])
 def way(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With the extension, and without."""
+    """Run with the extension and without it."""
     with fast_paths.switched_off(*(() if request.param == "extension" else ("kernel",))):
         yield
 
 
 @dataclass
 class Case:
-    """Rows, and the ring and the chunks in which they come to an index."""
+    """Rows, with the ring and the chunks in which an index receives them."""
 
     model: Model
     ring: int
@@ -41,11 +41,11 @@ class Case:
 
     @property
     def first(self) -> int:
-        """The first row that is left."""
+        """The first remaining row."""
         return max(0, len(self.model) - self.ring) if self.ring else 0
 
     def index(self) -> RowIndex:
-        """An index that was asked now and then while the rows came."""
+        """Return an index that was queried occasionally while rows were added."""
         found, model, start = RowIndex(self.ring), self.model, 0
         for size in self.sizes * len(model):
             stop = min(len(model), start + min(size, self.ring or size))
@@ -59,7 +59,7 @@ class Case:
 
 
 def drawn_case(rng: np.random.Generator, set_to: Callable[[str, int], None]) -> Case:
-    """Rows of random lanes; blocks of few rows, whose limits ``set_to`` sets."""
+    """Draw rows of random lanes and small blocks, whose limits ``set_to`` sets."""
     few = [("_FEWEST", [1, 3, 8, 40, 100]), ("_SLOTS", [1, 2, 5]), ("_FIRST_ROOM", [2, 64])]
     for name, values in [*few, ("_MOST_CELLS", [16, 100, 10**6])]:
         set_to(name, int(rng.choice(values)))
@@ -73,7 +73,7 @@ def drawn_case(rng: np.random.Generator, set_to: Callable[[str, int], None]) -> 
         lane_by_lane=bool(rng.integers(2)),
     )
     ids, steps, lane = model.ids, model.steps, model.lane.astype(np.int64)
-    if rng.integers(3) == 0:  # whose turn it is, is random
+    if rng.integers(3) == 0:  # lanes take turns at random
         turns, took = rng.permutation(lane), np.empty(len(lane), np.int64)
         took[turns.argsort(kind="stable")] = lane.argsort(kind="stable")
         ids, steps, lane = ids[took], steps[took], lane[took]
@@ -106,7 +106,7 @@ def test_rows_are_found_as_a_plain_list_of_lanes_says(monkeypatch: pytest.Monkey
 
 
 def assert_walks(index: RowIndex, case: Case) -> None:
-    """Trajectories, by id and by a row, and walks onward, are those of the model."""
+    """Check trajectories, by id and by a row, and walks onward, against the model."""
     model, first = case.model, case.first
     for id, rows in model.trajectories().items():
         left = [row for row in rows if row >= first]
@@ -141,7 +141,7 @@ def assert_walks(index: RowIndex, case: Case) -> None:
 
 
 def assert_slices(index: RowIndex, case: Case, rng: np.random.Generator) -> None:
-    """Slices, drawn by rows and of the list of all, are those of the model."""
+    """Check slices, drawn by rows and from the list of all, against the model."""
     every, first, length = set(case.model.slices(case.length, case.first)), case.first, case.length
     counted = index.count_slices(length, first)
     assert counted >= len(every) if first else counted == len(every)
@@ -162,7 +162,7 @@ def assert_slices(index: RowIndex, case: Case, rng: np.random.Generator) -> None
 @pytest.mark.parametrize("batch", [64, 128, 2**16])
 @pytest.mark.parametrize("mean", [22, 50, 300])
 def test_bytes_a_row(batch: int, mean: int) -> None:
-    """64 lanes whose reset slots are left out, as `NEXT_STEP` makes them."""
+    """64 lanes omit their reset slots, as with `NEXT_STEP`."""
     index = RowIndex()
     model = next_step_rows(2**17, mean, batch)
     for start in range(0, len(model), 2**16):
@@ -175,7 +175,7 @@ def test_bytes_a_row(batch: int, mean: int) -> None:
 
 
 def next_step_rows(count: int, mean: float, batch: int, lanes: int = 64) -> Model:
-    """Rows [count] of lanes that spend a slot on each reset, in batches lane by lane."""
+    """Return rows [count] of lanes that spend a slot on each reset, in batches lane by lane."""
     rng = np.random.default_rng(0)
     slots = int(count // lanes * (1.1 + 1 / mean))
     lengths = [rng.geometric(1 / mean, size=int(3 * slots / mean) + 50) for _ in range(lanes)]

@@ -1,4 +1,4 @@
-"""`n_step` of several rewards, of agents that end one by one, and of dtypes that are narrow."""
+"""Test `n_step` with several rewards, with agents that end one by one, and with narrow dtypes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from collect_kit import LENGTHS
 
 LANES, OBJECTIVES = 3, 2
 GAMMA = Fraction(1, 2)
-"""Of which powers are exact, so that the model can be compared bit by bit."""
+"""Its powers are exact, so that the model can be compared bit by bit."""
 FLAGS = ("done", "terminated", "truncated")
 SIZES: dict[tuple[str, ...], tuple[int, ...]] = {(): (), (GROUP,): (AGENTS,), DEEP: (RED,)}
 
 
 def random_rows(seed: int, count: int) -> TensorDict:
-    """Rows [count] of lanes in turn, whose rewards are whole eighths.
+    """Return rows [count] of lanes in random order, whose rewards are whole eighths.
 
-    Agents of `GROUP` end, and come back, by themselves; those of `DEEP` end with their episode,
-    for they have no flags. An observation is the number of its row.
+    Agents of `GROUP` end and return individually. Agents of `DEEP` end with their episode because
+    they have no flags. An observation is the number of its row.
     """
     rng = np.random.default_rng(seed)
     lane = rng.integers(LANES, size=count)
@@ -48,7 +48,7 @@ def random_rows(seed: int, count: int) -> TensorDict:
             id, step = row, 0
         ids[row], steps[row] = id, step
         newest[int(lane[row])] = (row + 1, 0) if flags[row].any() else (id, step + 1)
-    for at in range(count):  # an id each
+    for at in range(count):  # one id each
         ids[at] = ids[at] * LANES + lane[at]
     rows = TensorDict({"index_of_row": torch.arange(count)[:, None]}, [count])
     rows["next", "reward"] = eighths(rng, count, OBJECTIVES)
@@ -78,7 +78,7 @@ def eighths(rng: np.random.Generator, *shape: int) -> torch.Tensor:
 
 
 def chains(rows: TensorDict, first: int, n: int) -> list[list[int]]:
-    """Of each row from ``first`` on those that it may use, by the root alone."""
+    """Return the rows that each row from ``first`` on may use, judged by the root's flags."""
     ids, done = rows["collector", "traj_ids"].tolist(), rows["next", "done"][:, 0].tolist()
     found = []
     for row in range(first, len(ids)):
@@ -140,7 +140,7 @@ def check_agent(
 
 
 def until(chain: list[int], done: list[bool]) -> list[int]:
-    """The rows up to the first one at which an agent is done."""
+    """Return the rows up to the first one at which an agent is done."""
     return next((chain[: k + 1] for k, row in enumerate(chain) if done[row]), chain)
 
 
@@ -168,7 +168,7 @@ def test_each_agent_is_summed_until_its_own_end(seed: int, n: int, kind: Any, ri
         index = torch.arange(len(s))
         found = n_step(s, index, n, float(GAMMA), reward_key=KEYS)
         first = 60 - (size or 60)
-        newest = s.get(index)["index_of_row"][:, 0].tolist()  # a ring's rows by slots
+        newest = s.get(index)["index_of_row"][:, 0].tolist()  # rows of a ring by slots
         every = chains(rows, first, n)
     check(found, rows, [every[row - first] for row in newest], GAMMA)
 
@@ -189,7 +189,7 @@ def test_rewards_that_are_not_named_are_those_of_the_last_row(tmp_path: Path) ->
 
 
 def test_an_estimator_of_a_group_reads_its_steps(tmp_path: Path) -> None:
-    """One that is keyed as its rewards are, of lanes that a collector stepped."""
+    """The estimator has the keys of its group's rewards, and a collector stepped the lanes."""
     gamma = 0.9
     env = AgentsEnv(3, LENGTHS)
     with SyncCollector(

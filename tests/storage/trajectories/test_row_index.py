@@ -1,4 +1,4 @@
-"""The index of rows, against a plain model of every lane."""
+"""Compare the index of rows with a plain model of every lane."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lane_model import Model, models
 
 
 def chunks(model: Model, sizes: Sequence[int]) -> list[RowChunk]:
-    """The rows of `model` in chunks of the sizes in turn."""
+    """Yield the rows of `model` in chunks of these sizes in turn."""
     found, start = [], 0
     while start < len(model.ids):
         stop = start + sizes[len(found) % len(sizes)]
@@ -68,7 +68,7 @@ def test_slices_are_those_of_a_plain_model(
 ) -> None:
     first = max(0, len(model.ids) - ring) if ring else 0
     every = set(model.slices(length, first))
-    # One that looks for slices from the first row on, one that begins late.
+    # One index looks for slices from the first row on, and another starts late.
     early = RowIndex(ring)
     early.count_slices(length)
     for chunk in chunks(model, [min(size, ring or size) for size in sizes]):
@@ -94,14 +94,14 @@ def test_every_slice_is_as_likely_as_the_others() -> None:
         for rows in drawn.tolist():
             counts[every[tuple(rows)]] += 1
         chi_square = float(((counts - 200) ** 2 / 200).sum())
-        # The 99.9 % quantile for so many degrees of freedom (Wilson and Hilferty).
+        # The 99.9 % quantile for these degrees of freedom (Wilson and Hilferty).
         freedom = len(every) - 1
         limit = freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3
         assert chi_square < limit, (chi_square, limit)
 
 
 def test_slices_that_few_ends_have_are_found_in_a_small_ring() -> None:
-    # One row a lane in turn: of 32 rows, the last alone ends a slice of 4 that is still there.
+    # One row per lane in turn: of 32 rows, only the last ones end a slice of 4 that still exists.
     rows = np.arange(800)
     model = Model(ids=rows % 8, steps=rows // 8, lane=rows % 8)
     links = linked(model, ring=32, sizes=(8,))
@@ -163,7 +163,7 @@ def test_nothing_is_linked_at_first() -> None:
 
 
 class Counting(np.ndarray):
-    """An array that counts the elements that NumPy's functions take and give."""
+    """Array that counts the elements that NumPy's functions take and return."""
 
     tally: dict[str, int] = defaultdict(int)  # noqa: RUF012
 
@@ -209,7 +209,7 @@ class Counting(np.ndarray):
 
 @pytest.fixture
 def counted_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrays that are moved to grow are counted, too."""
+    """Count the elements of arrays that are moved to grow, too."""
 
     def grow(array: np.ndarray, length: int) -> np.ndarray:
         if length > len(array):
@@ -220,7 +220,7 @@ def counted_growth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cost(rows: int, per_chunk: int, lanes: int = 64, length: int = 100) -> tuple[int, int]:
-    """Elements and calls that linking takes, rows of the lanes in turn."""
+    """Return the elements and calls that linking takes if rows of the lanes alternate."""
     number = np.arange(rows)
     lane = number % lanes
     step = number // lanes

@@ -1,4 +1,4 @@
-"""`TrajectorySliceSampler` under TorchRL's replay buffers, against a plain model of every lane."""
+"""Compare `TrajectorySliceSampler` under TorchRL's buffers with a plain model of every lane."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def buffer_of(storage: MemmapStorage, slice_len: int, slices: int, **options: An
 
 
 def numbers(batch: TensorDict, slice_len: int) -> list[tuple[int, ...]]:
-    """The numbers of the rows of each slice."""
+    """Return the numbers of the rows of each slice."""
     return [tuple(s) for s in batch["observation"].reshape(-1, slice_len).long().tolist()]
 
 
@@ -99,7 +99,7 @@ def test_marks_at_the_last_row_of_a_slice(path: Path) -> None:
 
 
 def test_n_steps_of_sampled_slices_know_no_cuts(path: Path) -> None:
-    """What a slice was marked with at its end says nothing of rows from further along."""
+    """The mark at a slice's end does not limit n steps, which use later rows of the trajectory."""
     model = big(500)
     with MemmapStorage(path) as storage:
         buffer = buffer_of(storage, 4, 50)
@@ -191,7 +191,7 @@ def test_a_reopened_ring_whose_writer_was_killed_in_the_middle(path: Path) -> No
 
 
 def reserve_forty_more(path: Path, rows: int) -> None:
-    """As a writer does before it overwrites."""
+    """Reserve rows as a writer does before it overwrites them."""
     header = path / "tallyroll.header"
     content = bytearray(header.read_bytes())
     content[64:72] = word_of(rows).to_bytes(8, "little")

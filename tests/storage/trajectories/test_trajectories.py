@@ -1,4 +1,4 @@
-"""`storage.trajectories` and `n_step` on real storages, against a plain model of every lane."""
+"""Compare `storage.trajectories` and `n_step` on real storages with a plain model of each lane."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def fill(
     stop: int | None = None,
     then: Callable[[], Any] = lambda: None,
 ) -> MemmapStorage:
-    """Write the rows of `model` that are not there yet, in batches of the sizes in turn."""
+    """Write the missing rows of `model`, in batches of these sizes in turn."""
     stop, turn = len(model) if stop is None else stop, 0
     while (head := storage.head) < stop:
         size = min(sizes[turn % len(sizes)], stop - head, storage.ring or stop)
@@ -69,7 +69,7 @@ def big(rows: int = 3000, lanes: int = 8, seed: int = 0) -> Model:
 
 
 def ends_of(model: Model, *, open_from: int | None = None) -> list[str]:
-    """How the trajectories ended, as long as nobody writes or, from a row on, somebody does."""
+    """Return how trajectories ended, without a writer, or with a writer from a row on."""
     assert model.terminated is not None
     found, lanes_last = [], {}
     for rows in model.trajectories().values():
@@ -140,7 +140,7 @@ def test_a_ring_gives_what_is_left(model: Model, sizes: list[int], ring: int, ea
         MemmapStorage(Path(folder) / "rows", max_size=ring) as storage,
     ):
         fill(storage, model, sizes, stop=1)
-        if early:  # from here on it is kept up to date
+        if early:  # the mapping is updated from here on
             assert len(storage.trajectories) == 1
         found = fill(storage, model, sizes).trajectories
         assert sorted(found.ids.tolist()) == sorted(left)
@@ -466,7 +466,7 @@ def test_rows_of_a_collector_are_stored(path: Path) -> None:
 
 
 def write_on(connection: Connection, path: Path, seconds: float, ring: int) -> None:
-    """Write the rows of a model again and again, ids and numbers counted on."""
+    """Write the rows of a model again and again, with increasing ids and numbers."""
     model = big(2000, lanes=16)
     names = int(model.ids.max()) + 1
     names += -names % 16
@@ -516,7 +516,7 @@ def test_a_reader_beside_a_writer(path: Path, ring: int) -> None:
 
 
 def check_slices(slices: TensorDict, *, marked: bool = True) -> None:
-    """Each is consecutive steps of one trajectory, as the writer wrote them."""
+    """Check that each slice has consecutive steps of one trajectory, as the writer wrote them."""
     ids, steps = slices["collector", "traj_ids"], slices["collector", "step"]
     assert (ids == ids[:, :1]).all()
     assert (steps.diff(dim=1) == 1).all()
@@ -569,7 +569,7 @@ def test_slices_of_many_lanes_one_row_a_batch(path: Path) -> None:
 
 
 def test_slices_of_rows_that_do_not_say_whether_they_are_done(path: Path) -> None:
-    """Nothing is marked where nothing says whether a trajectory goes on."""
+    """No slice is marked if no column tells whether trajectories continue."""
     model = big(200)
     with MemmapStorage(path) as storage:
         rows = model.rows().exclude(("next", "done"))
@@ -587,7 +587,7 @@ def test_slices_of_rows_that_do_not_say_whether_they_are_done(path: Path) -> Non
 
 @pytest.mark.parametrize("given", ["arrays", "tensors", "nonsense"])
 def test_rows_that_a_ring_overwrites_are_counted_first(path: Path, given: str) -> None:
-    """Whatever the rows are that overwrite it; the table is that of all rows from the first on."""
+    """New rows may be of any kind. The table covers all rows from the first one on."""
     model = big(150)
     with MemmapStorage(path, max_size=50) as storage:
         assert storage.extend(model.rows(0, 40)).stop == len(storage)
@@ -633,7 +633,7 @@ def test_slices_that_cannot_be(path: Path, count: Any, length: Any) -> None:
 
 
 def n_steps(model: Model, row: int, n: int, gamma: float) -> tuple[int, int, float]:
-    """Of a plain loop: the last row used, how many were, and the discounted sum."""
+    """Return the last row used, the number of rows, and the discounted sum, from a plain loop."""
     used, total = 1, float(model.rewards[row])
     while used < n and not model.ended(row) and (after := model.next_of(row)) >= 0:
         row = after
@@ -737,7 +737,7 @@ def test_whole_rewards_become_floats(path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_rewards_keep_their_precision(path: Path, dtype: torch.dtype) -> None:
-    """As `float` would tell apart in float64 alone."""
+    """Only float64 can represent the differences between the rewards."""
     model = big(50)
     rows, rewards = model.rows(), torch.from_numpy(model.rewards + 2.0**-40).to(dtype)
     rows["next", "reward"] = rewards[:, None]

@@ -1,4 +1,4 @@
-"""Ids of rows that are appended: new, or gone on with; never those of other trajectories."""
+"""Test ids of appended rows: new or continued, and never those of other trajectories."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ import lane_model
 
 IDS, STEP, LANE = (("collector", name) for name in ("traj_ids", "step", "lane"))
 Row = tuple[int, int, int, bool]
-"""Id, step, lane, and whether it ends."""
+"""Id, step, lane, and whether the trajectory ends."""
 
 
 def batch(rows: list[Row], *, wide: bool = False) -> dict[Any, np.ndarray]:
@@ -52,7 +52,7 @@ def tensors(rows: dict[Any, np.ndarray]) -> TensorDict:
 
 
 def stored(storage: DiskStorage) -> list[Row]:
-    """The rows that are there."""
+    """Return the existing rows."""
     slots = storage.slots_of(np.array(storage.span, np.int64))
     done = storage.column(("next", "done"))[slots].reshape(-1)
     columns = (storage.column(key)[slots].reshape(-1) for key in (IDS, STEP, LANE))
@@ -82,13 +82,13 @@ def test_done_may_be_a_number(tmp_path: Path, dtype: type) -> None:
 
 
 class Model:
-    """Plain: which batches are those of trajectories, row by row."""
+    """Model that decides row by row which batches continue trajectories correctly."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
 
     def wrong(self, rows: list[Row], ring: int = 0) -> bool:
-        """Whether an id is taken; rows that a ring has overwritten take none."""
+        """Return whether an id is taken. Overwritten rows of a ring do not count."""
         there = self.rows[-ring:] if ring else self.rows
         for id in {row[0] for row in rows}:
             mine = [row for row in rows if row[0] == id]
@@ -102,7 +102,7 @@ class Model:
         return self.falls(there, rows)
 
     def falls(self, there: list[Row], rows: list[Row]) -> bool:
-        """Whether a lane has a smaller id behind a larger one."""
+        """Return whether a smaller id follows a larger one in a lane."""
         for lane in {row[2] for row in rows}:
             mine = [row[0] for row in rows if row[2] == lane]
             before = [row[0] for row in there if row[2] == lane][-1:]
@@ -111,12 +111,12 @@ class Model:
         return False
 
     def clashes(self, rows: list[Row]) -> bool:
-        """Whether a step of an id is twice in the rows."""
+        """Return whether a step of an id occurs twice in the rows."""
         return len({row[:2] for row in rows}) < len(rows)
 
 
 def walk(rng: np.random.Generator, lanes: dict[int, Row], fresh: int) -> tuple[list[Row], int]:
-    """Rows as a vector of environments makes them, now and then with a wrong one among them."""
+    """Return rows as a vector of environments makes them, with an occasional wrong one."""
     rows: list[Row] = []
     for _ in range(rng.integers(1, 4)):
         for lane in range(len(lanes)):
@@ -133,7 +133,7 @@ def walk(rng: np.random.Generator, lanes: dict[int, Row], fresh: int) -> tuple[l
 
 
 def spoilt(rng: np.random.Generator, model: Model, rows: list[Row], lanes: int) -> list[Row]:
-    """With another row's id, step or lane somewhere, or an old row once more."""
+    """Replace a row's id, step or lane by another's, or repeat an old row."""
     rows = list(rows)
     at = int(rng.integers(len(rows)))
     id, step, lane, done = rows[at]
@@ -194,7 +194,7 @@ def test_the_same_is_refused_as_by_a_plain_model(tmp_path: Path, seed: int, ring
 
 
 def steps_follow(rows: list[Row]) -> bool:
-    """Whether each trajectory is of one lane, and its steps go up one by one until it ends."""
+    """Return whether each trajectory is in one lane, with consecutive steps until it ends."""
     for id in {row[0] for row in rows}:
         mine = [row for row in rows if row[0] == id]
         if any(b[1] != a[1] + 1 or b[2] != a[2] or a[3] for a, b in itertools.pairwise(mine)):
@@ -203,7 +203,7 @@ def steps_follow(rows: list[Row]) -> bool:
 
 
 def interleaved(rows: list[Row]) -> bool:
-    """Whether a lane leaves a trajectory and comes back to it."""
+    """Return whether a lane leaves a trajectory and returns to it."""
     for lane in {row[2] for row in rows}:
         ids = [row[0] for row in rows if row[2] == lane]
         changes = 1 + sum(a != b for a, b in itertools.pairwise(ids))
@@ -250,7 +250,7 @@ def test_why_rows_are_refused(tmp_path: Path, kind: str, rows: list[Row], why: s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_id_that_falls_within_its_lane_is_refused(tmp_path: Path, kind: str) -> None:
-    """New as it may be: `verify` calls such rows unsound."""
+    """The id may be new, but `verify` reports such rows as unsound."""
     with KINDS[kind](tmp_path / "rows") as storage:
         storage.extend(batch(THREE))
         for given in ([(5, 0, 0, False)], [(8, 0, 2, False), (5, 0, 0, False)]):
@@ -427,7 +427,7 @@ def test_rows_of_no_one_trajectory_are_refused_also_where_ids_are_new(
 def test_a_batch_that_was_cut_goes_on_where_neither_flag_says_end(
     tmp_path: Path, split: bool
 ) -> None:
-    """As `verify` has it: where both flags are there, done alone is no end."""
+    """`verify` agrees: where both flags exist, done alone is not an end."""
     rows = batch([(1, 0, 0, False), (1, 1, 0, True), (1, 2, 0, False), (1, 3, 0, True)])
     rows["next", "truncated"] = rows["next", "terminated"] & np.array([[0], [0], [0], [1]], bool)
     rows["next", "terminated"] = np.zeros((4, 1), np.bool_)
@@ -446,7 +446,7 @@ def test_a_batch_that_was_cut_goes_on_where_neither_flag_says_end(
 
 @pytest.mark.parametrize("rows_a_batch", [1, 2, 3])
 def test_rows_that_a_trainer_marked_go_on(tmp_path: Path, rows_a_batch: int) -> None:
-    """TorchRL's set truncated in every row, and leave done as it was."""
+    """TorchRL's trainer sets truncated in every row and leaves done unchanged."""
     rows = batch([(2 + lane, step, lane, step == 5) for step in range(6) for lane in range(2)])
     rows["next", "terminated"] = np.zeros((12, 1), np.bool_)
     rows["next", "truncated"] = np.ones((12, 1), np.bool_)
@@ -509,7 +509,7 @@ def test_a_write_that_failed_took_no_ids(tmp_path: Path, monkeypatch: pytest.Mon
 def test_ids_from_long_ago_are_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reopened: bool, ends: bool
 ) -> None:
-    """Wherever their last row is, and also where no column says how trajectories end."""
+    """Their last row may be anywhere, and columns for the ends of trajectories may be missing."""
     monkeypatch.setattr(columns, "_CHUNK_ROWS", 16)
     model = lane_model.Model.random(np.random.default_rng(3), rows=100, lanes=3, mean_length=4.0)
 

@@ -1,4 +1,4 @@
-"""The hash of a storage's content, and `diff`: beside plain loops, over every format and order."""
+"""Compare content hashes and `diff` with plain loops, over every format and order."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ KINDS: dict[str, tuple[type[DiskStorage], dict[str, int]]] = {
 
 
 def collect(path: Path, workers: int = 0, batch: int = 24, name: str = "rows") -> Path:
-    """The same rows each time, by other ways."""
+    """Collect the same rows each time, in different ways."""
     kind, options = KINDS[name]
     run = {"frames_per_batch": batch, "total_frames": ROWS, "seed": 5}
     with kind(path / name, **options) as storage:
@@ -74,7 +74,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plain(path: Path, relative: bool = False, leaf: int = 2**16) -> str:
-    """The hash by a loop over rows."""
+    """Return the hash from a loop over rows."""
     with open_storage(path) as storage:
         columns = sorted(
             (column for column in storage.schema.columns if column.key != CUT),
@@ -136,7 +136,7 @@ NUMBERS = st.integers(0, 40) | st.sampled_from([2**40, 2**63 - 1, -(2**63), -3])
 def test_any_rows_in_any_order(
     tmp_path: Path, data: st.DataObject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In any format, with other leaves, read in parts; also rows that no collector writes."""
+    """Cases: any format, other leaves, reads in parts, and rows that no collector writes."""
     leaf = data.draw(st.sampled_from([1, 100, 300, 2**16]), "leaf")
     monkeypatch.setattr(leaves, "_LEAF_NBYTES", leaf)
     monkeypatch.setattr(leaves, "_MOST_NBYTES", data.draw(st.sampled_from([1, 400, 2**20])))
@@ -259,7 +259,7 @@ def test_a_storage_without_rows(tmp_path: Path) -> None:
 
 
 def rows(ids: list[int], steps: list[int], x: Any = 0.0) -> TensorDict:
-    """Rows of one lane."""
+    """Return rows of one lane."""
     marks = {
         "traj_ids": torch.tensor(ids),
         "step": torch.tensor(steps),
@@ -315,7 +315,7 @@ def test_bits_decide_and_not_numbers(tmp_path: Path) -> None:
 
 
 def test_rows_of_one_alone(tmp_path: Path) -> None:
-    """By a model of sets."""
+    """The expected values come from a model of sets."""
     one = write(tmp_path / "one", rows([0, 0, 1, 1], [0, 1, 0, 1]), rows([5], [0]))
     two = write(tmp_path / "two", rows([1, 1, 1], [0, 1, 2]), rows([5], [0]), rows([9], [3]))
     found = diff(one, two)
@@ -338,7 +338,7 @@ pairs = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=9)
 
 @given(one=pairs, other=pairs)
 def test_matches_are_those_of_a_multiset(one: Any, other: Any) -> None:
-    """Also where rows of a damaged storage claim to be the same step."""
+    """In a damaged storage, several rows may claim to be the same step."""
 
     class Rows:
         def __init__(self, found: list[tuple[int, int]]) -> None:

@@ -1,6 +1,6 @@
-"""`verify` accuses no honest task, and finds those that reset themselves.
+"""Test that `verify` accuses no honest task and finds tasks that reset themselves.
 
-``TALLYROLL_TASKS=2000`` plays so many; the gate plays a few.
+``TALLYROLL_TASKS=2000`` plays that many tasks. The gate plays a few.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_an_honest_task_is_sound(number: int, tmp_path: Path) -> None:
 
 
 def verdict_of(kind: Any, seed: int, resets_itself: str, lanes: int = 2) -> Verdict:
-    """The verdict on rows of so many slots that it is decided, if it can be."""
+    """Return the verdict on rows of enough slots to decide, if that is possible."""
     rows = played(kind, seed, lanes, 1500 // lanes, resets_itself=resets_itself)
     resets = SelfResets(lanes)
     names = [key for key in rows if len(key) == 1]
@@ -77,7 +77,7 @@ def taker(column: np.ndarray) -> Any:
 
 
 def grid(count: int) -> tuple[list[str], list[str], int]:
-    """Honest tasks that are accused, others that are not found, and how many there were."""
+    """Return accused honest tasks, missed self-resetting tasks, and the number of all tasks."""
     accused, missed = [], []
     for number in range(count):
         kind = HONEST[number % len(HONEST)]
@@ -85,7 +85,7 @@ def grid(count: int) -> tuple[list[str], list[str], int]:
             accused.append(f"{kind.__name__} {number}")
         kind = TOLD[number % len(TOLD)]
         how = "all"
-        if kind is Walk and number % 4 == 0:  # it has ends of both kinds
+        if kind is Walk and number % 4 == 0:  # it has both kinds of ends
             how = "terminated" if number % 8 else "truncated"
         if verdict_of(kind, number, how, 1 + number % 4) is not Verdict.SELF_RESET:
             missed.append(f"{kind.__name__} {number} {how}")
@@ -100,7 +100,7 @@ def test_a_grid_of_environments_of_both_kinds() -> None:
 
 @pytest.mark.slow
 def test_the_error_rates_on_a_large_grid() -> None:
-    """As the page of guarantees says them."""
+    """The page of guarantees states the error rates."""
     accused, missed, count = grid(400)
     assert count == 800
     assert not accused
@@ -108,7 +108,7 @@ def test_the_error_rates_on_a_large_grid() -> None:
 
 
 def test_what_cannot_be_told() -> None:
-    """One start, and contexts of one step: a warning, or nothing."""
+    """One start, or contexts of one step, give a warning or nothing."""
     assert verdict_of(GridFromOneStart, 0, "all") is not Verdict.SELF_RESET
     assert verdict_of(Home, 0, "all") is not Verdict.SELF_RESET
     assert verdict_of(Bandit, 0, "all") is not Verdict.SELF_RESET
@@ -119,9 +119,9 @@ def test_surprise_is_of_what_could_not_be_known() -> None:
         own, following = (np.array(each, np.uint64) for each in (firsts[:-1], firsts[1:]))
         return surprise(np.arange(len(own)) % lanes, own, following, own != following)
 
-    assert bits(1, 2, 3, 4, 5) == 4.0  # two ends, after the first two, that begin as none did
+    assert bits(1, 2, 3, 4, 5) == 4.0  # the last two ends lead to starts never seen before
     assert bits(1, 2, 3, 4, 5, lanes=2) == 0.0
-    assert bits(*[1, 2] * 20) == 0.0  # docks in turn
-    assert bits(*[1, 2, 3, 4] * 20) < 3.0  # four of them: only the first time
+    assert bits(*[1, 2] * 20) == 0.0  # alternating docks
+    assert bits(*[1, 2, 3, 4] * 20) < 3.0  # four docks: a surprise only the first time
     assert bits(9, *[1] * 30) == 0.0  # home at every end
     assert bits(*np.random.default_rng(0).integers(2, size=200).tolist()) > 30

@@ -1,4 +1,4 @@
-"""Hashes that are kept beside the rows: `content_hash(incremental=True)` beside the hash of all."""
+"""Compare `content_hash(incremental=True)`, which stores hashes, with the hash of all rows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[type[DiskStorage], dict[str, int]]] = {
 
 
 class Lanes:
-    """Rows of lanes whose trajectories end by chance, or after ``length`` steps."""
+    """Rows of lanes whose trajectories end at random, or after ``length`` steps."""
 
     def __init__(self, seed: int = 0, length: int = 0) -> None:
         self.rng, self.length = np.random.default_rng(seed), length
@@ -68,7 +68,7 @@ class Lanes:
 
 @pytest.fixture(autouse=True)
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Leaves of a few rows, of which each read notes how many it hashed."""
+    """Use leaves of a few rows, and record the number of hashed leaves for each read."""
     monkeypatch.setattr(leaves, "_LEAF_NBYTES", 400)
     every, found = leaves.Leaves.hashes, list[int]()
 
@@ -118,7 +118,7 @@ def test_a_second_call_reads_what_came_since(tmp_path: Path, hashed: list[int]) 
     assert every > 50
     told: list[tuple[int, int]] = []
     content_hash(path, incremental=True, progress=lambda *done: told.append(done))
-    assert hashed == [1]  # the newest one, to compare
+    assert hashed == [1]  # only the newest one, to compare
     assert told[-1][0] == told[-1][1] > 0
     before = file_of(path).read_bytes()
     with open_storage(path, mode="append") as storage:
@@ -161,7 +161,7 @@ def test_a_changed_row_is_found_by_verify_and_by_all(tmp_path: Path) -> None:
     row = 50
     damage(path / "x.memmap", 24 * row + 8, b"\x01")
     assert content_hash(path) != wanted
-    assert content_hash(path, incremental=True) == wanted  # it is not read again
+    assert content_hash(path, incremental=True) == wanted  # no row is read again
     (found,) = verify(path).findings
     assert str(found) == "content: rows are not those whose hash was kept"
     with open_storage(path) as storage:
@@ -174,7 +174,7 @@ def test_a_changed_row_is_found_by_verify_and_by_all(tmp_path: Path) -> None:
 
 
 def test_rows_in_place_of_others_are_noticed(tmp_path: Path) -> None:
-    """An older copy of the storage is put back, but not of the hashes, and goes on otherwise."""
+    """An older copy of the storage is restored without the hashes, and continued differently."""
     path, older = tmp_path / "rows", tmp_path / "older"
     lanes = Lanes(0, length=5)
     with MemmapStorage(path) as storage:
@@ -190,7 +190,7 @@ def test_rows_in_place_of_others_are_noticed(tmp_path: Path) -> None:
         shutil.rmtree(path)
         shutil.copytree(older, path)
         (path / "content.leaves").write_bytes(kept)
-        assert both(path)[0] == both(path)[1]  # it is of more rows than there are
+        assert both(path)[0] == both(path)[1]  # the file covers more rows than exist
 
 
 def test_rows_that_were_taken_back_are_forgotten(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_rows_that_were_taken_back_are_forgotten(tmp_path: Path) -> None:
         take_back(storage.writer, 200, None)
         assert not files.leaves_path.exists()
         assert content_hash(storage, incremental=True) == content_hash(storage)
-        stale.write(lines, 400)  # as a reader that had begun before
+        stale.write(lines, 400)  # as a reader that had started earlier
         assert leaf_hashes_of(reader.reader, files).read() is None
         assert content_hash(reader, incremental=True) == content_hash(reader)
 
@@ -217,7 +217,7 @@ def test_a_ring_that_takes_over_others_rows_forgets_them(tmp_path: Path) -> None
         assert content_hash(one, incremental=True) == content_hash(other)
 
 
-# --- files that cannot be used --------------------------------------------------------------------
+# --- unusable files -------------------------------------------------------------------------------
 
 
 def sealed(body: bytes) -> bytes:
@@ -225,7 +225,7 @@ def sealed(body: bytes) -> bytes:
 
 
 def renamed(content: bytes, **changes: Any) -> bytes:
-    """Another second line, with a checksum that fits."""
+    """Replace the second line, with a valid checksum."""
     magic, line, rest = content[:-32].split(b"\n", 2)
     return sealed(b"\n".join([magic, json.dumps(json.loads(line) | changes).encode(), rest]))
 
@@ -263,7 +263,7 @@ def test_a_damaged_file_is_not_used(how: str, tmp_path: Path) -> None:
         leaf_hashes_of(storage.reader, storage.writer.files).read()
     wanted = content_hash(path)
     assert content_hash(path, incremental=True) == wanted
-    assert file.read_bytes() == whole  # it is made again
+    assert file.read_bytes() == whole  # it is recreated
     assert verify(path).sound
 
 
@@ -312,7 +312,7 @@ def test_a_storage_without_rows_or_columns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_one_list_names_the_files(name: str, tmp_path: Path) -> None:
-    """They are in the storage's place, and an unfinished creation may leave them there."""
+    """The files are in the storage's place, and an unfinished creation may leave them there."""
     path = made(tmp_path, name, 30)
     with open_storage(path) as storage:
         files = storage.writer.files

@@ -1,4 +1,4 @@
-"""The judgement alone: which rows speak of an environment that resets itself."""
+"""Test the judgement alone: which rows indicate an environment that resets itself."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_rule(seen: ComparisonCounts, verdict: Verdict) -> None:
 def episodes(
     lane: int, rng: np.random.Generator, self_reset: float = 1.0, starts: int = 10**6
 ) -> Iterator[list[Row]]:
-    """Trajectories of a lane; observations are numbers, and some are cut before their end."""
+    """Yield trajectories of a lane. Observations are numbers, and some trajectories are cut."""
     first = int(rng.integers(starts))
     while True:
         length, following = int(rng.integers(1, 7)), int(rng.integers(starts))
@@ -75,7 +75,7 @@ def episodes(
 
 
 def shuffled(rows: list[list[Row]], rng: np.random.Generator) -> list[Row]:
-    """Rows of lanes in any order that keeps each lane's."""
+    """Return rows of lanes in random order, keeping the order within each lane."""
     turns = rng.permutation([lane for lane, each in enumerate(rows) for _ in each])
     at = [iter(each) for each in rows]
     return [next(at[lane]) for lane in turns]
@@ -104,7 +104,7 @@ def in_pieces(resets: SelfResets, rows: list[Row], rng: np.random.Generator) -> 
 
 
 def model(rows: list[Row], lanes: int) -> tuple[int, int, int, int]:
-    """Ends, equal ones, telling ones and both, lane by lane."""
+    """Count ends, equal ends, informative ends and both, lane by lane."""
     ends = equal = telling = both = 0
     for lane in range(lanes):
         own, last = None, None
@@ -173,7 +173,7 @@ def test_ends_of_a_time_limit_around_it_do_not_hide_it() -> None:
     for _ in range(200):
         each = next(source)
         if each[-1]["ended"] and not each[-1]["terminated"]:
-            each[-1]["next"] = -1  # a limit outside: it does not reset itself there
+            each[-1]["next"] = -1  # an outer limit: the task does not reset itself there
         rows += each
     resets = SelfResets(1)
     in_pieces(resets, rows, rng)
@@ -183,7 +183,7 @@ def test_ends_of_a_time_limit_around_it_do_not_hide_it() -> None:
 def test_a_bandit_is_never_decided_and_is_left_alone_in_the_end() -> None:
     resets = SelfResets(2)
     row = {"step": 0, "here": 0, "next": 0, "ended": True, "terminated": True}
-    for context in range(400):  # a contextual one, whose reset keeps the context
+    for context in range(400):  # a contextual bandit, whose reset keeps the context
         here = {"here": context, "next": context + 1}
         fed(resets, [{**row, **here, "lane": lane} for lane in (1, 0)])
         assert resets.verdict in (UNDECIDED, FINE)

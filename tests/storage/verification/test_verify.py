@@ -1,4 +1,4 @@
-"""`verify` finds every kind of damage at its place, and nothing in storages that are sound."""
+"""Test that `verify` locates every kind of damage, and finds nothing in sound storages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROWS = 1000
 
 
 def collect(env: Any, path: Path, frames: int | None = 333, **kwargs: Any) -> Path:
-    """A run, whole."""
+    """Collect a complete run."""
     kwargs = {"frames_per_batch": 50, "seed": 3, "total_frames": frames, "storage": path} | kwargs
     with SyncCollector(env, **kwargs) as collector:
         for _ in collector:
@@ -47,7 +47,7 @@ def collect(env: Any, path: Path, frames: int | None = 333, **kwargs: Any) -> Pa
 
 
 def assert_sound(path: Path) -> Report:
-    """No finding, and every check was made but those on what is not there."""
+    """Check that there are no findings."""
     report = verify(path)
     assert report.findings == (), "\n".join(map(told, report.findings))
     assert report.sound
@@ -129,7 +129,7 @@ def test_runs_appended_resumed_and_finalized_are_sound(tmp_path: Path, suffix: s
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_run_that_ended_before_its_first_row_is_sound(tmp_path: Path, suffix: str) -> None:
-    """Its record is the newest one, behind the rows of the run before."""
+    """The run's record is the newest one, after the rows of the previous run."""
     path = collect("CartPole-v1", tmp_path / f"data{suffix}")
 
     made = {"frames_per_batch": 10, "total_frames": 20}
@@ -182,14 +182,14 @@ def test_final_observations_that_are_marked_as_lost_are_sound(tmp_path: Path) ->
 
 
 def test_zero_is_an_observation_like_others_where_episodes_come_to_it(tmp_path: Path) -> None:
-    """Positions on a line that begin and end at zero, and stay there when they like."""
+    """Positions on a line start and end at zero, and may stay there."""
     position = [0, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 1, 2]
     assert_sound(write(tmp_path / "line", *episodes(position, [0, 0, 0, 1], [2, 1, 0])))
     assert_sound(write(tmp_path / "zero", *episodes([0, 0, 0], [0, 0])))
 
 
 def test_zeros_at_ends_are_sound_where_episodes_leave_zero_midway(tmp_path: Path) -> None:
-    """In either of two episodes, which nothing shows to come to zero but at its end."""
+    """The last storage has two findings, in episodes that reach zero only at the end."""
     assert_sound(write(tmp_path / "one", *episodes([1, 2, 0], [0, 1, 2], [3, 0])))
     assert_sound(write(tmp_path / "same", *episodes([0, 1, 0])))
     assert_sound(write(tmp_path / "comes", *episodes([1, 0, 0], [2, 0])))
@@ -204,9 +204,9 @@ BOARD, MASK = ("player", "observation"), ("player", "action_mask")
 
 
 def games(mask_dtype: Any, board: int = 1, masks: tuple[int, int] = (1, 0)) -> list[dict[Any, Any]]:
-    """Games in which the mask of legal moves goes from ``masks[0]`` to ``masks[1]`` at the end.
+    """Return games whose mask of legal moves changes from ``masks[0]`` to ``masks[1]`` at the end.
 
-    And the board, which the players fill, from something to ``board`` times something.
+    The players fill the board, whose last values are multiplied by ``board``.
     """
     rows = episodes([1, 2, 3], [1, 2], [1, 3, 2, 4], [1, 2, 3, 1, 2])
     for game in rows:
@@ -224,7 +224,7 @@ def games(mask_dtype: Any, board: int = 1, masks: tuple[int, int] = (1, 0)) -> l
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.uint8, np.int8, np.int64])
 def test_masks_that_are_zero_at_ends_are_sound(tmp_path: Path, dtype: Any) -> None:
-    """As PettingZoo's games have them: no player has a legal move when it is over."""
+    """PettingZoo's games do this: no player has a legal move at the end."""
     assert_sound(write(tmp_path / "data", *games(dtype)))
 
 
@@ -238,7 +238,7 @@ def test_finals_that_are_lost_are_found_beside_a_mask(tmp_path: Path, dtype: Any
 
 
 def test_numbers_that_are_zero_at_ends_are_found_beside_others(tmp_path: Path) -> None:
-    """Of numbers that are more than flags one part may be lost alone."""
+    """If values are more than flags, one part may be lost alone."""
     for dtype in (np.int8, np.float32):
         report = verify(write(tmp_path / np.dtype(dtype).name, *games(dtype, masks=(2, 0))))
         (found,) = (each for each in report.findings if each.check == "finals")
@@ -249,7 +249,7 @@ def test_numbers_that_are_zero_at_ends_are_found_beside_others(tmp_path: Path) -
 def test_a_few_whole_numbers_may_all_be_zero_by_chance(
     tmp_path: Path, zeros: int, sound: bool
 ) -> None:
-    """At two of sixteen ends; but not at six of them."""
+    """Two of sixteen ends may be zero, but not six of them."""
     rows = [game for _ in range(4) for game in games(np.int8, board=1, masks=(2, 2))]
     for number, game in enumerate(rows):
         game["collector", "traj_ids"][:] = number
@@ -260,11 +260,11 @@ def test_a_few_whole_numbers_may_all_be_zero_by_chance(
     assert report.sound == sound
 
 
-# --- storages that no collector wrote -------------------------------------------------------------
+# --- storages without a collector -----------------------------------------------------------------
 
 
 def test_wrong_steps_of_two_lanes_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside each other in the order of lanes, the second one as if it followed the first."""
+    """The rows are adjacent in the order of lanes, and the second seems to follow the first."""
     monkeypatch.setattr(row_checks, "_CHUNK_ROWS", 2)
     one, other = episodes([1, 2, 3], [4, 5, 6])
     other[LANE][:] = 1
@@ -274,7 +274,7 @@ def test_wrong_steps_of_two_lanes_are_two(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def episodes(*walks: list[int]) -> list[dict[Any, np.ndarray]]:
-    """Rows of episodes that walk along these positions; each ends at its last one."""
+    """Return rows of episodes that walk along these positions. Each ends at its last one."""
     rows = []
     for number, walk in enumerate(walks):
         steps = len(walk) - 1
@@ -297,10 +297,10 @@ def episodes(*walks: list[int]) -> list[dict[Any, np.ndarray]]:
 
 
 def write(path: Path, *batches: dict[Any, np.ndarray]) -> Path:
-    """A storage of these rows."""
+    """Write a storage of these rows."""
     with MemmapStorage(path) as storage:
         for batch in batches:
-            storage.extend(batch, ids="fresh")  # as they are, wrong as they may be
+            storage.extend(batch, ids="fresh")  # stored unchanged, even if they are wrong
     return path
 
 
@@ -314,7 +314,7 @@ def test_checks_that_cannot_be_made_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flags", [(), ("terminated",), ("done",), ("terminated", "truncated")])
 def test_checks_that_are_made_without_all_flags(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """Where neither ``done`` nor both others say how rows end, nothing is followed by lane."""
+    """Lanes are not followed without ``done`` or both other flags."""
     (rows,) = episodes([1, 2, 3, 4])
     for name in {"done", "terminated", "truncated"} - {*flags}:
         del rows["next", name]
@@ -326,7 +326,7 @@ def test_checks_that_are_made_without_all_flags(tmp_path: Path, flags: tuple[str
 
 
 def test_an_id_of_another_lane_is_not_taken_for_the_largest() -> None:
-    """Else the record would be said to give ids that were used."""
+    """Otherwise, `verify` would report that the record gives used ids."""
     checks, findings = LaneChecks(2), Findings()
     ids = np.array([0, 1, 2**40 + 1, 2])
     rows = CheckedRows(
@@ -392,7 +392,7 @@ def test_nan_is_found_in_every_dtype(tmp_path: Path, dtype: torch.dtype, bad: fl
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("key", ["observation", "next/observation", "next/reward"])
 def test_infinities_are_found_in_every_dtype(tmp_path: Path, dtype: torch.dtype, key: str) -> None:
-    """Of either sign, and not the largest number beside them."""
+    """Infinities of either sign are found, but not the largest finite numbers."""
     (episode,) = episodes([1, 2, 3, 4, 5])
     limit = torch.finfo(dtype).max
     for name, bad in (("most", limit), ("least", -limit), ("high", torch.inf), ("low", -torch.inf)):
@@ -401,7 +401,7 @@ def test_infinities_are_found_in_every_dtype(tmp_path: Path, dtype: torch.dtype,
         rows |= {each: rows[each].to(dtype) for each in columns}
         place = rows[tuple(key.split("/"))]
         place[2, 0] = bad
-        if key == "observation":  # as the row before says
+        if key == "observation":  # consistent with the row before
             rows["next", "observation"][1, 0] = bad
         elif key == "next/observation":
             rows["observation",][3, 0] = bad
@@ -421,7 +421,7 @@ def test_infinities_are_found_in_every_dtype(tmp_path: Path, dtype: torch.dtype,
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A finalized run in every format, and which rows end episodes."""
+    """Make a finalized run in every format."""
     folder = tmp_path_factory.mktemp("sound")
     found = {}
     for suffix in SUFFIXES:
@@ -433,7 +433,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(params=SUFFIXES)
 def data(request: pytest.FixtureRequest, sound: dict[str, Path], tmp_path: Path) -> Path:
-    """A copy, to be damaged."""
+    """Return a copy to be damaged."""
     return copied(sound[request.param], tmp_path)
 
 
@@ -446,7 +446,7 @@ def copied(path: Path, folder: Path) -> Path:
 
 
 def damage(path: Path, key: Any, row: Any, change: Any) -> None:
-    """Write over a value behind the storage's back."""
+    """Overwrite a value without the storage's knowledge."""
     key = (key,) if isinstance(key, str) else key
     with open_storage(path, mode="append") as storage:
         engine = storage.reader.engine
@@ -456,17 +456,17 @@ def damage(path: Path, key: Any, row: Any, change: Any) -> None:
         column = engine.space.columns.arrays[engine.schema.keys.index(key)]
         column.flags.writeable = True
         column[row] = change(column[row]) if callable(change) else change
-    if before is not None:  # the table is as the rows were
+    if before is not None:  # the table stays as it was
         table.write_bytes(before)
 
 
 def rows_named(report: Report, check: str) -> list[int | None]:
-    """The rows at which a check found something."""
+    """Return the rows at which a check found something."""
     return [place.row for f in report.findings if f.check == check for place in f.places]
 
 
 def middle(path: Path) -> int:
-    """A row in the middle of a trajectory, which the next row goes on with."""
+    """Return a row in the middle of a trajectory, which the next row continues."""
     with open_storage(path) as storage:
         step, done = storage.column(STEP), storage.column(("next", "done"))[:, 0]
         ids = storage.column(IDS)
@@ -656,12 +656,12 @@ def test_a_record_that_does_not_fit_its_run_is_found(
 
 
 def test_rows_behind_the_newest_record_are_found(sound: dict[str, Path], tmp_path: Path) -> None:
-    """As if the commit's own record had been lost."""
+    """The rows look as if the commit's own record had been lost."""
     path = copied(sound[""], tmp_path)
     with open_storage(path, mode="append") as storage:
         more = storage.get(torch.arange(ROWS - 3, ROWS))
         more[STEP] += 3
-        storage.writer.claim.take(storage)  # so they are a run's own
+        storage.writer.claim.take(storage)  # these rows belong to a run
         storage.extend(more, ids="fresh")
     found = {each.message: each for each in verify(path).findings}
     late = found["the newest intact one is not that of the last commit"]
@@ -738,7 +738,7 @@ def test_a_record_with_a_flipped_bit_is_found(sound: dict[str, Path], tmp_path: 
 
 
 def write_runs(path: Path, change: Callable[[list[Any]], list[Any]]) -> None:
-    """Change the runs of a manifest, which stays as whole as it was."""
+    """Change the runs of a manifest, with a valid checksum."""
     with open_storage(path, mode="append") as storage:
         storage.writer.runs.write(change(storage.manifest["runs"]))
 
@@ -805,7 +805,7 @@ def test_an_id_of_an_earlier_run_is_found(tmp_path: Path) -> None:
 
 
 def change_table(path: Path, change: Callable[[np.ndarray], np.ndarray | None]) -> int:
-    """Write the table anew, changed; returns the first row of its tenth line."""
+    """Change and rewrite the table. Return the first row of its tenth line."""
     with open_storage(path) as storage:
         file, head = storage.writer.files.episodes_path, storage.head
     table = read_table(Inside(file.parent), file, table_dtype(), head)
@@ -884,7 +884,7 @@ def test_a_table_is_older_than_the_last_rows(tmp_path: Path) -> None:
     assert "episodes" in assert_sound(path).checked
 
 
-# --- what other libraries read --------------------------------------------------------------------
+# --- metadata for other libraries -----------------------------------------------------------------
 
 SHOWN: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "memmap, no JSON": (
@@ -959,7 +959,7 @@ SHOWN: dict[str, tuple[str, Callable[[Path], None], str]] = {
 def replace(file: Path, old: bytes, new: bytes) -> None:
     content = file.read_bytes()
     assert old in content
-    # What is in the user block of HDF5 is ours.
+    # The user block of an HDF5 file is ours.
     start = 2**20 if file.suffix == ".h5" else 0
     file.write_bytes(content[:start] + content[start:].replace(old, new))
 
@@ -1069,7 +1069,7 @@ def test_a_path_that_is_no_storage_raises(tmp_path: Path) -> None:
         verify(tmp_path / "nothing", skip=["nam"])
 
 
-# --- in chunks, and while somebody writes ---------------------------------------------------------
+# --- in chunks, and with a concurrent writer ------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -1110,7 +1110,7 @@ def test_progress_tells_of_every_byte(sound: dict[str, Path], tmp_path: Path) ->
 def test_a_ring_whose_writer_overtakes_the_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that were overwritten while they were read are not judged."""
+    """Rows that were overwritten during the read are not judged."""
     monkeypatch.setattr(row_checks, "_CHUNK_ROWS", 50)
     path = tmp_path / "data"
     with MemmapStorage(path, max_size=500) as storage:

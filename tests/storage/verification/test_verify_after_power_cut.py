@@ -1,4 +1,4 @@
-"""`verify` of a storage that was not closed: what hurts no row is a note that a writer heals."""
+"""Test `verify` on storages that were not closed: harmless faults are notes that a writer heals."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def lock_of(path: Path) -> Path:
 
 @pytest.fixture(scope="module", params=KINDS)
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a storage that a collector filled and closed, with durability="power"."""
+    """Make a storage that a collector filled and closed, with durability="power"."""
     path: Path = tmp_path_factory.mktemp("source") / request.param
     storage = KINDS[request.param](path, capacity=2 * ROWS, durability="power")
     with (
@@ -76,21 +76,21 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def path(source: Path, tmp_path: Path) -> Path:
-    """A copy of it, closed as well."""
+    """Copy the source, and close the copy."""
     target = tmp_path / source.name
     if source.is_dir():
         shutil.copytree(source, target)
     else:
         shutil.copy2(source, target)
         shutil.copy2(table_of(source), table_of(target))
-    with open_storage(target, "append"):  # a file of its own
+    with open_storage(target, "append"):  # opened once, to make it an original
         pass
     assert verify(target).sound
     return target
 
 
 def leave_open(path: Path) -> None:
-    """As a writer leaves it that is killed, or cut off from power."""
+    """Leave the storage as after a kill or a power cut."""
     damage(header_of(path), OPEN_AT, struct.pack("<Q", word_of(1)))
 
 
@@ -115,7 +115,7 @@ def said(report: Report) -> list[str]:
     return [str(each) for each in (*report.findings, *report.notes)]
 
 
-# --- what a power cut leaves ----------------------------------------------------------------------
+# --- results of power cuts ------------------------------------------------------------------------
 
 
 def empty(file: Path) -> None:
@@ -134,7 +134,7 @@ Harm = Callable[[Path], None]
 
 
 def torn_record(path: Path, page: int = 0, *, ahead: int = 1) -> None:
-    """The next record: one page of it came to the disk, the other did not."""
+    """Write the next record, of which only one page reached the disk."""
     header = header_of(path)
     content = header.read_bytes()
     slots = STARTS
@@ -211,7 +211,7 @@ def test_a_note_that_a_writer_heals(path: Path, name: str) -> None:
     harm = CUTS[name][1]
     before = rows_of(path)
     harm(path)
-    # Of a storage that was closed it is a finding: nothing of ours leaves that.
+    # In a closed storage, it is a finding, as no writer leaves that.
     closed = verify(path)
     assert (closed.sound, closed.notes, closed.healing) == (False, (), None), said(closed)
     assert told("verify", path)[0] == 1
@@ -242,7 +242,7 @@ def test_a_note_that_a_writer_heals(path: Path, name: str) -> None:
 
 def test_every_one_at_once(path: Path) -> None:
     for name, (kind, harm) in CUTS.items():
-        with contextlib.suppress(FileNotFoundError, ValueError):  # of a file that is spoilt already
+        with contextlib.suppress(FileNotFoundError, ValueError):  # the file may be damaged already
             if path.name == kind and "without rows" not in name:  # one record is torn, not both
                 harm(path)
     leave_open(path)
@@ -274,7 +274,7 @@ def test_nothing_is_noted_where_nothing_is_wrong(path: Path) -> None:
 
 
 def test_a_writer_at_work(path: Path) -> None:
-    """It has the storage open: what it has not come to yet is a note as well."""
+    """The writer has the storage open, and its unfinished work is a note as well."""
     with open_storage(path, "append"):
         empty(table_of(path))
         report = verify(path)
@@ -282,7 +282,7 @@ def test_a_writer_at_work(path: Path) -> None:
     assert verify(path).notes == ()
 
 
-# --- what stays a finding -------------------------------------------------------------------------
+# --- remaining findings ---------------------------------------------------------------------------
 
 
 def spoilt_row(path: Path) -> None:
@@ -292,7 +292,7 @@ def spoilt_row(path: Path) -> None:
 
 
 def older_record(path: Path) -> None:
-    """The last record is gone, and rows were committed with it."""
+    """Remove the last record, with which rows were committed."""
     header = header_of(path)
     content = header.read_bytes()
     slots = STARTS
@@ -336,7 +336,7 @@ def test_finding_and_note_together(path: Path) -> None:
 
 
 def test_a_damaged_record_of_a_closed_storage_is_kept_for_a_second_look(path: Path) -> None:
-    """What was acknowledged and is damaged is not wiped away by a writer that passes by."""
+    """A later writer does not erase acknowledged data that are damaged."""
     torn_record(path)
     open_storage(path, mode="append").close()
     assert not verify(path).sound
@@ -346,7 +346,7 @@ def test_a_damaged_record_of_a_closed_storage_is_kept_for_a_second_look(path: Pa
 
 
 def test_after_a_kill(path: Path) -> None:
-    """The mark is the writer's own, and another session takes it away."""
+    """The writer sets the mark itself, and another session removes it."""
     child = os.fork()
     if not child:
         try:
@@ -365,7 +365,7 @@ def test_after_a_kill(path: Path) -> None:
 
 @pytest.fixture
 def survivors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bytes]:
-    """Headers that a power cut leaves: the first page new, the others as they were last synced."""
+    """Collect headers left by power cuts: the first page is new, the others are as last synced."""
     left: list[bytes] = []
     synced: dict[str, bytes] = {}
     sync = Header.sync
@@ -389,7 +389,7 @@ def survivors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bytes]:
 def test_committed_rows_have_their_record(
     tmp_path: Path, survivors: list[bytes], kind: str
 ) -> None:
-    """Pages reach the disk in any order: a head there without its record would not balance."""
+    """Pages reach the disk in any order. A head without its record would not balance."""
     path = tmp_path / kind
     rows = {("x",): np.zeros((10, 4), np.float32)}
     storage: DiskStorage
@@ -397,7 +397,7 @@ def test_committed_rows_have_their_record(
         for number in range(1, 6):
             storage.extend(rows, record=b"%d" % number * 5000)
             survivors_now = survivors[-1]
-            if isinstance(storage, H5Storage):  # its rows and its header are one file, synced
+            if isinstance(storage, H5Storage):  # rows and header are one file, synced
                 continue
             copy = tmp_path / f"copy-{number}{path.suffix}"
             shutil.copytree(path, copy)

@@ -1,4 +1,4 @@
-"""Games of OpenSpiel: rows against states that are moved by hand."""
+"""Compare rows of OpenSpiel's games with states that are moved by hand."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tallyroll.collector.ext.systems.openspiel.games import OVER, observer_of
 from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 
-GOOFSPIEL = "goofspiel(num_cards=4)"  # simultaneous bids, chance turns prize cards up
+GOOFSPIEL = "goofspiel(num_cards=4)"  # simultaneous bids, and chance reveals the prize cards
 
 
 class Lenient(OpenSpielSystem):
-    """The contract draws moves without a look at the mask: those that are illegal are replaced."""
+    """The contract draws moves without the mask, so illegal ones are replaced."""
 
     def step(self, action: Sequence[Any], lanes: Mask | None = None) -> Step:
         (moves,) = action
@@ -73,7 +73,7 @@ def in_order(rows: TensorDictBase, lane: int) -> TensorDictBase:
 
 
 def play_on(state: Any, rng: np.random.Generator) -> None:
-    """Chance, as OpenSpiel's own examples draw it, of one number a node."""
+    """Apply chance moves as OpenSpiel's own examples draw them, with one number per node."""
     while state.is_chance_node():
         outcomes, shares = zip(*state.chance_outcomes(), strict=True)
         at = np.searchsorted(np.cumsum(shares), rng.random(), side="right")
@@ -81,7 +81,7 @@ def play_on(state: Any, rng: np.random.Generator) -> None:
 
 
 def check_turns(rows: TensorDictBase, name: str, seeds: Sequence[int]) -> int:
-    """Rows of a turn-based game against its own states; returns how many games ended."""
+    """Compare rows of a turn-based game with its own states. Return the number of ended games."""
     game, ended = pyspiel.load_game(name), 0
     for lane, seed in enumerate(seeds):
         rng, state = np.random.default_rng(seed), None
@@ -135,7 +135,7 @@ def test_turns_sync_resumed_and_with_workers(name: str, tmp_path: Path) -> None:
 
 
 class Late(observation._Observation):
-    """An observer that sees what was before, from the third call on."""
+    """Observer that returns an earlier state from the third call on."""
 
     calls = 0
 
@@ -224,7 +224,7 @@ def test_a_move_that_no_game_has_is_refused(move: int) -> None:
     before = [column.copy() for column in system.reset(None, [0, 1])]
     with pytest.raises(TransitionError, match=rf"lane 1: {move} is no legal move"):
         system.step([np.array([0, move])])
-    out = system.step([np.array([0, 8])])  # no lane has moved
+    out = system.step([np.array([0, 8])])  # the refused step moved no lane
     assert (np.asarray(out.obs[1]) != before[1]).sum() == 2
 
 

@@ -1,4 +1,4 @@
-"""PettingZoo: agents that die before others, unequal ones, turns; against the raw environments."""
+"""Compare PettingZoo's early deaths, unequal agents and turns with the raw environments."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Race(ParallelEnv):
-    """Three runners and a seer: runners leave at seeded steps, and what is left at 6 is truncated.
+    """Three runners and a seer. Runners leave at seeded steps, and the rest is truncated at 6.
 
-    Observations are ``[step, episode, last action, draw]``, of the seer without the action; they
-    are the same arrays each time.
+    Observations are ``[step, episode, last action, draw]``; the seer's lack the action. The arrays
+    are reused.
     """
 
     metadata = {"name": "race"}  # noqa: RUF012  as PettingZoo has it
@@ -95,7 +95,7 @@ class Race(ParallelEnv):
 
 
 class Told(Race):
-    """A race that observes an option of its reset in the place of the episode."""
+    """Race that observes an option of its reset instead of the episode."""
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed)
@@ -134,11 +134,11 @@ class TestUnevenDeaths(SystemContract):
 
 
 class Crowd(Race):
-    """Agents end, skip steps, join late and come back, by a plan that the seed draws.
+    """Agents end, skip steps, join late and return, by a plan that the seed draws.
 
-    Who acts next is drawn at each step, and how agents end that act no more. In a quarter of the
-    episodes all that acted end in each step, and others take their place. "runner_3" never comes.
-    Ends are told of all agents, also of those that did not act.
+    Each step draws the agents that act next, and how those end that stop. In a quarter of the
+    episodes, all acting agents end in each step, and others replace them. "runner_3" never joins.
+    The environment reports ends for all agents, even those that did not act.
     """
 
     metadata = {"name": "crowd"}  # noqa: RUF012  as PettingZoo has it
@@ -216,14 +216,14 @@ def collect(make: Any, frames: int = 200, **more: Any) -> TensorDictBase:
 
 
 def lanes_of(rows: TensorDictBase) -> list[TensorDictBase]:
-    """Rows of each lane, in time."""
+    """Return rows of each lane, in time."""
     lane, ids = rows["collector", "lane"].numpy(), rows["collector", "traj_ids"].numpy()
     order = np.lexsort((rows["collector", "step"].numpy(), ids, lane))
     return [rows[order[lane[order] == each]] for each in np.unique(lane)]
 
 
 def check_by_hand(rows: TensorDictBase, make: Any, groups: dict[str, list[str]]) -> int:
-    """Every row, against a raw parallel environment with its lane's seed and actions."""
+    """Compare every row with a raw parallel environment with its lane's seed and actions."""
     parts = lanes_of(rows)
     seeds, deaths = lane_seeds(3, len(parts), 0), 0
     for lane, part in enumerate(parts):
@@ -274,7 +274,7 @@ def tag() -> ParallelEnv:
 
 
 def test_agents_that_die_before_others() -> None:
-    """Nothing is lost at the first death, nor at any other."""
+    """No death, neither the first nor a later one, loses data."""
     rows = collect(lambda: [Race() for _ in range(3)])
     assert check_by_hand(rows, Race, RACERS) > 20
     assert rows["next", "terminated"].any()
@@ -282,7 +282,7 @@ def test_agents_that_die_before_others() -> None:
 
 
 def test_agents_that_join_and_come_back() -> None:
-    """Masks, ends and counts are those of the environment, whoever was there before."""
+    """Masks, ends and counts are those of the environment, regardless of earlier agents."""
     rows = collect(lambda: [Crowd() for _ in range(3)], 400)
     assert check_by_hand(rows, Crowd, CROWD) > 50
     mask, after = rows["runner", "mask"], rows["next", "runner", "mask"]
@@ -297,7 +297,7 @@ def test_agents_that_join_and_come_back() -> None:
 
 
 def test_statistics_of_episodes_whose_agents_come_back(tmp_path: Path) -> None:
-    """Returns are the sums over agents, lengths those of the environment."""
+    """Returns are sums over agents, and lengths are those of the environment."""
     with SyncCollector(
         lambda: [Crowd() for _ in range(2)],
         None,
@@ -331,7 +331,7 @@ def test_an_aec_environment_that_is_parallelizable() -> None:
 
 
 class Twice(BaseWrapper):
-    """Pays twice, from its first step on."""
+    """Pays double from its first step on."""
 
     def step(self, action: Any) -> None:
         super().step(action)
@@ -361,7 +361,7 @@ class TwiceAnyway(BaseWrapper):
 
 
 class Inverted(BaseWrapper):
-    """Shows marks where there are none."""
+    """Inverts the marks on the board."""
 
     def observe(self, agent: str) -> Any:
         seen = super().observe(agent)
@@ -369,7 +369,7 @@ class Inverted(BaseWrapper):
 
 
 class InvertedLater(BaseWrapper):
-    """The same from its first step on, by an attribute."""
+    """Inverts from its first step on, with an attribute."""
 
     def step(self, action: Any) -> None:
         super().step(action)
@@ -389,7 +389,7 @@ class InvertedLater(BaseWrapper):
     ],
 )
 def test_turns_are_rows(wrap: Any, paid: float) -> None:
-    """Against the AEC interface: whose turn it is, what it brought, who saw what; legal moves."""
+    """Compare with the AEC interface: turns, rewards, observations and legal moves."""
     rows = collect(lambda: [wrap(tictactoe.env()) for _ in range(2)], 150)
     names = ["player_1", "player_2"]
     for part in lanes_of(rows):
@@ -422,7 +422,7 @@ def test_turns_are_rows(wrap: Any, paid: float) -> None:
 
 
 class Visitors(AECEnv):
-    """A game of turns: players end in any turn, join, and come back, as the seed draws."""
+    """Game of turns in which players end in any turn, join and return, as the seed draws."""
 
     metadata = {"name": "visitors"}  # noqa: RUF012  as PettingZoo has it
     render_mode = None
@@ -577,7 +577,7 @@ def test_the_command_shows_agent_transitions(
 def test_a_command_counts_agent_transitions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Four agents that always live: 26 rows for 102 of them, and 38 for 150."""
+    """Four agents always live: 26 rows give 102 agent transitions or more, and 38 rows give 150."""
     out, tag = str(tmp_path / "run"), "pettingzoo:mpe2.simple_tag_v3"
     unit = ["--budget-unit", "agent_transitions", "--num-envs", "2", "--frames", "102"]
     assert main(["collect", tag, *unit, "--out", out]) == 0
@@ -670,10 +670,10 @@ def test_environments_that_break_their_word(how: str, match: str) -> None:
 
 
 class Forgetful(ParallelEnv):
-    """Two walkers and a seer; ``walker_1`` leaves at step 2, the others at 4.
+    """Two walkers and a seer: ``walker_1`` leaves at step 2, the others at 4.
 
-    Observations are ``[step + 1, number]``. ``how`` says what a step leaves out of the agents that
-    leave in it.
+    Observations are ``[step + 1, number]``. ``how`` selects the data that a step omits for the
+    agents that leave in it.
     """
 
     metadata = {"name": "forgetful"}  # noqa: RUF012  as PettingZoo has it
@@ -856,7 +856,7 @@ def test_nothing_half_made_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class MaskedRace(ParallelEnv[str, Any, Any]):
-    """Infos of agents have masks; one of them dies early. Rewards are 1 for legal actions."""
+    """Infos of agents have masks, and one agent dies early. Rewards are 1 for legal actions."""
 
     metadata: ClassVar[dict[str, Any]] = {"name": "masked"}
 
@@ -877,7 +877,7 @@ class MaskedRace(ParallelEnv[str, Any, Any]):
                 self.masks[agent] = None
             elif agent == "b_0":
                 self.masks[agent] = tuple(np.eye(n, dtype=np.int8)[self.time % n] for n in (2, 3))
-            else:  # nothing is legal for one that is gone
+            else:  # no action is legal for a dead agent
                 self.masks[agent] = np.eye(5, dtype=np.int8)[self.time % 5] * (agent in self.agents)
         return {a: {} if m is None else {"action_mask": m} for a, m in self.masks.items()}
 
@@ -907,7 +907,7 @@ class MaskedRace(ParallelEnv[str, Any, Any]):
 
 
 class MaskedTurns(AECEnv[str, Any, Any]):
-    """Two agents in turn, whose masks are in ``infos``."""
+    """Two alternating agents with masks in ``infos``."""
 
     metadata: ClassVar[dict[str, Any]] = {"name": "masked turns"}
 

@@ -1,4 +1,7 @@
-"""SuperSuit's vectors: agents as lanes, right where agents end together, refused where not."""
+"""Test SuperSuit's vectors, where agents are lanes.
+
+They are right if agents end together, and refused otherwise.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from tallyroll.storage import verify
 
 
 class Pair(ParallelEnv):
-    """Two agents; together they end after 2 to 5 steps, or one a step before the other."""
+    """Two agents that end together after 2 to 5 steps, or one of them a step earlier."""
 
     metadata = {"name": "pair"}  # noqa: RUF012  as PettingZoo has it
     render_mode = None
@@ -123,7 +126,7 @@ def test_uneven_deaths_are_refused_with_the_way_out(tmp_path: Path) -> None:
 
 
 class Late(Pair):
-    """The second agent acts from the second step on; it is observed before."""
+    """The second agent acts from the second step on, but is observed before."""
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         seen, infos = super().reset(seed)
@@ -137,7 +140,7 @@ class Late(Pair):
 
 @pytest.mark.parametrize("copies", [1, 2])
 def test_absent_agents_are_refused(copies: int) -> None:
-    """Rows of an agent that the environment did not step were stored."""
+    """Rows of an agent that the environment did not step were once stored."""
     lone = supersuit.vector.MarkovVectorEnv(Late(), black_death=True)
     env = (
         lone if copies == 1 else supersuit.concat_vec_envs_v1(lone, copies, base_class="gymnasium")

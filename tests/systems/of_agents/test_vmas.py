@@ -1,4 +1,4 @@
-"""VMAS: time limits that truncate, groups, one generator for all lanes; against VMAS itself."""
+"""Compare our rows with VMAS: truncating time limits, groups, one generator for all lanes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIMIT = 7
 
 
 class Ended(balance.Scenario):
-    """The scenario ends in even lanes at steps of their own, and not by itself in odd ones."""
+    """Even lanes end at different steps. Odd lanes never end by themselves."""
 
     def env_reset_world_at(self, env_index: int | None) -> None:
         if not hasattr(self, "clock"):
@@ -79,7 +79,7 @@ def collect(create: Any, frames: int = 120, **more: Any) -> TensorDictBase:
 
 
 def check_by_hand(rows: TensorDictBase, env: Any, seed: int, groups: dict[str, list[int]]) -> None:
-    """Every row, against VMAS stepped by hand: one seed, resets lane by lane."""
+    """Compare every row with VMAS stepped by hand: one seed, resets lane by lane."""
     lanes = env.num_envs
     lane, ids = rows["collector", "lane"].numpy(), rows["collector", "traj_ids"].numpy()
     order = np.lexsort((rows["collector", "step"].numpy(), ids, lane))
@@ -143,7 +143,7 @@ def test_groups_of_the_caller_and_discrete_actions() -> None:
 
 
 def test_another_environment_changes_nothing() -> None:
-    """VMAS has one random state a process; here each environment has its own."""
+    """VMAS has one random state per process. Here, each environment has its own."""
     alone = collect(lambda: make(3), 60)
     other = SyncCollector(lambda: make(3), None, frames_per_batch=9, total_frames=90, seed=8)
     beside = []

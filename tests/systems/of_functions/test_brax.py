@@ -1,4 +1,4 @@
-"""Brax: a toy with its interface, of which one step compiles at once, and its smallest pendulum."""
+"""Test Brax with its smallest pendulum, and with a toy of the same interface that compiles fast."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_episodes_workers_and_resumed(tmp_path: Path) -> None:
 
 
 def test_a_gravity_a_reset_and_no_compilation() -> None:
-    """The observation holds the gravity of its episode; a wrapped environment has it too."""
+    """The observation includes the gravity of its episode, also in a wrapped environment."""
     with SyncCollector(
         lambda: SystemEnv(varied(2), draw=drawn), None, frames_per_batch=2, total_frames=302, seed=3
     ) as collector:

@@ -1,4 +1,4 @@
-"""gymnax: real CartPoles, and what is drawn at their resets."""
+"""Test gymnax: real CartPoles, and draws at their resets."""
 
 from __future__ import annotations
 
@@ -125,13 +125,13 @@ def test_episodes_by_hand() -> None:
 
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one process compiles the others read."""
+    """Share compiled code between processes."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 def test_by_name_workers_and_resumed(tmp_path: Path, cached: None) -> None:
-    """JAX has been used in this process: workers that were forked would warn, or hang."""
+    """JAX was used in this process, so forked workers would warn or hang."""
     arguments: dict[str, Any] = {
         "num_envs": 4,
         "frames_per_batch": 60,
@@ -161,7 +161,7 @@ def test_by_name_workers_and_resumed(tmp_path: Path, cached: None) -> None:
 
 @pytest.mark.parametrize("large", [2**11, 1], ids=["one call", "two calls"])
 def test_a_gravity_a_reset_and_no_compilation(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gravities are arguments of what is compiled once, before the second step."""
+    """Gravities are arguments of a function that is compiled once, before the second step."""
     monkeypatch.setattr(functional, "_LARGE_NBYTES", large)
     drawn: list[float] = []
 
@@ -184,7 +184,7 @@ def test_a_gravity_a_reset_and_no_compilation(large: int, monkeypatch: pytest.Mo
     ends = int((whole["next", "terminated"] | whole["next", "truncated"]).sum())
     assert ends > 30
     assert len(drawn) == ends + 4, "one for each episode, and one ahead for each lane"
-    # How the pole's speed changes tells the gravity of each row, which is that of its episode.
+    # The change of the pole's speed reveals each row's gravity, which is that of its episode.
     ids = whole["collector", "traj_ids"]
     first = [int((ids == each).nonzero()[0]) for each in ids.unique()]
     rng = [np.random.default_rng(each) for each in _seeds(3, 2)]

@@ -1,4 +1,4 @@
-"""Jumanji: a small Snake, and an environment of a user's own that is truncated."""
+"""Test Jumanji: a small Snake, and a user's own environment that is truncated."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from functional_kit import SharedContract, replay, shared
 
 
 class Seen(NamedTuple):
-    """An observation with a tree in it."""
+    """Observation that contains a tree."""
 
     total: Any
     clock: dict[str, Any]
@@ -49,7 +49,7 @@ class Seen(NamedTuple):
 
 @chex.dataclass
 class Sum:
-    """A state of its own kind."""
+    """State of a custom type."""
 
     total: Any
     time: Any
@@ -57,7 +57,10 @@ class Sum:
 
 
 class Adding(jumanji.Environment):
-    """Two adders: 32 or more is terminated, 8 steps are truncated; 0 is no legal first action."""
+    """Two adders: 32 or more terminates, and 8 steps truncate.
+
+    0 is not a legal first action.
+    """
 
     shape: tuple[int, ...] = ()
     steps = 9
@@ -156,7 +159,10 @@ def by_hand(
 
 
 def test_large_observations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Next episodes begin in a second call, also where all lanes end at once: the same rows."""
+    """A second call starts the next episodes, even if all lanes end in the same step.
+
+    The rows are the same.
+    """
     runs, snake = [], jumanji.make("Snake-v1", time_limit=13)
     for large in (2**11, 2**30):
         monkeypatch.setattr(functional, "_LARGE_NBYTES", large)
@@ -232,7 +238,7 @@ def test_a_mask_of_combinations(shape: tuple[int, ...]) -> None:
 
 
 def test_a_spec_that_lies() -> None:
-    """Key, want, got, lane, step, and how to go on."""
+    """The error gives key, expected and actual value, lane, step, and a remedy."""
     match = (
         r"step_count lies outside its space at lane \d, step 1 of its trajectory: "
         r'got 2, expected \[0, 1\].*validate "warn" or "off"'
@@ -263,7 +269,10 @@ def test_a_spec_that_lies() -> None:
 
 
 def test_a_trapped_snake_has_no_legal_move() -> None:
-    """It is refused by default, as a mask that allows nothing; let pass, it ends in that step."""
+    """By default, a mask without legal moves is refused.
+
+    If accepted, the episode ends in that step.
+    """
     kwargs: dict[str, Any] = {"num_rows": 3, "num_cols": 3, "unbounded": ["step_count"]}
     options: dict[str, Any] = {"num_envs": 8, "frames_per_batch": 800, "total_frames": 800}
     options |= {"seed": 0, "env_kwargs": kwargs}

@@ -1,4 +1,4 @@
-"""MuJoCo Playground, whose interface the toy in test_brax.py has: it compiles for minutes."""
+"""Test MuJoCo Playground, whose interface equals the toy's in test_brax.py. It compiles slowly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from functional_kit import compilations
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(1200)
 def test_a_gravity_a_reset_and_no_compilation() -> None:
-    faulthandler.cancel_dump_traceback_later()  # its deadline is the mark's
+    faulthandler.cancel_dump_traceback_later()  # the mark sets its own deadline
     from mujoco_playground import registry
 
     env = registry.load("CartpoleBalance", config_overrides={"impl": "jax"})

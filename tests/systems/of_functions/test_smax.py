@@ -1,4 +1,4 @@
-"""SMAX: teams on a small map whose walls kill, in battles that are short."""
+"""Test SMAX: teams on a small map with deadly walls, in short battles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tallyroll.storage import open_storage, verify
 from functional_kit import SharedContract, replay, shared
 
 with warnings.catch_warnings():
-    # Brax, which JaxMARL imports where it is installed, imports JAXopt
+    # Brax imports JAXopt, and JaxMARL imports Brax where it is installed.
     warnings.filterwarnings("ignore", "JAXopt is no longer maintained", DeprecationWarning)
     import jaxmarl
 

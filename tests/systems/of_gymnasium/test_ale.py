@@ -1,4 +1,4 @@
-"""Atari's vector environment: both of its modes, its seeds, its masks and its frame numbers."""
+"""Test Atari's vector environment: both modes, seeds, masks and frame numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def made(mode: str = "NextStep", lanes: int = 3, game: str = "breakout", **kwarg
 
 class Contract(SystemContract):
     mode: ClassVar[str] = "NextStep"
-    lanes = 2  # making one takes a tenth of a second a lane
+    lanes = 2  # creation takes a tenth of a second per lane
     steps = 40
     frames = 60
 
@@ -61,7 +61,10 @@ class TestSameStep(Contract):
 
 
 def test_each_episode_is_repeated_by_its_seed() -> None:
-    """Where lanes are reset by mask; each seed begins a vector of one lane, stepped alike."""
+    """Lanes are reset by mask.
+
+    Each seed starts a vector of one lane, which gets the same actions.
+    """
     seeded: dict[str, Any] = {"resets": Resets(seeds=True), "frames_per_batch": 90, "seed": 3}
     rows = rows_of(made, reset_slots="avoid", total_frames=90, **seeded)
     parts, alone = trajectories(rows), made(lanes=1)
@@ -109,7 +112,7 @@ def test_rows_are_what_the_vector_itself_returns(mode: str, wrap: bool) -> None:
 
 
 def test_one_environment_does_not_change_anothers_mode() -> None:
-    """The class holds one mode for all of its environments: that of the last one."""
+    """The class has one mode for all of its environments, which the last one sets."""
     arguments: dict[str, Any] = {"frames_per_batch": 20, "total_frames": 60, "seed": 1}
     alone = {mode: rows_of(lambda mode=mode: made(mode), **arguments) for mode in MODES}
     envs = {mode: made(mode) for mode in MODES}

@@ -1,4 +1,4 @@
-"""CARL: contexts as part of the observation, in Gymnasium's vectors."""
+"""Test CARL in Gymnasium's vectors, with contexts as part of the observation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-with warnings.catch_warnings():  # it speaks of every system that is not installed
+with warnings.catch_warnings():  # it warns about each missing system
     warnings.simplefilter("ignore")
     from carl.envs import CARLCartPole
 
@@ -34,7 +34,7 @@ def vector(mode: AutoresetMode = AutoresetMode.DISABLED, lanes: int = 2) -> Sync
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_each_episode_has_its_context(mode: AutoresetMode) -> None:
-    """A final observation has the context of its episode, and the next one follows in turn."""
+    """A final observation has the context of its episode. The next context follows in turn."""
     with SyncCollector(
         lambda: vector(mode), None, frames_per_batch=150, total_frames=150, seed=0
     ) as collector:

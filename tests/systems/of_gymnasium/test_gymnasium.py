@@ -1,4 +1,4 @@
-"""Gymnasium's third-party environments by id: rows against one environment stepped by hand."""
+"""Compare Gymnasium's third-party environments with one that is stepped by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from tallyroll.collector import MultiprocessCollector, SyncCollector
 from tallyroll.collector.counting.numbering import lane_seeds
 
-# Packages of the environments speak of what they or others deprecate, and of their spaces.
+# Packages of environments warn about deprecations and about their spaces.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SHORT: dict[str, dict[str, Any]] = {
@@ -46,7 +46,7 @@ def same(row: TensorDictBase, prefix: tuple[str, ...], observation: Any) -> None
 
 
 def by_hand(rows: TensorDictBase, name: str, kwargs: dict[str, Any], seeds: list[int]) -> int:
-    """Step the environment with the actions of each lane's rows; returns how often it ended."""
+    """Step the environment with the actions of each lane's rows. Return the number of ends."""
     ends = 0
     for lane, seed in enumerate(seeds):
         env = gym.make(name, **kwargs)
@@ -89,7 +89,7 @@ def test_rows_are_those_of_the_environment_alone(name: str) -> None:
 def test_missions_in_every_mode(cls: Any, mode: AutoresetMode) -> None:
     name = "minigrid:MiniGrid-GoToObject-6x6-N2-v0"
     if cls is not SyncVectorEnv and mode is not AutoresetMode.SAME_STEP:
-        return  # workers take seconds, and the last of the modes shows them
+        return  # workers take seconds, and the last mode covers them
     make = partial(gym.make, name, **SHORT[name])
     vector = partial(cls, [make, make], autoreset_mode=mode)
     with SyncCollector(vector, None, frames_per_batch=40, total_frames=40, seed=1) as collector:
@@ -121,7 +121,7 @@ def test_workers() -> None:
 
 @pytest.mark.parametrize("mode", [*AutoresetMode, None])
 def test_a_native_vector_and_every_mode_of_others(mode: AutoresetMode | None) -> None:
-    """CartPole's own vector, ``vector_entry_point``, shares seeds; so only ends are compared."""
+    """CartPole's own vector, ``vector_entry_point``, shares seeds, so only ends are compared."""
     how = "vector_entry_point" if mode is None else "sync"
     kwargs = {} if mode is None else {"vector_kwargs": {"autoreset_mode": mode}}
     with warnings.catch_warnings(), SyncCollector(

@@ -1,4 +1,4 @@
-"""MO-Gymnasium: rewards of several objectives, by id and in its own vectors."""
+"""Test MO-Gymnasium: rewards of several objectives, by id and in its own vectors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.errors import MissingExtra
 from tallyroll.storage import open_storage, verify
 
-# Gymnasium's checker wants one number as a reward.
+# Gymnasium's checker expects a scalar reward.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*The reward returned by `step:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*precision lowered by casting:UserWarning"),
@@ -108,7 +108,7 @@ def test_a_weighted_sum_is_one_number() -> None:
 
 
 def test_a_trajectory_begins_again_from_its_seed(tmp_path: Path) -> None:
-    """Rewards of several objectives too; versions say what made them."""
+    """Rewards of several objectives repeat, too. The manifest records the versions."""
     with SyncCollector(
         MINECART,
         num_envs=2,

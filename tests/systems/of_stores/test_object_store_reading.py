@@ -1,7 +1,6 @@
-"""Packed datasets in an object store are read as those of this machine, also where it fails.
+"""Test that packed datasets in an object store read like local ones, even if requests fail.
 
-The store is a server in a process of its own; between it and the reader is a proxy, which makes
-the faults.
+The store is a server in its own process. A proxy between it and the reader injects the faults.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ from object_store_kit import (
 ROWS, WIDTH = 6_000, 32
 ADDRESS = "s3://datasets/wide/packed"
 SMALL = S3Options(block_nbytes=2**14, timeout=2.0, patience=4.0)
-"""Blocks of which the dataset has many, and little patience."""
+"""Small blocks, so that the dataset has many, and short timeouts."""
 
 
 @pytest.fixture(scope="module")
 def local(proxy: Proxy, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The dataset as it lies on this machine; it is in the store, too."""
+    """Return the local dataset, which is in the store, too."""
     folder = tmp_path_factory.mktemp("local")
     generator, number = torch.Generator().manual_seed(3), torch.arange(ROWS)
     done = number % 50 == 49
@@ -72,7 +71,7 @@ def local(proxy: Proxy, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestContractOfPackedRowsInAnObjectStore(ReaderContract):
-    """All that is asked of readers, of a dataset that was packed and pushed."""
+    """Run the contract of readers on a dataset that was packed and pushed."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -93,7 +92,7 @@ class TestContractOfPackedRowsInAnObjectStore(ReaderContract):
         return pushed
 
     def test_verify_finds_what_is_wrong(self, tmp_path: Path) -> None:
-        pass  # of packed rows, wherever they are: see the tests of those on this machine
+        pass  # the tests of local packed rows cover it
 
 
 def test_rows_are_those_of_this_machine_bit_for_bit(local: Path) -> None:
@@ -142,7 +141,7 @@ def test_workers_of_a_data_loader_open_it_by_its_address(local: Path) -> None:
         assert torch.equal(seen, wanted)
 
 
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX's, where a test loaded it
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX's, if a test loaded it
 def test_a_forked_child_is_refused_at_once(local: Path) -> None:
     with open_storage(ADDRESS, s3=SMALL) as found:
         found.get([0])
@@ -160,7 +159,7 @@ def test_a_forked_child_is_refused_at_once(local: Path) -> None:
         with open(reading, "rb") as answer:
             assert b"was forked" in answer.read()
         os.waitpid(child, 0)
-        found.get([ROWS // 2])  # and its parent goes on
+        found.get([ROWS // 2])  # the parent continues
 
 
 def test_rows_are_read_by_ranges(local: Path, proxy: Proxy) -> None:
@@ -176,7 +175,7 @@ def test_rows_are_read_by_ranges(local: Path, proxy: Proxy) -> None:
 def test_blocks_are_asked_for_at_once_and_before_they_are_wanted(local: Path, proxy: Proxy) -> None:
     rows, late = np.arange(0, ROWS, 64), 0.1
     with open_storage(ADDRESS, s3=SMALL) as found:
-        found.column("action")  # opened, and nothing of it was read
+        found.column("action")  # opened, but not read
         before = found.reader._archive.files.requests
         with proxy.planned(lambda asked: Fault(seconds=late)):
             began = time.monotonic()
@@ -184,11 +183,11 @@ def test_blocks_are_asked_for_at_once_and_before_they_are_wanted(local: Path, pr
             seconds = time.monotonic() - began
         asked = found.reader._archive.files.requests - before
     assert asked > 25
-    assert seconds < asked * late / 4  # one after the other they would take more than all of it
+    assert seconds < asked * late / 4  # sequential requests would take longer
 
 
 class TestCache:
-    """Budgets are of bytes, in memory and in a folder that readers share."""
+    """Budgets count bytes, in memory and in a folder that readers share."""
 
     def test_memory(self, local: Path) -> None:
         options = S3Options(block_nbytes=2**14, memory_nbytes=5 * 2**14)
@@ -253,7 +252,7 @@ FAULTS = {
 
 
 class TestFaults:
-    """A fault that passes is not seen; one that stays is an error within a stated time."""
+    """A transient fault is invisible. A permanent one is an error within a stated time."""
 
     @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
     def test_that_pass(self, local: Path, proxy: Proxy, fault: Fault) -> None:
@@ -285,7 +284,7 @@ class TestFaults:
                     found.get([ROWS - 1])
                 assert time.monotonic() - began < 1.0 + 1.5 + 1.5
                 assert f"{ADDRESS}/" in str(caught.value)
-            found.get([ROWS - 1])  # and what was open goes on
+            found.get([ROWS - 1])  # the open storage remains usable
 
     def test_a_server_that_is_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
@@ -311,7 +310,7 @@ class TestFaults:
             wrong.add((asked.path, asked.range))
             return Fault(flip=True)
 
-        # Of one chunk a block: a bit of a block is one of the chunk.
+        # One chunk per block: a flipped bit of a block belongs to the chunk.
         options = S3Options(block_nbytes=2**10, memory_nbytes=0)
         with (
             proxy.planned(at_first),
@@ -344,7 +343,7 @@ def test_no_secret_is_in_what_is_written_or_said(
 ) -> None:
     said = []
     for status in (403, 400, 500):
-        # As stores do, it repeats who asked.
+        # Each answer is an error of the store.
         with proxy.planned(lambda asked, status=status: Fault(status=status)):
             try:
                 open_storage(ADDRESS, s3=S3Options(patience=0.3, timeout=1.0))
@@ -366,7 +365,7 @@ def test_no_secret_is_in_what_is_written_or_said(
 
 
 def test_the_kit_makes_faults(proxy: Proxy) -> None:
-    """What other tests stand on: each fault reaches a plain client."""
+    """Each fault reaches a plain client, which other tests rely on."""
     import http.client
     import urllib.error
     import urllib.request

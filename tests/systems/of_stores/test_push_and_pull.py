@@ -1,6 +1,6 @@
-"""Pushed and pulled datasets are there whole or not at all, whatever ends the process.
+"""Test that pushed and pulled datasets are complete or absent, however the process ends.
 
-``TALLYROLL_KILLS`` says how many kills, 3 by default.
+``TALLYROLL_KILLS`` sets the number of kills, 3 by default.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def test_an_object_that_was_damaged_is_written_again(
     with pytest.raises(CorruptStorage, match="not as it was pushed"):
         pull(address, tmp_path / "pulled")
     assert not [*tmp_path.iterdir()]
-    assert push(packed, address).sent == 3  # with what shows it, which was taken away before
+    assert push(packed, address).sent == 3  # including the marker that was removed before
     pull(address, tmp_path / "pulled")
     assert (tmp_path / "pulled" / name).read_bytes() == content
     objects.delete([name])

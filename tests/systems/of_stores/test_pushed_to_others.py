@@ -1,6 +1,6 @@
-"""Other libraries read pushed datasets straight from the store; large objects go there in parts.
+"""Test that other libraries read pushed datasets directly, and that large objects go in parts.
 
-``TALLYROLL_KILLS`` says how many kills, 3 by default.
+``TALLYROLL_KILLS`` sets the number of kills, 3 by default.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from object_store_kit import (
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "3"))
 HASTY = S3Options(timeout=4.0, patience=2.0)
 PART = 2**23
-"""Bytes of a part of a large object."""
+"""Bytes per part of a large object."""
 
 
 @pytest.fixture(scope="module")
 def frames(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset whose frames are an object of three parts."""
+    """Make a dataset whose frames are an object of three parts."""
     folder, rows = tmp_path_factory.mktemp("frames"), 640
     number = torch.arange(rows)
     draw = torch.Generator().manual_seed(1)
@@ -81,14 +81,14 @@ def names_at(address: str) -> set[str]:
 
 
 def unfinished_at(proxy: Proxy, address: str) -> list[str]:
-    """Return the keys below an address whose uploads in parts were begun, and not ended."""
+    """Return the keys below an address whose multipart uploads were started but not completed."""
     url = "http://{}:{}/{}?uploads".format(*proxy.to, BUCKET)
     said = urllib.request.urlopen(url, timeout=30).read().decode()
     return [key for key in re.findall(r"<Key>([^<]*)</Key>", said) if key_of(address) in key]
 
 
 def of_a_part(asked: EnvCall) -> int:
-    """Return the number of the part that is written by a request; 0: it writes none."""
+    """Return the number of the part that a request writes, or 0 if it writes none."""
     found = re.search(r"partNumber=(\d+)", asked.path)
     return int(found[1]) if found and asked.method == "PUT" else 0
 
@@ -155,7 +155,7 @@ def test_nothing_of_an_object_is_seen_whose_parts_fail(
     ):
         push(frames, address, options=HASTY)
     assert "pixels/c.0.0" not in names_at(address)
-    assert not unfinished_at(proxy, address)  # those of all tries were aborted
+    assert not unfinished_at(proxy, address)  # all attempts were aborted
     with pytest.raises(NotAStorage, match="pushed in part"):
         open_storage(address)
     assert push(frames, address).sent > 0
@@ -182,7 +182,7 @@ def test_a_push_that_is_killed_among_parts(
             kill_after(pick.randrange(1, 4), parts, pusher)
         seen = "pixels/c.0.0" in names_at(place)
         left = unfinished_at(proxy, place)
-        assert not (seen and left)  # an object is there whole, or not at all
+        assert not (seen and left)  # an object is complete or absent
         unfinished += len(left)
         with pytest.raises(NotAStorage, match="pushed in part"):
             open_storage(place)

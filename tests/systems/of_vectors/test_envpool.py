@@ -1,4 +1,4 @@
-"""EnvPool by both of its APIs: reset slots are no rows, and final observations are true."""
+"""Test EnvPool with both of its APIs: no rows for reset slots, and true final observations."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def asynchronous(api: str, lanes: int = 6, batch: int = 2, seeds: Any = None) ->
 
 
 def factory(task: str, api: str) -> Callable[[], Any]:
-    """Always with the same seeds."""
+    """Return a factory that always uses the same seeds."""
     return lambda: made(task, api)
 
 
@@ -106,7 +106,7 @@ class TestIntegers(Contract):
 
 
 def by_hand(env: Any, task: str, api: str) -> Any:
-    """First observations, and a step, by EnvPool's own interface."""
+    """Return first observations and a step function, with EnvPool's own interface."""
     names = ("position", "velocity") if task.startswith("CartpoleB") else None
 
     def keyed(obs: Any) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def by_hand(env: Any, task: str, api: str) -> Any:
     def dm_step(action: Any) -> Stepped:
         made = env.step(action)
         seen, last = keyed(made.observation), made.step_type == 2
-        none = np.zeros_like(last)  # of discounts most tasks have 0 at a time limit too
+        none = np.zeros_like(last)  # most tasks have discount 0 at a time limit, too
         return Stepped(seen, seen, made.reward, last, none, made.step_type == 0)
 
     if api == "dm":
@@ -193,7 +193,7 @@ def test_workers_and_a_resume_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [None, 5])
 def test_infos_are_columns(limit: int | None) -> None:
-    """Those of a reset by ids too, which has rows of these alone."""
+    """Infos of a reset by ids are columns, too. It returns rows of these lanes alone."""
     rows = rows_of(
         factory("CartPole-v1", "gymnasium"),
         frames_per_batch=45,
@@ -236,7 +236,7 @@ def test_infos_by_either_api_and_in_workers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("api", APIS)
 def test_lanes_in_any_order_have_the_rows_of_lanes_in_step(api: str) -> None:
-    """Each lane's own, for as many calls as it came back from, by its actions one by one."""
+    """Each lane's rows equal those of its actions replayed one by one, for all of its calls."""
     with SyncCollector(
         lambda: asynchronous(api), None, frames_per_batch=70, total_frames=700, seed=None
     ) as collector:
@@ -384,7 +384,7 @@ def test_bounds_that_nobody_knows_are_none() -> None:
 def test_procgen_keeps_final_observations() -> None:
     task = "BossfightEasy-v0"
     arguments: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 150, "total_frames": 300}
-    rows = rows_of(f"envpool:{task}", seed=1, **arguments)  # from here on Qt is loaded
+    rows = rows_of(f"envpool:{task}", seed=1, **arguments)  # Qt is loaded from here on
     env = envpool.make(task, "gymnasium", num_envs=2, seed=lane_seeds(1, 2, 0))
     assert compare(rows, 2, *by_hand(env, task, "gymnasium")) >= 4
     ends = (rows["next", "terminated"] | rows["next", "truncated"])[:-1, 0]
@@ -393,7 +393,7 @@ def test_procgen_keeps_final_observations() -> None:
 
 
 class Broken(metadata.PackagePath):
-    """A file of a wheel that is no library."""
+    """A file of a wheel that is not a library."""
 
     def locate(self) -> Path:
         return Path(__file__)

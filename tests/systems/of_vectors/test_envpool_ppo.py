@@ -1,4 +1,4 @@
-"""The example on EnvPool learns on exactly its budget, as a user runs it."""
+"""Run the EnvPool example as a user does: it learns on exactly its budget."""
 
 from __future__ import annotations
 

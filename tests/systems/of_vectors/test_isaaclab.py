@@ -1,4 +1,4 @@
-"""Isaac Lab's semantics, on a stand-in: reset within the step, finals kept, lost, or in part."""
+"""Test Isaac Lab's semantics on a stand-in: resets within steps, finals kept, lost or partial."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def collect(create: Any, frames: int = 200, **more: Any) -> TensorDictBase:
 
 
 def check_by_hand(rows: TensorDictBase, lanes: int, seed: int, *, kept: bool) -> None:
-    """Every row, against the environment stepped by hand, which always computes final ones."""
+    """Compare every row with the environment stepped by hand, which always computes finals."""
     env = kit.make(lanes, **KEPT)
     lane, ids = rows["collector", "lane"].numpy(), rows["collector", "traj_ids"].numpy()
     order = np.lexsort((rows["collector", "step"].numpy(), ids, lane))
@@ -100,7 +100,7 @@ def test_final_observations_are_true_or_flagged(
 
 
 def test_some_final_observations() -> None:
-    """Where no option says so, each step says whether it has them."""
+    """Without an option, each step shows whether it has final observations."""
 
     class Sometimes(kit.ManagerBasedRLEnv):
         def step(self, action: torch.Tensor) -> Any:
@@ -122,7 +122,7 @@ def test_some_final_observations() -> None:
 
 
 def test_transforms_and_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TorchRL's own protocol, and what is done with tensors that are not NumPy's."""
+    """Test TorchRL's own protocol, and tensors that are not backed by NumPy."""
 
     def transformed() -> TransformedEnv:
         env = SystemEnv(IsaacLabSystem(kit.make(4, **KEPT)))

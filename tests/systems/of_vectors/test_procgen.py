@@ -1,4 +1,7 @@
-"""gym3's environments and Procgen's: what is lost is flagged, and all else is as they return it."""
+"""Test gym3's environments and Procgen's.
+
+Lost observations are flagged, and all else is as the environments return it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import pytest
 import torch
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # procgen leaves a file open, and the old gym is out of date
+    warnings.simplefilter("ignore")  # procgen leaks a file, and the old gym is out of date
     import gym3
     from procgen.env import ProcgenGym3Env
 
@@ -41,7 +44,7 @@ def bossfight(lanes: int = 3, seeds: Any = None) -> Any:
 
 
 class Counts(gym3.Env):  # type: ignore[misc]
-    """Observes nested parts; lane ``l`` ends after ``2 + l`` steps."""
+    """Observes nested parts. Lane ``l`` ends after ``2 + l`` steps."""
 
     def __init__(self, num: int = 3, action: Any = None) -> None:
         parts = {
@@ -64,7 +67,7 @@ class Counts(gym3.Env):  # type: ignore[misc]
 
 
 class Tells(Counts):
-    """Its infos are of what it shows at the moment."""
+    """Infos describe the current observation."""
 
     def get_info(self) -> Any:
         def one(lane: int, step: int) -> Any:
@@ -114,7 +117,7 @@ def test_rows_are_what_procgen_returns_and_finals_are_flagged(wrap: bool) -> Non
 
 
 def test_infos_are_columns() -> None:
-    """Those of a last step are lost with its observation, those of the first one are true."""
+    """Infos of a last step are lost with its observation. Infos of the first one are true."""
     names = ["level_seed", "prev_level/done", Info("odd", "int8", fill=-1)]
     rows = rows_of(lambda: Tells(3), frames_per_batch=30, total_frames=60, info_keys=names)
     seen, valid = rows["inner", "step"].long(), rows["collector", "next_valid"]

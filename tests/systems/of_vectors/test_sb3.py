@@ -1,4 +1,4 @@
-"""Stable-Baselines3: vectors and their wrappers, and trained models as policies."""
+"""Test Stable-Baselines3: vectors and their wrappers, and trained models as policies."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def pendulum() -> Any:
 
 
 class AsDict(gymnasium.ObservationWrapper):  # type: ignore[type-arg]
-    """Of two parts, one of another dtype."""
+    """Observations with two parts, one of them with another dtype."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
@@ -88,7 +88,7 @@ def dicts() -> Any:
 
 
 class Doubles(gymnasium.ObservationWrapper):  # type: ignore[type-arg]
-    """Of float64."""
+    """Observations of float64."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
@@ -187,7 +187,7 @@ def test_workers_and_a_resume_by_name(tmp_path: Path) -> None:
 
 
 class BothAtOnce(gymnasium.Env[Any, Any]):
-    """Ends with both flags, and returns one array that it overwrites, or not."""
+    """Ends with both flags, and returns one array that it overwrites, or copies."""
 
     observation_space = spaces.Box(-9, 9, (2,), np.float32)
     action_space = spaces.Discrete(2)
@@ -224,7 +224,7 @@ def test_an_environment_that_overwrites_its_observations_is_found_out(kind: Any)
 
 
 class Forgets(VecEnvWrapper):
-    """Changes observations, or drops what belongs to an end."""
+    """Changes observations, or drops data that belong to an end."""
 
     def __init__(self, env: Any, what: str) -> None:
         super().__init__(env)
@@ -320,7 +320,7 @@ def test_spaces_that_fit_no_column_are_refused_and_closed() -> None:
 
 
 class Telling(gymnasium.Env[Any, Any]):
-    """Observes (episode, step), and tells the same, some of it at times only."""
+    """Observes (episode, step), and repeats it in its infos, some of them occasionally."""
 
     observation_space = spaces.Box(0, 1000, (2,), np.float32)
     action_space = spaces.Discrete(2)
@@ -353,7 +353,10 @@ TOLD = (
 
 @pytest.mark.parametrize("kind", [DummyVecEnv, SubprocVecEnv])
 def test_infos_are_columns(kind: Any) -> None:
-    """Beside a first observation those of the reset, beside a final one those of the last step."""
+    """Infos of the reset accompany a first observation.
+
+    Infos of the last step accompany a final one.
+    """
     names = {"start": "begun"}
     arguments: Any = {"frames_per_batch": 20, "total_frames": 60, "info_keys": TOLD}
     rows = rows_of(lambda: VecMonitor(kind([Telling] * 3)), rename=names, **arguments)
@@ -563,7 +566,7 @@ class Uncopied:
 
 
 class Told(gymnasium.Wrapper):  # type: ignore[type-arg]
-    """Has one in each info, and fails at an action of 1 when it is told to."""
+    """Puts an `Uncopied` into each info, and optionally fails at an action of 1."""
 
     def __init__(self, fails: bool = False) -> None:
         super().__init__(cartpole())
@@ -594,7 +597,7 @@ def test_infos_of_a_bare_vector_are_read_without_copies_and_it_is_left_as_it_was
         assert vector.buf_infos is own
         assert vector.buf_obs is arrays
         assert [*own[0]] == [*beside.buf_infos[0]]
-    for mine, theirs in kept:  # later steps left them as they were
+    for mine, theirs in kept:  # later steps did not change them
         np.testing.assert_array_equal(mine, theirs)
     assert [each.told.copies for each in vector.envs] == [0, 0]
     assert [each.told.copies for each in beside.envs] == [40, 40]
@@ -615,7 +618,7 @@ def test_a_bare_vector_keeps_its_list_of_infos_when_a_lane_fails() -> None:
     assert vector.buf_infos is own
     assert type(own) is list
     assert own[1] is before
-    vector.buf_infos, vector.buf_obs = system._lent, system._lent_obs  # as an interrupt may
+    vector.buf_infos, vector.buf_obs = system._lent, system._lent_obs  # as by an interrupt
     obs = system.step([np.array([0, 0])]).obs[0]
     assert type(vector.buf_infos) is list
     assert type(vector.buf_obs) is OrderedDict
@@ -629,14 +632,14 @@ def test_wrappers_of_a_vector_get_infos_of_their_own() -> None:
     assert [each.told.copies for each in system.env.venv.envs] == [1, 1]
 
 
-# --- resets that vary -----------------------------------------------------------------------------
+# --- varying resets -------------------------------------------------------------------------------
 
 RESETS = Resets(sampler={"gravity": uniform(-15, -5), "level": choice(LEVELS)}, seeds=True)
 
 
 @pytest.mark.parametrize("wrap", [lambda env: env, VecMonitor], ids=["bare", "wrapped"])
 def test_a_hand_loop_repeats_the_episodes_of_resets_that_vary(wrap: Any) -> None:
-    """A lane is given its seed and options within the step that ends an episode."""
+    """A lane gets its seed and options within the step that ends an episode."""
     rows = rows_of(
         lambda: wrap(DummyVecEnv([Weather] * 3)),
         frames_per_batch=37,
@@ -647,7 +650,7 @@ def test_a_hand_loop_repeats_the_episodes_of_resets_that_vary(wrap: Any) -> None
 
 
 class OwnSteps(DummyVecEnv):
-    """Steps its lanes in another way, perhaps."""
+    """Overrides the step, so that it may step its lanes differently."""
 
     def step_wait(self) -> Any:
         return super().step_wait()
@@ -660,7 +663,7 @@ def test_lanes_that_another_class_resets_take_no_seeds(kind: Any) -> None:
 
 
 class MaskedSteps(gymnasium.Env[Any, Any]):
-    """Infos have a mask, at each fourth step none. Rewards are 1 where the action was legal."""
+    """Infos have a mask except at each fourth step. Rewards are 1 if the action was legal."""
 
     observation_space = spaces.Box(-1, 100, (1,), np.float32)
     action_space = spaces.Discrete(4)

@@ -1,4 +1,4 @@
-"""``tallyroll card``, `DiskStorage.card` and `export_card`: pages for a hub."""
+"""Test dataset cards for a hub: ``tallyroll card``, `DiskStorage.card` and `export_card`."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from tallyroll.storage.storages import DiskStorage
 
 
 def front(page: str) -> dict[str, Any]:
-    """The front matter, by a parser of YAML."""
+    """Return the front matter, parsed as YAML."""
     _, text, _ = page.split("---\n", 2)
     found: dict[str, Any] = yaml.safe_load(text)
     return found
 
 
 def table(page: str, head: str) -> list[list[str]]:
-    """The cells below a heading, the first line those of the columns' names."""
+    """Return the cells of the table below a heading, starting with the column names."""
     part = page.split(f"\n## {head}\n")[1].split("\n## ")[0]
     lines = [line for line in part.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line[2:-2].split(" | ")] for line in [lines[0], *lines[2:]]]
@@ -50,7 +50,7 @@ def table(page: str, head: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of two runs, with statistics."""
+    """Make a storage with rows of two runs and statistics."""
     path = tmp_path_factory.mktemp("made") / "pole"
     with MemmapStorage(path) as storage:
         for seed in (5, 6):
@@ -124,7 +124,7 @@ def test_without_a_licence(source: DiskStorage) -> None:
 
 @pytest.mark.parametrize("kind", ["npz", "torchrl", "d4rl", "parquet", "hf", "lerobot", "rlds"])
 def test_the_card_of_an_export(source: DiskStorage, tmp_path: Path, kind: str) -> None:
-    """What it says of rows, runs and statistics is as the storage's card has it."""
+    """The card describes rows, runs and statistics as the storage's own card does."""
     if kind in ("parquet", "hf", "lerobot"):
         pytest.importorskip("pyarrow")
     if kind == "rlds":
@@ -140,7 +140,7 @@ def test_the_card_of_an_export(source: DiskStorage, tmp_path: Path, kind: str) -
     assert [line[1:] for line in lines[0]] == [line[1:] for line in lines[1]]
     assert table(str(card), "How it was made") == table(str(ours), "How it was made")
     assert "out" in card.loading
-    # sha256sum gives the same.
+    # sha256sum prints the same hash.
     if place.is_file():
         assert card.hashes == {"files": hashlib.sha256(place.read_bytes()).hexdigest()}
     else:
@@ -225,11 +225,11 @@ def test_words_for_sizes(rows: int, word: str) -> None:
     assert size_category(rows) == word
 
 
-# --- text of others -------------------------------------------------------------------------------
+# --- text from other sources ----------------------------------------------------------------------
 
 
 def crafted(place: Path, about: Any) -> Path:
-    """An export whose text says other things."""
+    """Make an export whose text was altered."""
     with MemmapStorage(place / "rows") as storage:
         storage.extend(trajectory_rows(0, 4, steps=2))
         storage.export(place / "out", "torchrl")

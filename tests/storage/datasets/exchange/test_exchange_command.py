@@ -1,4 +1,4 @@
-"""``tallyroll export`` and ``tallyroll import``."""
+"""Test ``tallyroll export`` and ``tallyroll import``."""
 
 from __future__ import annotations
 

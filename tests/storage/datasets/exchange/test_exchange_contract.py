@@ -1,4 +1,4 @@
-"""The contract of formats of other libraries, for those whose libraries are light."""
+"""Run the exchange contract for the formats whose libraries are small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Flags of ends that other programs write as numbers: bools where all are 0 or 1, else refused."""
+"""Test end flags that other programs write as numbers.
+
+They become bools if all values are 0 or 1, and are refused otherwise.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ Values = dict[str, np.ndarray]
 
 
 def values(dtype: str, shape: tuple[int, ...] = ()) -> Values:
-    """Return columns by their names here; flags have ``dtype``, and ``shape`` a row."""
+    """Return columns by their Tallyroll names. Flags have ``dtype``, and ``shape`` per row."""
     rng = np.random.default_rng(0)
     flags = [np.isin(np.arange(ROWS), at).astype(dtype) for at in (ENDS, TIMEOUTS)]
     return {

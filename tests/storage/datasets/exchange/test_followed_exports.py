@@ -1,6 +1,6 @@
-"""Exports that are kept up under a writer: whole at every moment, whatever ends the process.
+"""Test exports that follow a writer: they are complete at every moment, however the process ends.
 
-``TALLYROLL_EXCHANGES`` multiplies the kills and the looks, 4 and 30 by default.
+``TALLYROLL_EXCHANGES`` multiplies the numbers of kills and looks, 4 and 30 by default.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from killed_storages_kit import Told, forked, in_a_process, killed, lines_of, wa
 MORE = int(os.environ.get("TALLYROLL_EXCHANGES", "1"))
 STEPS = 7
 NOW = Follow(every=0.0)
-"""A version after the other, without a pause."""
+"""Write one version after another without a pause."""
 SOON = Follow(every=0.02)
 KINDS = ("npz", "torchrl")
 ENDS = {"npz": ".npz", "torchrl": ""}
@@ -71,12 +71,12 @@ def source(tmp_path: Path) -> Path:
 
 
 def newest(place: Path, kind: str) -> Path:
-    """The version that is found by a reader that begins now."""
+    """Return the version that a reader opened now would find."""
     return Path(os.path.realpath(place / f"current{ENDS[kind]}"))
 
 
 def rows_in(version: Path, kind: str) -> int:
-    """Read a version by NumPy or tensordict; all its rows are there, and right; how many."""
+    """Read a version with NumPy or tensordict, check that its rows are complete, and count them."""
     if kind == "npz":
         with np.load(version, allow_pickle=False) as file:
             found = {name: file[name] for name in file.files if name != "tallyroll"}
@@ -96,13 +96,13 @@ def names_in(place: Path) -> set[str]:
     return {each.name for each in place.iterdir()} - {"follow.json", ".follow.lock"}
 
 
-# --- beside a writer ------------------------------------------------------------------------------
+# --- with a concurrent writer ---------------------------------------------------------------------
 
 
 def collect(connection: Any, path: Path, frames: int, link: Path) -> None:
     """Collect CartPole, a few rows at a time, and then end as a run does.
 
-    It waits for the first and the second version, however slow the other process is.
+    The collector waits for the first and the second version, however slow the other process is.
     """
 
     def shown(number: int) -> bool:
@@ -129,7 +129,7 @@ def collect(connection: Any, path: Path, frames: int, link: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_beside_a_run_until_it_has_ended(tmp_path: Path, kind: str) -> None:
-    """Every version has whole batches, and the last one all rows, bit for bit."""
+    """Every version has whole batches, and the last one has all rows, bit for bit."""
     warm_fork_server()
     seen: list[int] = []
 
@@ -161,7 +161,7 @@ def test_beside_a_run_until_it_has_ended(tmp_path: Path, kind: str) -> None:
 def test_the_text_is_of_the_rows_that_are_written(
     cuts: Cuts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that come between the look at trajectories and the text are in neither."""
+    """Neither the rows nor the text include rows added after the export counted trajectories."""
     with MemmapStorage(tmp_path / "source") as storage:
         storage.extend(rows(0, 20))
 
@@ -178,7 +178,7 @@ def test_the_text_is_of_the_rows_that_are_written(
 
 
 def append(path: Path, told: Told) -> None:
-    """Append rows for ever."""
+    """Append rows forever."""
     with MemmapStorage(path) as storage:
         pick = random.Random(0)
         while True:
@@ -195,7 +195,7 @@ def follow(folder: Path, kind: str, small: bool = True) -> None:
 
 
 def look_at_random(folder: Path, kind: str, looks: int) -> list[int]:
-    """Open what is there at random moments; return how many rows each look found."""
+    """Open the export at random moments. Return the number of rows found each time."""
     told, pick, found = Told(), random.Random(1), []
     writer = forked(lambda: append(folder / "source", told))
     wait_until(lambda: told.head > 0)
@@ -218,7 +218,7 @@ def test_a_reader_finds_a_whole_version_at_every_moment(tmp_path: Path, kind: st
 
 
 def kill_at_random(folder: Path, kills: int) -> int:
-    """Kill processes that keep an export up; return how many versions were found."""
+    """Kill processes that keep an export up to date. Return the number of versions found."""
     told, pick, found, kind = Told(), random.Random(2), {0}, "torchrl"
     writer = forked(lambda: append(folder / "source", told))
     wait_until(lambda: told.head > 0)
@@ -234,7 +234,7 @@ def kill_at_random(folder: Path, kills: int) -> int:
         assert count >= max(found), "an older version has come back"
         found.add(count)
     killed(writer)
-    follow(folder, kind, small=False)  # ends, as nothing is written
+    follow(folder, kind, small=False)  # ends, as the storage has no writer
     assert rows_in(newest(folder / "out", kind), kind) == told.head
     assert len(names_in(folder / "out")) == 3, names_in(folder / "out")
     return len(found)
@@ -247,7 +247,7 @@ def test_a_kill_leaves_a_whole_version(tmp_path: Path) -> None:
 
 
 def kill_at_lines(folder: Path, points: int) -> int:
-    """Kill at lines of the code that changes the folder; return how many lines there are."""
+    """Kill at lines of the code that changes the folder. Return the number of lines."""
     base, work = folder / "base", folder / "work"
     with MemmapStorage(base / "source") as storage:
         storage.extend(rows(0, 20))
@@ -299,7 +299,7 @@ def test_a_kill_in_the_middle_of_a_swap(tmp_path: Path) -> None:
 
 
 class Growing:
-    """A storage that gets more rows when a version is there, and is closed after some."""
+    """Storage that gains rows when a version is complete, and is closed after some versions."""
 
     def __init__(self, path: Path, versions: int, act: Callable[[int], object] = int) -> None:
         self.writer, self.left, self.act = MemmapStorage(path, mode="append"), versions, act
@@ -325,13 +325,13 @@ def test_the_last_two_versions_stay(source: Path, tmp_path: Path) -> None:
         assert names_in(place) == {"00000003.npz", "00000004.npz", "current.npz"}
         assert os.readlink(place / "current.npz") == "00000004.npz"
         assert [rows_in(place / f"0000000{n}.npz", "npz") for n in (3, 4)] == [40, 50]
-        # Once more, when no process writes: its number is the next.
+        # Export again while no process writes. The version takes the next number.
         assert storage.export(place, "npz", follow=NOW).versions == 1
     assert names_in(place) == {"00000004.npz", "00000005.npz", "current.npz"}
 
 
 def test_parts_that_a_kill_left_are_removed(source: Path, tmp_path: Path) -> None:
-    """And hidden files of others are not."""
+    """Hidden files of other programs stay."""
     place = tmp_path / "out"
     with open_storage(source) as storage:
         storage.export(place, "npz", follow=NOW)
@@ -345,7 +345,10 @@ def test_parts_that_a_kill_left_are_removed(source: Path, tmp_path: Path) -> Non
 
 
 def test_no_version_without_new_rows(source: Path, tmp_path: Path) -> None:
-    """And none before its time; the end is noticed at once."""
+    """No version appears before its time, either.
+
+    The end of the writer is detected immediately.
+    """
     with MemmapStorage(source, mode="append") as writer, open_storage(source) as storage:
         asked = iter(range(10))
         options = Follow(every=0.01, stop=lambda: next(asked) == 9)
@@ -381,7 +384,10 @@ def test_stop_writes_the_rows_that_came_since_the_last_version(
 def test_a_version_waits_for_its_time(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock that only waiting moves on: from the begin of one to the begin of the next."""
+    """The interval runs from the start of one version to the start of the next.
+
+    The clock advances only when the code waits.
+    """
     times, now = list[float](), [0.0]
 
     def sleep(seconds: float) -> None:
@@ -392,7 +398,7 @@ def test_a_version_waits_for_its_time(
     growing = Growing(source, 4)
 
     def on(report: ExportReport) -> None:
-        now[0] += 50 if len(times) == 2 else 10  # seconds that it took
+        now[0] += 50 if len(times) == 2 else 10  # seconds that the version took
         times.append(now[0])
         growing(report)
 
@@ -416,7 +422,7 @@ def test_the_title_is_the_folders(source: Path, tmp_path: Path, monkeypatch: Any
 
 
 def test_rows_that_are_taken_back_meanwhile(source: Path, tmp_path: Path) -> None:
-    """The version is written again, without them."""
+    """The version is written again without the rewound rows."""
     with MemmapStorage(source, mode="append") as writer, open_storage(source) as storage:
         acts = iter([lambda: take_back(writer.writer, 10, None)])
 
@@ -464,7 +470,7 @@ def test_two_processes_at_once(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_disk_that_fills_up(source: Path, tmp_path: Path, kind: str) -> None:
-    """The version before stays; the same call goes on when there is room."""
+    """The previous version stays, and the same call continues once there is space."""
     place, before = tmp_path / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def more(_: int) -> None:
@@ -499,7 +505,7 @@ def test_no_room_for_the_first(source: Path, tmp_path: Path) -> None:
 
 
 def test_an_interruption(source: Path, tmp_path: Path) -> None:
-    """In the middle of the second version: the first one is there, and nothing else."""
+    """An interrupt in the middle of the second version leaves the first one and nothing else."""
 
     def stop(*_: int) -> None:
         if growing.reports:
@@ -534,7 +540,11 @@ def test_no_time(every: float) -> None:
 
 
 def test_what_is_there_is_kept(source: Path, tmp_path: Path) -> None:
-    """Another's folder, versions of another storage or format, a link that is none, a file."""
+    """An export never replaces existing content.
+
+    Cases: an unrelated folder, versions of another storage or format, a file in place of the link,
+    and a plain file.
+    """
     place = tmp_path / "out"
     place.mkdir()
     (place / "mine").write_text("mine")
@@ -567,7 +577,7 @@ def test_what_is_there_is_kept(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["/etc", "../source", "nothing"])
 def test_a_link_that_leads_elsewhere(source: Path, tmp_path: Path, target: str) -> None:
-    """It is not followed, and not replaced."""
+    """The export neither follows nor replaces the link."""
     place = tmp_path / "out"
     with open_storage(source) as storage:
         storage.export(place, "npz", follow=NOW)
@@ -601,9 +611,9 @@ def test_what_cannot_be_followed(source: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def grown(source: Path) -> Iterator[DiskStorage]:
-    """A storage that a thread adds rows to, and which interrupts this process then.
+    """Make a storage to which a thread adds rows before it interrupts this process.
 
-    The second version is there by then, so that the first one is reported.
+    The second version exists by then, so the command reports the first one.
     """
     writer, second = MemmapStorage(source, mode="append"), source.with_name("out") / "00000002.npz"
 

@@ -1,4 +1,4 @@
-"""Sources that were made to do harm: each is refused, before memory or a path is touched."""
+"""Test malicious sources: each is refused before it uses memory or touches a path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 
 
 class Bomb:
-    """Makes a file when it is unpickled."""
+    """Create a file when unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,7 +37,7 @@ def refused(kind: str, place: Path, match: str | None = None) -> None:
 
 
 def header(shape: Any, dtype: str = "<f4") -> bytes:
-    """Return the header of an array of NumPy, with nothing behind it."""
+    """Return the header of a NumPy array without any data."""
     file = io.BytesIO()
     said = {"descr": dtype, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, said)
@@ -68,7 +68,7 @@ def test_arrays_that_claim_too_much(tmp_path: Path, shape: Any) -> None:
 
 
 def test_an_archive_that_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The space of all rows is asked for before the first of them is unpacked."""
+    """The importer checks for the space of all rows before it unpacks the first of them."""
     rows = 2**24
     with (
         zipfile.ZipFile(tmp_path / "rows.npz", "w", zipfile.ZIP_DEFLATED) as archive,
@@ -134,7 +134,7 @@ def test_hdf5(tmp_path: Path, fault: str) -> None:
         if fault == "raw":
             outside = [("/etc/hostname", 0, h5py.h5f.UNLIMITED)]
             file.create_dataset("actions", (3, 1), np.float32, external=outside)
-        if fault == "huge":  # never written, and so it takes no space
+        if fault == "huge":  # never written, so it takes no space
             for name in ("observations", "rewards", "terminals"):
                 del file[name]
             for name in ("observations", "actions", "rewards", "terminals"):

@@ -1,6 +1,6 @@
-"""Exports and imports that are killed leave nothing at their place, or all; the next one cleans.
+"""Test exports and imports that are killed: the destination is complete or absent.
 
-``TALLYROLL_KILLS`` says how many kills, 4 by default.
+The next call removes leftovers. ``TALLYROLL_KILLS`` sets the number of kills, 4 by default.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS = ("npz", "torchrl", "d4rl", "rlds" if HAS_RLDS else "torchrl")
 
 
 def exchange(folder: Path, place: Path, back: Path, kind: str, told: Told) -> None:
-    """Export and import, in small blocks, and say how far each is."""
+    """Export and import in small blocks, and report the progress."""
     export_rows.BLOCK_NBYTES = dataset_import.BLOCK_NBYTES = 4000  # type: ignore[misc]
 
     def tell(done: int, total: int) -> None:
@@ -40,7 +40,10 @@ def exchange(folder: Path, place: Path, back: Path, kind: str, told: Told) -> No
 
 
 def kill_at_random(folder: Path, kills: int) -> list[int]:
-    """Kill exchanges; return how many left nothing, an export, and an import, too."""
+    """Kill exchanges at random moments.
+
+    Return how many left nothing, how many left an export, and how many left an import as well.
+    """
     rows = trajectory_rows(0, ROWS, steps=7)
     rows["action"] = rows["observation"]
     with MemmapStorage(folder / "source") as storage:

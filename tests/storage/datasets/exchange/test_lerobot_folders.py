@@ -1,4 +1,4 @@
-"""Folders of LeRobot: images, videos, statistics, and what LeRobot itself wrote and read."""
+"""Test LeRobot folders: images, videos, statistics, and data that LeRobot wrote and read."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ av = pytest.importorskip("av")
 
 
 def exported(tmp_path: Path, rows: Any, name: str = "out", **options: Any) -> Any:
-    """Write rows to a storage, and export them; return the report."""
+    """Write rows to a storage and export them. Return the report."""
     with MemmapStorage(tmp_path / f"{name}-rows") as storage:
         storage.extend(rows)
         return storage.export(tmp_path / name, "lerobot", options=LeRobotOptions(**options))
 
 
 def come_back(tmp_path: Path, name: str = "out") -> None:
-    """Import an export, and compare all rows."""
+    """Import an export and compare all rows."""
     import_dataset(tmp_path / name, tmp_path / f"{name}-back", "lerobot")
     found = diff(tmp_path / f"{name}-rows", tmp_path / f"{name}-back")
     assert (found.changed, found.only, found.schema) == (0, (0, 0), ())
@@ -114,7 +114,7 @@ def test_next_images_that_are_others_are_counted(tmp_path: Path) -> None:
 
 
 def test_small_pieces_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each episode begins another file, each folder has two, and blocks end within episodes."""
+    """Each episode starts a new file, each folder has two files, and blocks end within episodes."""
     monkeypatch.setattr(layout, "DATA_MB", 1e-5)
     monkeypatch.setattr(layout, "VIDEO_MB", 0)
     monkeypatch.setattr(layout, "CHUNK", 2)
@@ -173,7 +173,7 @@ def test_quantiles_of_many_rows_are_of_some_of_them() -> None:
 
 @given(st.lists(st.integers(0, 255), min_size=1, max_size=300))
 def test_statistics_of_pixels_are_exact(values: list[int]) -> None:
-    """They are the same on every processor, whose BLAS may sum in any order."""
+    """Statistics are identical on every processor, although its BLAS may sum in any order."""
     pixels = statistics.Pixels(1, 1)
     pixels.add(np.array(values, np.uint8).reshape(1, -1, 1, 1))
     mean = Fraction(sum(values), len(values))
@@ -194,7 +194,7 @@ def test_names_that_lerobot_has_or_that_are_alike(tmp_path: Path) -> None:
 
 
 def test_what_lerobot_read_is_what_is_written(tmp_path: Path) -> None:
-    """LeRobot's loader read the packed export once; the same rows give the same one today."""
+    """LeRobot's loader read the packed export once. Today's export of the same rows equals it."""
     place = unpacked("ours", tmp_path)
     rows = pictured(12, 5, pixels=(16, 16, 3), plan=(9, 11, 4))
     exported(tmp_path, rows, video="h264-lossless", fps=10, task="follow the square")
@@ -224,7 +224,7 @@ def test_what_lerobot_read_is_what_is_written(tmp_path: Path) -> None:
 
 
 def _assert_same_statistics(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Compare statistics; deviations may differ by rounding, as they were summed elsewhere."""
+    """Compare statistics. Deviations may differ by rounding because they were summed elsewhere."""
     assert one.keys() == other.keys()
     for name, value in one.items():
         if isinstance(value, dict):
@@ -236,7 +236,7 @@ def _assert_same_statistics(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def _images(table: Any) -> list[str]:
-    """Return the columns of PNG, whose bytes depend on the version of zlib."""
+    """Return the PNG columns, whose bytes depend on the version of zlib."""
     return [each.name for each in table.schema if str(each.type).startswith("struct")]
 
 
@@ -305,7 +305,7 @@ def test_an_end_within_an_episode_is_counted(tmp_path: Path) -> None:
 
 
 def test_rows_wait_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of one row and of all give the same rows."""
+    """Blocks of any size, even of one row, give the same rows."""
     from tallyroll.storage.ext.exchange.lerobot import reader
 
     place = unpacked("theirs_v30", tmp_path)

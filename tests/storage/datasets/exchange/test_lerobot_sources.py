@@ -1,4 +1,4 @@
-"""Folders of LeRobot that are damaged, or were made to do harm."""
+"""Test LeRobot folders that are damaged or malicious."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_paths_that_lead_elsewhere(theirs: Path, name: str, path: Any) -> None:
 
 
 def test_a_name_that_leads_elsewhere(theirs: Path) -> None:
-    """No column can have it, and so no path is made of it."""
+    """No column can have such a name, so no path is made from it."""
     features = json.loads((theirs / layout.INFO).read_text())["features"]
     features["../../x"] = features[SIDE]
     change(theirs, features=features)
@@ -120,7 +120,7 @@ def test_a_text_that_is_nested_too_deep(theirs: Path) -> None:
     "shape", [[2**20, 2**20, 3], [2**40, 2**40, 3], [64, 64], [0, 64, 3], "x", [64.5, 64, 3]]
 )
 def test_shapes_that_cannot_be(theirs: Path, shape: Any) -> None:
-    """Those that no column has are left out, and those that are too large refused."""
+    """Impossible shapes are skipped, and shapes that are too large are refused."""
     change_feature(theirs, SIDE, shape=shape)
     if isinstance(shape, list) and shape[0] == 2**20:
         refused(theirs)
@@ -175,7 +175,7 @@ def written(place: Path, parts: list[tuple[int, int, int]], codec: str = "mpeg4"
 
 @pytest.mark.parametrize("codec", ["mpeg4", "libx264"])
 def test_frames_that_are_larger_than_the_header_says(theirs: Path, codec: str) -> None:
-    """The decoder learns of a size from the frames: it takes no memory for larger ones."""
+    """The decoder sees the size in the frames and allocates no memory for larger ones."""
     (film,) = theirs.glob("videos/*/*/*.mp4")
     with av.open(str(film), "w") as file:
         stream = file.add_stream(codec, rate=10)
@@ -187,7 +187,7 @@ def test_frames_that_are_larger_than_the_header_says(theirs: Path, codec: str) -
 
 
 def packets(codec: str, side: int, count: int, first: int) -> list[Any]:
-    """Return frames of a size, with their own headers."""
+    """Return encoded frames of a size, with their own headers."""
     context = av.CodecContext.create(codec, "w")
     context.width, context.height, context.pix_fmt = side, side, "yuv420p"
     context.time_base, context.framerate = Fraction(1, 10), 10
@@ -200,7 +200,7 @@ def packets(codec: str, side: int, count: int, first: int) -> list[Any]:
 
 
 def png(width: int, height: int, kind: int = 2, content: bytes = b"") -> bytes:
-    """Return a PNG that says that it has this size."""
+    """Return a PNG that claims this size."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return (
@@ -243,7 +243,7 @@ def test_images(theirs: Path, content: bytes | None) -> None:
 def test_images_of_another_size_are_not_decoded(width: int, height: int, kind: int) -> None:
     decoder = Decoder(Picture(64, 64, 3, first=False), "lerobot")
     with pytest.raises(InvalidDataset, match=r"pixels of \w+, expected \(64, 64\) of RGB"):
-        decoder.decoded(png(width, height, kind))  # which has no pixels at all
+        decoder.decoded(png(width, height, kind))  # the PNG contains no pixels
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_lines_of_v2(tmp_path: Path, lines: list[Any]) -> None:
 
 @pytest.mark.parametrize("name", ["theirs_v21", "theirs_v30", "filmed"])
 def test_damage(tmp_path: Path, name: str) -> None:
-    """Ours is the only error, and nothing is left, whatever is wrong with the files."""
+    """Any damage to the files raises only Tallyroll errors, and nothing is left."""
     if name == "filmed":
         with MemmapStorage(tmp_path / "rows") as storage:
             storage.extend(pictured(9, 4, pixels=(16, 16, 3)))

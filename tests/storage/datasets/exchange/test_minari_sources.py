@@ -1,4 +1,4 @@
-"""Datasets of Minari in Arrow and Parquet, with JPEG: as Minari lays them out, and wrong ones."""
+"""Test Minari datasets in Arrow and Parquet with JPEG images, both valid and damaged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ACTED = {"type": "MultiDiscrete", "dtype": "int64", "nvec": [3, 4], "start": [0,
 
 
 def frame(seed: int) -> np.ndarray:
-    """Return an image with smooth colours, of which JPEG keeps most."""
+    """Return an image with smooth colours, which JPEG preserves well."""
     place = np.add.outer(np.arange(40), np.arange(32))[..., None]
     return (place * [1, 2, 3] + 7 * seed).astype(np.uint8)
 
@@ -74,7 +74,7 @@ def padded(array: np.ndarray) -> np.ndarray:
 
 
 def table(number: int, count: int) -> Any:
-    """Return the rows of an episode as Minari's writer makes them of these spaces."""
+    """Return the rows of an episode as Minari's writer stores them for these spaces."""
     found = values(number, count)
     ended = np.arange(count) == count - 1
     pixels = [jpeg(frame(number + step)) for step in range(count + 1)]
@@ -202,7 +202,7 @@ def test_a_sound_one_is_sound(kind: str, tmp_path: Path) -> None:
 
 
 def rewritten(place: Path, number: int, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Write a table again, with other columns."""
+    """Rewrite a table with other columns."""
     count = LENGTHS[number]
     columns = dict(zip(*_columns(table(number, count)), strict=True))
     change(columns)
@@ -279,7 +279,7 @@ def an_episode_too_few(place: Path) -> None:
 def test_one_that_is_wrong(
     fault: Callable[[Path], None], check: str, imports: bool, tmp_path: Path
 ) -> None:
-    """It is found with its episode, and is imported whole or not at all."""
+    """Verification names the episode, and the import is complete or leaves nothing."""
     place = dataset(tmp_path / "theirs", "arrow")
     fault(place)
     found = next(each for each in verify_dataset(place).findings if each.check == check)
@@ -293,7 +293,10 @@ def test_one_that_is_wrong(
 
 
 def test_rows_of_a_file_without_an_end(tmp_path: Path) -> None:
-    """The end of a file of Arrow repeats where its batches are: they are read without it."""
+    """The footer of an Arrow file repeats the positions of its batches.
+
+    Rows are readable without it.
+    """
     place = dataset(tmp_path / "theirs", "arrow")
     path = place / "data" / "2" / "part-0.arrow"
     footer = int.from_bytes(path.read_bytes()[-10:-6], "little")

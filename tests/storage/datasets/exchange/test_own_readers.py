@@ -1,4 +1,4 @@
-"""Exports opened by the formats' own readers, and sources that these libraries made."""
+"""Test exports in the formats' own readers, and sources that these libraries wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of exchanges by themselves: numbers, roles, rows on their way out and in."""
+"""Test parts of the exchange code by themselves: numbers, roles, and exported and imported rows."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_rows_with_numbers_or_without_flags_are_left_alone(rows: Block) -> None:
 
 
 def columns(*left_out: Key, **more: np.ndarray) -> Schema:
-    """Return the columns of transitions but for some, with others whose names have slashes."""
+    """Return transition columns except for some, plus others whose names contain slashes."""
     found = {ROW: np.zeros(2), AFTER: np.zeros(2), ACTION: np.zeros(2), REWARD: np.zeros((2, 1))}
     found |= {key: np.zeros((2, 1), bool) for key in (TERMINATED, TRUNCATED)}
     found |= {tuple(name.split("/")): each for name, each in more.items()}
@@ -119,7 +119,10 @@ def columns(*left_out: Key, **more: np.ndarray) -> Schema:
 
 
 def test_roles_of_columns() -> None:
-    """An observation has one that comes next, of its dtype and shape, and is no flag or count."""
+    """An observation has a successor of the same dtype and shape.
+
+    Flags and counts are not observations.
+    """
     seen = ["camera/left", "robots/action/x"]
     others = ["alone", "done", "next/done", "reward", "step_count", "next/step_count"]
     others += ["collector/note", "next/collector/note", "collector/action", "next/action"]
@@ -159,11 +162,11 @@ def test_places_under_a_name() -> None:
     assert under("x", (one, two)) == {("a",): ("x", "a"), ("b", "c"): ("x", "b", "c")}
 
 
-# --- out ------------------------------------------------------------------------------------------
+# --- export ---------------------------------------------------------------------------------------
 
 
 def lanes_of(order: list[int], steps: int) -> dict[Any, np.ndarray]:
-    """Return rows of lanes that take turns in some order, in trajectories of ``steps`` rows."""
+    """Return rows of lanes that take turns in this order, in trajectories of ``steps`` rows."""
     counts, ids, places = dict[int, int](), list[int](), list[int]()
     for lane in order:
         count = counts.get(lane, 0)
@@ -196,7 +199,7 @@ def lanes_of(order: list[int], steps: int) -> dict[Any, np.ndarray]:
 def test_rows_go_out_in_their_order(
     order: list[int], steps: int, block: int, ring: bool, sorted: bool, ends: set[int]
 ) -> None:
-    """All of them are in it once, by blocks and by trajectories; those that end so are marked."""
+    """Blocks and trajectories contain each row once, and the marked ends are flagged."""
     rows, told = lanes_of(order, steps), list[tuple[int, int]]()
     with written(rows, 12 if ring else None) as reader, pytest.MonkeyPatch.context() as patch:
         span, schema, table = reader.span, reader.schema, reader.trajectories.table
@@ -248,7 +251,7 @@ def test_rows_go_out_in_their_order(
 
 @contextlib.contextmanager
 def written(rows: dict[Any, np.ndarray], most: int | None = None) -> Iterator[RowReader]:
-    """Yield a reader of rows, of a ring of ``most`` rows."""
+    """Yield a reader of the rows, stored in a ring if `most` limits their number."""
     with tempfile.TemporaryDirectory() as folder:
         with MemmapStorage(Path(folder, "rows"), max_size=most) as storage:
             for start in range(0, len(rows[ROW]), 7):
@@ -258,7 +261,7 @@ def written(rows: dict[Any, np.ndarray], most: int | None = None) -> Iterator[Ro
 
 
 def groups(lengths: list[int], most: int) -> int:
-    """Return how many groups there are of lengths that fit together, one after the other."""
+    """Return the number of groups of consecutive lengths that fit together."""
     count, held = 0, most
     for length in lengths:
         held += length
@@ -268,7 +271,7 @@ def groups(lengths: list[int], most: int) -> int:
 
 
 def compare(parts: list[Block], wanted: dict[Any, np.ndarray]) -> None:
-    """Compare arrays, one after the other, with all of them."""
+    """Compare arrays, concatenated in order, with the whole."""
     for key, values in wanted.items():
         np.testing.assert_array_equal(np.concatenate([each[key] for each in parts]), values)
 
@@ -291,7 +294,10 @@ def test_rows_that_a_ring_overwrites_are_not_exported(
 
 
 def test_a_trajectory_that_does_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short ones are read together, within a block; a long one is read alone, if there is room."""
+    """Short trajectories are read together, within a block.
+
+    A long one is read alone if there is enough memory.
+    """
     with written(lanes_of([0] * 4 + [1] * 20 + [2] * 4, 20)) as reader:
         schema, table = reader.schema, reader.trajectories.table
         monkeypatch.setattr(export_rows, "BLOCK_NBYTES", 8 * schema.row_nbytes)
@@ -305,11 +311,11 @@ def test_a_trajectory_that_does_not_fit_into_memory(monkeypatch: pytest.MonkeyPa
             list(out.episodes())
 
 
-# --- in -------------------------------------------------------------------------------------------
+# --- import ---------------------------------------------------------------------------------------
 
 
 class Given(ExchangeFormat):
-    """A source of some blocks, which says how many rows they have."""
+    """Source of given blocks that declares a number of rows."""
 
     name = "given"
 
@@ -333,7 +339,7 @@ class Given(ExchangeFormat):
     wrong=st.sampled_from([0, 0, 0, -1, 1]),
 )
 def test_rows_come_in_as_they_are_given(sizes: list[int], least: int, wrong: int) -> None:
-    """Small blocks are put together; a source that has other rows than it says is refused."""
+    """Small blocks are merged. A source with another number of rows than it declares is refused."""
     total = sum(sizes)
     rows = {ROW: np.arange(total), DONE: np.arange(total)[:, None] % 3 == 0}
     stops = np.cumsum(sizes)[:-1]
@@ -371,7 +377,7 @@ def test_rows_come_in_as_they_are_given(sizes: list[int], least: int, wrong: int
 def test_a_row_that_does_not_fit_into_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is in memory four times, and so is a block; few rows take no whole block."""
+    """A row is in memory four times, and so is a block. A few rows do not need a whole block."""
     rows = {ROW: np.zeros((2, 5000), np.uint8)}
     memory = "tallyroll.storage.engine.available_memory.available_bytes"
     for block, needed in ((1, 4 * 5000), (2**25, 4 * 10_000)):

@@ -1,4 +1,4 @@
-"""Folders of RLDS: what TensorFlow Datasets read of ours, and what we read of its own."""
+"""Test RLDS folders that TensorFlow Datasets read, and its own folders that Tallyroll reads."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from tallyroll.storage.ext.exchange.rlds.records import records
 
 
 def exported(tmp_path: Path, rows: Any, name: str = "out", **options: Any) -> Any:
-    """Write rows to a storage, and export them; return the report."""
+    """Write rows to a storage and export them. Return the report."""
     with MemmapStorage(tmp_path / f"{name}-rows") as storage:
         storage.extend(rows)
         return storage.export(tmp_path / name, "rlds", **options)
 
 
 def come_back(tmp_path: Path, name: str = "out") -> None:
-    """Import an export, and compare all rows; it is sound."""
+    """Import an export, compare all rows, and verify it."""
     assert verify_dataset(tmp_path / name).findings == ()
     import_dataset(tmp_path / name, tmp_path / f"{name}-back", "rlds")
     found = diff(tmp_path / f"{name}-rows", tmp_path / f"{name}-back")
@@ -61,14 +61,17 @@ def lists_in(place: Path) -> list[dict[str, Any]]:
 
 
 def test_tensorflow_datasets_read_what_we_write(tmp_path: Path) -> None:
-    """It read the packed export; one of today has the same in it, and comes back."""
+    """TensorFlow Datasets read the packed export once.
+
+    Today's export has the same content and can be imported.
+    """
     golden = kit.unpacked("ours", tmp_path)
     rows = rows_of_ours()
     assert exported(tmp_path, rows).lost == {}
     come_back(tmp_path)
     for name in (layout.FEATURES, layout.INFO):
         said, today = (json.loads((each / name).read_text()) for each in (golden, tmp_path / "out"))
-        if name == layout.INFO:  # the name of the folder, and the bytes of images
+        if name == layout.INFO:  # the name of the folder, and sizes of images
             said["name"] = today["name"] = "rows"
             said["splits"][0]["numBytes"] = today["splits"][0]["numBytes"] = "0"
         assert today == said
@@ -79,7 +82,7 @@ def test_tensorflow_datasets_read_what_we_write(tmp_path: Path) -> None:
                 "pixels",
                 "plan",
                 "stack",
-            ):  # bytes that zlib of today makes
+            ):  # bytes that depend on the installed zlib
                 assert old[name] == new[name], name
     import_dataset(golden, tmp_path / "golden", "rlds")
     assert diff(tmp_path / "out-rows", tmp_path / "golden").equal == 23
@@ -142,7 +145,7 @@ COLUMNS = {"d4rl": 2, "robots": 8, "kinds": 24, "appended": 4, "of_4_3": 5, "of_
 
 @pytest.mark.parametrize("name", LOST)
 def test_what_tensorflow_datasets_wrote(name: str, tmp_path: Path) -> None:
-    """Every value is as it reads it."""
+    """Every value equals the value that TensorFlow Datasets reads."""
     place = kit.unpacked(name, tmp_path)
     report = import_dataset(place, tmp_path / "back", "rlds")
     assert (report.rows, report.lost, report.numbered) == (ROWS[name], LOST[name], False)
@@ -153,7 +156,10 @@ def test_what_tensorflow_datasets_wrote(name: str, tmp_path: Path) -> None:
 
 
 def test_states_that_can_be_counted(tmp_path: Path) -> None:
-    """Of these an episode may well be there twice; two of real numbers are a fault."""
+    """Two equal episodes are plausible if observations are integers.
+
+    Two equal episodes of real numbers are reported.
+    """
     for dtype, checks in (("int64", []), ("float32", ["episodes"])):
         step = {"observation": kit.tensor(dtype), **kit.FLAGS}
         one = {"steps/observation": np.arange(3, dtype=dtype), **kit.flags(3, terminal=True)}
@@ -165,7 +171,7 @@ def test_states_that_can_be_counted(tmp_path: Path) -> None:
 
 
 def test_a_writer_that_was_killed(tmp_path: Path) -> None:
-    """TensorFlow Datasets has its last episode in memory: the others are saved."""
+    """TensorFlow Datasets holds the last episode in memory, and the others can be saved."""
     place = kit.unpacked("killed", tmp_path)
     (finding,) = verify_dataset(place).findings
     file = "catch-train.tfrecord-00002"
@@ -188,7 +194,10 @@ def test_a_writer_that_was_killed(tmp_path: Path) -> None:
 
 
 def test_our_export_is_repaired_by_its_own_text(tmp_path: Path) -> None:
-    """Ids and columns are as they were; without a text that is read, as of any other dataset."""
+    """The text of the export restores ids and columns.
+
+    If the text is unreadable, the export is repaired like any other dataset.
+    """
     exported(tmp_path, pictured(23, 6, pixels=(8, 8, 3)))
     (path,) = (tmp_path / "out").glob("*.tfrecord-*")
     content = bytearray(path.read_bytes())
@@ -207,7 +216,10 @@ def test_our_export_is_repaired_by_its_own_text(tmp_path: Path) -> None:
 
 
 def test_flags_that_are_missing_or_early(tmp_path: Path) -> None:
-    """Without ``is_last`` an episode was stopped; one in the middle is counted, and not obeyed."""
+    """Without ``is_last``, an episode counts as cut.
+
+    A flag in the middle of an episode is counted but does not end it.
+    """
     step = {"observation": kit.tensor("float32"), "is_terminal": kit.tensor("bool")}
     step |= {"done": kit.tensor("float32"), "is_last": kit.tensor("bool")}
     one = {"steps/observation": np.arange(5, dtype=np.float32), "steps/done": np.zeros(5, "f4")}

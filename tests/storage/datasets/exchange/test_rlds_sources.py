@@ -1,4 +1,4 @@
-"""Folders of RLDS that are damaged, or were made to do harm."""
+"""Test RLDS folders that are damaged or malicious."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def episode(steps: int = 4) -> kit.Episode:
 
 
 def said(**step: Any) -> dict[str, Any]:
-    """Return ``features.json``, with features of a step that are others."""
+    """Return ``features.json`` with some step features replaced."""
     return kit.dictionary(steps=kit.dataset(kit.dictionary(**{**STEP, **step})))
 
 
 def written(place: Path, **lists: Any) -> Path:
-    """Write a folder of one episode, of which some features are others."""
+    """Write a folder of one episode with some features replaced."""
     kit.write(place, [[{**episode(), **lists}]], said())
     return place
 
@@ -115,7 +115,10 @@ def test_records_that_are_damaged(fault: str, tmp_path: Path) -> None:
 
 
 def test_damage_under_right_checksums(tmp_path: Path) -> None:
-    """Ours is the only error of a reader, whatever a record has in it; a repair says why."""
+    """A reader raises only Tallyroll errors for any content of a record.
+
+    A repair reports the reason.
+    """
     generator, whole = np.random.default_rng(0), 0
     sound, damaged = kit.example(episode()), [episode(), episode(7)]
     for number in range(6 * MORE):
@@ -179,7 +182,7 @@ def deep(count: int) -> dict[str, Any]:
 
 
 def older(name: str, content: Any) -> dict[str, Any]:
-    """Return a feature as TensorFlow Datasets wrote it until 4.5."""
+    """Return a feature as TensorFlow Datasets wrote it until version 4.5."""
     kind = {"FeaturesDict": "features_dict", "Dataset": "dataset_feature"}[name]
     return {"type": f"{kit.CLASS}.{kind}.{name}", "content": content}
 
@@ -222,7 +225,7 @@ def test_features_that_cannot_be(fault: str, tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_a_column_and_a_group_is_lost_once() -> None:
-    """The other features come in."""
+    """The other features are imported."""
 
     def group(**features: Any) -> dict[str, Any]:
         return {"featuresDict": {"features": features}}
@@ -244,7 +247,7 @@ def test_texts_that_are_nested_too_deep(tmp_path: Path) -> None:
 
 
 def test_images_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few bytes claim gigabytes of pixels: memory is looked for before it is taken."""
+    """A few bytes claim gigabytes of pixels. The reader checks the available memory first."""
     large = said(camera=kit.picture(2**14, 2**14, 3))
     kit.write(tmp_path / "rows", [[episode()]], large)
     monkeypatch.setattr(
@@ -256,7 +259,7 @@ def test_images_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_no_module_of_a_dataset_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TensorFlow Datasets imports the module of a feature's class, whichever it is."""
+    """TensorFlow Datasets imports the module of a feature's class, whatever it is."""
     (tmp_path / "harmful_feature.py").write_text(f"open({str(tmp_path / 'harm')!r}, 'w')")
     monkeypatch.syspath_prepend(tmp_path)
     place = written(tmp_path / "rows")
@@ -287,7 +290,7 @@ def test_a_text_of_ours_of_other_columns(tmp_path: Path) -> None:
 
 
 def test_records_after_a_damaged_length(tmp_path: Path) -> None:
-    """The next record is found, wherever it begins, and no byte of it is lost."""
+    """The reader finds the next record wherever it starts, without losing a byte of it."""
     draws, path = np.random.default_rng(0), tmp_path / "records"
     contents = [draws.bytes(int(nbytes)) for nbytes in draws.integers(0, 3000, 30)]
     starts = []

@@ -1,4 +1,4 @@
-"""Spaces of environments: in copies, packs, unions, views, exports, cards, and back."""
+"""Test environment spaces in copies, packs, unions, views, exports, cards and imports."""
 
 from __future__ import annotations
 

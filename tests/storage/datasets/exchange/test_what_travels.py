@@ -1,4 +1,4 @@
-"""Statistics, overlays, runs and their events: what goes along with an export, and what is lost."""
+"""Test statistics, overlays, runs and events: what an export includes, and what it loses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def source(tmp_path: Path) -> Iterator[DiskStorage]:
 
 
 def text_of(storage: Any, place: Path, **options: Any) -> tuple[dict[str, int], dict[str, Any]]:
-    """Export; return what was lost, and the text that was written beside the rows."""
+    """Export. Return the losses, and the text that accompanies the rows."""
     report = storage.export(place, "torchrl", **options)
     return report.lost, json.loads((place / "tallyroll.json").read_text())
 
@@ -50,7 +50,10 @@ def test_kept_statistics_travel(source: DiskStorage, tmp_path: Path) -> None:
 
 
 def test_statistics_of_other_rows_do_not(source: DiskStorage, tmp_path: Path) -> None:
-    """Those of fewer rows, of all where cuts are dropped, and of columns that are changed."""
+    """Statistics of other rows are not exported.
+
+    Cases: fewer rows were counted, an export drops cut trajectories, or it changes the column.
+    """
     source.statistics(["observation", ("next", "truncated")])
     lost, text = text_of(source, tmp_path / "drop", cuts="drop")
     assert (lost["statistics"], "statistics" in text) == (2, False)
@@ -64,7 +67,7 @@ def test_statistics_of_other_rows_do_not(source: DiskStorage, tmp_path: Path) ->
 
 
 def test_statistics_of_as_many_rows_as_are_left(tmp_path: Path) -> None:
-    """The first 10 of 13 rows were counted, and 10 others are exported."""
+    """The first 10 of 13 rows were counted, and the export has 10 different rows."""
     with MemmapStorage(tmp_path / "rows") as storage:
         rows = trajectory_rows(0, 13, steps=5)
         storage.extend(rows[:10])
@@ -105,7 +108,7 @@ def test_overlays_are_counted_or_become_columns(source: DiskStorage, tmp_path: P
     assert source.with_overlays("error").export(tmp_path / "b.npz", "npz").lost == {"overlays": 1}
     view = source.trajectories.where("length > 3")
     assert view.export(tmp_path / "c.npz", "npz").lost == {"overlays": 2}
-    # Those that are named are columns, and what the caller leaves out is not lost.
+    # Named columns are exported. Columns that the caller leaves out do not count as lost.
     report = source.export(tmp_path / "d.npz", "npz", columns=["action", "error"])
     assert (report.columns, report.lost) == (("action", "error"), {})
     wanted = [*range(5), *[1] * 136]
@@ -140,7 +143,7 @@ def test_runs_and_events_that_do_not_fit(tmp_path: Path) -> None:
             storage.writer.runs.write(entries)
         with open_storage(place) as storage:
             lost, text = text_of(storage, place.with_name(f"{place.name}-out"))
-            view = storage.trajectories.where("length == 5")  # whose entries have no events
+            view = storage.trajectories.where("length == 5")  # its entries have no events
             found = view.export(place.with_name(f"{place.name}-view"), "torchrl").lost
             without = sum(bool(events) for _, events in runs) if "runs" not in lost else 0
             assert found.get("runs_without_events", 0) == without

@@ -1,4 +1,4 @@
-"""Members are found by a table as by halves."""
+"""Compare the table lookup of members with the binary search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed storages as one: stacks across members, one cache, one budget, few open files."""
+"""Test a union of packed storages: stacks across members, one cache, one budget, few open files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def union_of(storage: DiskStorage) -> tuple[UnionReader, JoinedPacks]:
 
 
 def stacked_rows(seed: int, count: int, *, after: bool, axis: int) -> TensorDict:
-    """Return rows of stacks of three frames, in trajectories of 1 to 9 rows of one lane."""
+    """Return rows with stacks of three frames, in trajectories of 1 to 9 rows of one lane."""
     random = np.random.default_rng(seed)
     root, following, steps, ids = [], [], [], []
     while len(root) < count:
@@ -57,7 +57,7 @@ def stacked_rows(seed: int, count: int, *, after: bool, axis: int) -> TensorDict
 
 
 def packed_parts(folder: Path, sizes: list[int], *, after: bool, axis: int, format: str) -> Any:
-    """Pack storages of so many rows; return the rows of all, as NumPy arrays by key."""
+    """Pack one storage per number of rows. Return all rows, as NumPy arrays by key."""
     parts: list[TensorDict] = []
     for number, size in enumerate(sizes):
         rows = stacked_rows(number, max(1, size), after=after, axis=axis)[:size]
@@ -119,7 +119,7 @@ def test_stacks_of_all_members(tmp_path: Path, after: bool, axis: int, format: s
 
 
 def test_all_members_have_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one storage: with one each, a union would keep as much for every member."""
+    """The budget is that of a single storage. With one each, a union would keep too much."""
     packed_parts(tmp_path, [200] * 6, after=True, axis=0, format="zarr")
     monkeypatch.setattr(packed_reader, "CACHE_NBYTES", 40_000)
     with open_storage(tmp_path / "part-*") as union:
@@ -133,7 +133,7 @@ def test_all_members_have_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert all(each.reader._arrays[0]._slab is None for each in union.reader.members)
         loads = sum(each.loads for each in joined._arrays.values())
         union.get(np.arange(1150, 1200))
-        assert sum(each.loads for each in joined._arrays.values()) == loads  # they are kept
+        assert sum(each.loads for each in joined._arrays.values()) == loads  # they are cached
     with pytest.raises(StorageClosed):
         union.get([0])
     assert all(each._slab is None for each in joined._arrays.values())
@@ -167,7 +167,7 @@ def test_a_damaged_member_is_named(tmp_path: Path) -> None:
 def test_a_member_is_asked_once_for_all_columns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where members are of several formats."""
+    """Members have several formats."""
     every = packed_parts(tmp_path, [20, 20], after=True, axis=0, format="zarr")
     with MemmapStorage(tmp_path / "part-2") as storage:
         storage.extend({key: values[:5] for key, values in every.items()})
@@ -192,7 +192,7 @@ def test_a_member_is_asked_once_for_all_columns(
 def test_small_members_do_not_look_at_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To look takes half a millisecond, as long as a third of the rest of opening one."""
+    """The query takes half a millisecond, a third of the remaining time to open a member."""
     every = packed_parts(tmp_path, [9, 20], after=True, axis=0, format="zarr")
     looks = []
 
@@ -202,7 +202,7 @@ def test_small_members_do_not_look_at_memory(
 
     monkeypatch.setattr(packed_reader, "available_bytes", looked)
     monkeypatch.setattr(available_memory, "available_bytes", looked)
-    # Of both storages and the union for their caches, of breaks and starts of both.
+    # Both storages and the union query it for caches, and both storages for breaks and starts.
     for little, wanted in ((available_memory._LITTLE_NBYTES, 0), (0, 7)):
         monkeypatch.setattr(available_memory, "_LITTLE_NBYTES", little)
         with open_storage(tmp_path / "part-*") as union:

@@ -1,4 +1,4 @@
-"""A union has no row of one storage twice, however its members were copied from each other."""
+"""Test that no row occurs twice in a union, however its members were copied from each other."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ PARTS = {"low": "id < 3", "high": "id >= 3", "some": "id == 2 or id == 4"}
 
 
 def made(path: Path, first: int, rows: int = 30) -> Path:
-    """Make a storage of trajectories of five steps, whose observations number rows from `first`."""
+    """Make a storage of five-step trajectories whose observations number rows from `first`."""
     with MemmapStorage(path) as storage:
         storage.extend(trajectory_rows(first, rows, steps=5), ids="fresh")
     return path
 
 
 def accepted(*paths: Path, columns: list[str] | None = None) -> bool:
-    """Return whether a union of the storages opens, which their order does not change."""
+    """Return whether a union of the storages opens. The order of storages must not matter."""
     found = set()
     for order in (paths, paths[::-1]):
         try:
@@ -101,7 +101,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", list(WAYS))
 def test_copies_of_a_storage_and_of_its_parts(source: Path, tmp_path: Path, name: str) -> None:
-    """A storage and any copy of its rows clash; parts without common rows do not."""
+    """A storage clashes with any copy of its rows. Parts without common rows do not clash."""
     way, columns = WAYS[name], ONE if name == "columns" else None
     with open_storage(source) as storage:
         way(storage, tmp_path / "whole")
@@ -113,7 +113,7 @@ def test_copies_of_a_storage_and_of_its_parts(source: Path, tmp_path: Path, name
     for copy in (tmp_path / "whole", tmp_path / "again", low, high, some):
         assert not accepted(source, copy, columns=columns)
     assert not accepted(tmp_path / "again", tmp_path / "whole", columns=columns)
-    if name != "renumber":  # whose storages begin with the same rows
+    if name != "renumber":  # these storages begin with the same rows
         assert accepted(low, high, columns=columns)
         other = made(tmp_path / "other", 1000)
         assert accepted(low, other, high, columns=columns)
@@ -122,7 +122,7 @@ def test_copies_of_a_storage_and_of_its_parts(source: Path, tmp_path: Path, name
 
 
 def test_unions_that_were_copied(source: Path, tmp_path: Path) -> None:
-    """Of each way, with ids that were moved, and of several in one another."""
+    """Cover each way to copy, moved ids, and unions nested in one another."""
     other = tmp_path / "other"
     with MemmapStorage(other) as storage:
         rows = trajectory_rows(0, 30, steps=5)
@@ -147,7 +147,7 @@ def test_unions_that_were_copied(source: Path, tmp_path: Path) -> None:
 
 
 def test_equal_trajectories_of_one_storage_are_not_the_same(tmp_path: Path) -> None:
-    """An environment without chance makes the same rows in every episode."""
+    """A deterministic environment makes the same rows in every episode."""
     rows = trajectory_rows(0, 30, steps=5)
     for key in ("observation", ("next", "observation"), ("next", "reward")):
         rows[key] = rows[key][:1].expand_as(rows[key]).clone()
@@ -165,7 +165,7 @@ def test_equal_trajectories_of_one_storage_are_not_the_same(tmp_path: Path) -> N
 
 
 def test_rows_that_were_taken_back(tmp_path: Path) -> None:
-    """A copy of rows that the storage has no more has other rows than it."""
+    """A copy of rows that the storage later rewound shares no rows with it."""
     with MemmapStorage(tmp_path / "source") as storage:
         storage.extend(trajectory_rows(0, 20, steps=5), ids="fresh")
         storage.trajectories.where("id >= 2").copy_to(tmp_path / "before")
@@ -182,7 +182,7 @@ def test_rows_that_were_taken_back(tmp_path: Path) -> None:
 def test_origins_that_a_manifest_leaves_out(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows are compared where too many copies were made to name them all."""
+    """Rows are compared if the manifest could not name all of the copies."""
     monkeypatch.setattr(copied_runs, "_MOST_COPIES", 2)
     others = [made(tmp_path / f"{number}", 1000 * number) for number in (1, 2, 3)]
     with open_storage([*others, source]) as union:
@@ -222,14 +222,14 @@ def test_commands_refuse_them(
 
 
 def rows_in(path: Path) -> list[float]:
-    """The numbers of a storage's rows: each row of a source says its own."""
+    """Return the numbers of a storage's rows. Each source row contains its number."""
     with open_storage(path) as storage:
         return storage.get(slice(None), keys=ONE)["observation"].reshape(-1).tolist()
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_chains_of_copies(seed: int, tmp_path: Path) -> None:
-    """A union is accepted exactly where no row of a source is in two of its members."""
+    """A union is accepted exactly if no row of a source is in two of its members."""
     draw = random.Random(seed)
     pool = [made(tmp_path / f"source {n}", 1000 * n, draw.choice([20, 30])) for n in range(3)]
     ways = [name for name in WAYS if name != "renumber"]

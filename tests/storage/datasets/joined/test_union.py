@@ -1,4 +1,4 @@
-"""Several storages as one, beside plain lists: rows, ids, columns, rings, writers, pickles."""
+"""Compare unions with plain lists: rows, ids, columns, rings, writers, pickles."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def union_of(storage: DiskStorage) -> UnionReader:
 
 
 def made(path: Path, first: int, rows: int, kind: type[DiskStorage] = MemmapStorage) -> TensorDict:
-    """Make a storage of rows whose values say which they are; return them."""
+    """Make a storage of rows with distinct values. Return the rows."""
     found = trajectory_rows(first, rows, steps=5)
     with kind(path, capacity=rows) as storage:
         storage.extend(found)
@@ -75,10 +75,13 @@ def assert_same(found: TensorDict, wanted: TensorDict) -> None:
 
 @pytest.fixture(params=["memmap", "mixed", "packed", "packed otherwise"])
 def members(request: Any, tmp_path: Path) -> tuple[Path, TensorDict]:
-    """Eleven storages run-0 to run-10, and all of their rows; one has none, one or two a few."""
+    """Make eleven storages, run-0 to run-10, and return them with all of their rows.
+
+    One storage is empty, and some have only a few rows.
+    """
     mixed: list[type[DiskStorage]] = [ZarrStorage, MemmapStorage, H5Storage]
     kinds = mixed if request.param == "mixed" else [MemmapStorage]
-    # A single row does not show what comes next, and is packed otherwise than others.
+    # Packing treats a single row differently because it does not show the next observation.
     few = 2 if request.param == "packed" else 1
     sizes, rows, first = [7, 30, 0, few, 12, 5, 5, 40, 3, 9, 8], [], 0
     for number, size in enumerate(sizes):
@@ -143,7 +146,7 @@ def test_what_is_beyond_is_refused(members: tuple[Path, TensorDict]) -> None:
 
 @pytest.fixture
 def three(tmp_path: Path) -> Path:
-    """Storages a, b and c, whose trajectories all have the ids 0 to 3; rows differ."""
+    """Make storages a, b and c with different rows. Their trajectories all have the ids 0 to 3."""
     for number, name in enumerate("abc"):
         rows = trajectory_rows(0, 20, steps=5)
         rows["observation"] += 1000 * number
@@ -170,7 +173,7 @@ def test_ids_that_clash_are_moved(three: Path) -> None:
 
 
 def test_ids_that_do_not_clash_stay(tmp_path: Path) -> None:
-    """As those of shards, whose lanes take turns: the union is the one run."""
+    """Shards whose lanes take turns have such ids. Their union equals the single run."""
     rows = trajectory_rows(0, 40, steps=5)
     with MemmapStorage(tmp_path / "one") as one:
         one.extend(rows)
@@ -254,7 +257,10 @@ def union_opened(folder: Path) -> DiskStorage:
 
 
 def test_it_has_the_rows_of_its_opening(three: Path) -> None:
-    """Those that a writer adds are not in it, nor in its pickle; those taken back are an error."""
+    """Rows that a writer adds later are neither in the union nor in its pickle.
+
+    Rewound rows raise an error.
+    """
     with MemmapStorage(three / "a", mode="append") as writer, union_opened(three) as union:
         before = union.get(slice(None))
         writer.extend(trajectory_rows(20, 20, steps=5))
@@ -292,7 +298,7 @@ def test_a_ring_as_a_member(tmp_path: Path, others: Any) -> None:
             assert union.trajectories.ids.tolist() == [100, 101, 4, 5, 6, 7, 8, 9]
             assert union.runs[1]["first_row"] == 10
             ring.extend(trajectory_rows(50, 10, steps=5))
-            assert_same(union.get([25, 0]), wanted[[25, 0]])  # they are left
+            assert_same(union.get([25, 0]), wanted[[25, 0]])  # these rows remain
             for read in (
                 lambda: union.get([25, 12]),
                 lambda: union.get(slice(10, 20)),
@@ -304,7 +310,7 @@ def test_a_ring_as_a_member(tmp_path: Path, others: Any) -> None:
 
 
 def test_priorities_are_kept_elsewhere(three: Path, tmp_path: Path) -> None:
-    """There is no place beside the rows of several storages: a folder, or a state."""
+    """Several storages have no common place for priorities, so a folder or a state holds them."""
     drawn = []
     for begun in (True, False):
         with open_storage([three / "a", three / "b"]) as union:
@@ -331,7 +337,7 @@ def test_priorities_are_kept_elsewhere(three: Path, tmp_path: Path) -> None:
 
 
 def test_the_table_beside_the_rows_is_that_of_the_rows(three: Path) -> None:
-    """Members keep theirs, and a union joins them: also of one that was cut at its end."""
+    """Each member keeps its own table, and a union joins them, even if a member ends in a cut."""
     made(three / "d", 300, 12)
     paths = [three / name for name in "adb"]
     with open_storage(paths) as union:

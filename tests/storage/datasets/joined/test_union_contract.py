@@ -1,4 +1,4 @@
-"""A union passes the contract of readers: each of three storages has the rows of one lane."""
+"""Run the contract of readers on a union of three storages, each with the rows of one lane."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TestUnion(ReaderContract):
 
     @pytest.fixture
     def paths(self, tmp_path: Path) -> _Paths:
-        """The rows lane by lane, each lane as a run of its own."""
+        """Write the rows lane by lane, each lane as a run of its own."""
         rows = collected()
         lane = rows[LANE].numpy()
         first = np.searchsorted(np.sort(lane), np.arange(3)).tolist()
@@ -41,15 +41,18 @@ class TestUnion(ReaderContract):
         return _Paths(tmp_path / "file", tmp_path / "other" / "part-?")
 
     def test_verify_finds_what_it_finds_in_a_file(self, both: _Both) -> None:
-        """Here the file's runs have ids in turns, which no file's have that a collector wrote."""
+        """Here the ids of the runs alternate in the file.
+
+        No collector writes such a file.
+        """
         assert verify(both.other.path).sound
 
     def test_verify_finds_what_is_wrong(self, tmp_path: Path) -> None:
-        """Its findings are those of the members: see `test_union_verified`."""
+        """The findings are those of the members: see `test_union_verified`."""
 
 
 class TestUnionMemberByMember(TestUnion):
-    """As it is where a member is not memory-mapped."""
+    """Run the contract with members that are not memory-mapped."""
 
     @pytest.fixture(autouse=True)
     def without_joined_maps(self, monkeypatch: pytest.MonkeyPatch) -> None:

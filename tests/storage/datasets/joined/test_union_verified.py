@@ -1,4 +1,4 @@
-"""`verify`, `inspect` and `diff` of several storages: each of them, and what is wrong between."""
+"""Test `verify`, `inspect` and `diff` of several storages, and faults between members."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 
 
 def made(path: Path, first: int, rows: int = 30, shard: Any = None, **changed: Any) -> Path:
-    """Make a storage of trajectories of five steps, as a shard of a run if it is one."""
+    """Make a storage of five-step trajectories, optionally as a shard of a run."""
     found = trajectory_rows(first, rows, steps=5)
     for key, (row, value) in changed.items():
         found[key][row] = value
@@ -64,7 +64,7 @@ def test_rows_that_are_there_twice(tmp_path: Path) -> None:
     a, b = made(tmp_path / "a", 0), made(tmp_path / "b", 1000)
     shutil.copytree(a, tmp_path / "c")
     assert "are the same storage, or copies of one" in messages([a, tmp_path / "c"])[0]
-    made(tmp_path / "again", 0)  # as of the same seed
+    made(tmp_path / "again", 0)  # as from the same seed
     (found,) = messages([a, b, tmp_path / "again"])
     assert found.startswith(f"members: trajectories of {tmp_path / 'again'} have the rows")
     with open_storage(a) as storage:
@@ -87,7 +87,7 @@ def test_a_few_equal_trajectories_are_a_note(tmp_path: Path) -> None:
 
 
 def renumbered(rows: Any) -> Any:
-    """The same with other ids and observations."""
+    """Return the same rows with other ids and observations."""
     rows = rows.clone()
     rows["collector", "traj_ids"] += 3
     for key in ("observation", ("next", "observation")):
@@ -126,7 +126,7 @@ def test_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         f"members: {plain} is no shard",
     ]
     rest = [made(tmp_path / f"x-{i}", 1000 + 100 * i, shard=shard(i, run="x")) for i in (0, 2)]
-    runs = [rest[0], *paths, other, rest[1]]  # each is whole, in whatever order they come
+    runs = [rest[0], *paths, other, rest[1]]  # each is complete, in any order
     assert messages(runs) == []
     assert main(["inspect", "--json", *map(str, runs)]) == 0
     facts = json.loads(capsys.readouterr().out)["shards"]
@@ -144,7 +144,7 @@ def test_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_shards_that_were_collected(tmp_path: Path) -> None:
-    """Together they are the one run, by id and step, with its ids as they are."""
+    """Together, the shards equal the single run, by id and step, and their ids do not change."""
     for name, shard in (("one", None), ("s-0", "0/2"), ("s-1", "1/2")):
         options: Any = {} if shard is None else {"shard": shard}
         with SyncCollector(
@@ -177,7 +177,7 @@ def test_what_is_no_shard(tmp_path: Path, said: Any) -> None:
 
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Several paths, or a pattern, for those that read; one path as before."""
+    """Commands that read accept several paths or a pattern. A single path works as before."""
     a, b = made(tmp_path / "a", 0), made(tmp_path / "b", 100)
     assert main(["verify", str(a), str(b)]) == 0
     assert f"{a}, {b}: sound; 60 rows (tallyroll.union)" in capsys.readouterr().out

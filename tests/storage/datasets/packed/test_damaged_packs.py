@@ -1,4 +1,7 @@
-"""Damaged and hostile packed storages: told what, bounded in memory, and never wrong rows."""
+"""Test damaged and hostile packed storages.
+
+The reader reports the damage, takes bounded memory, and never returns wrong rows.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ from tallyroll.storage.ext.testing.reader_contract import assert_same_rows, coll
 from tallyroll.storage.files.manifest import sealed
 
 FLIPS = int(os.environ.get("TALLYROLL_FLIPS", "0"))
-"""Of every file; the gate flips a bit of some."""
+"""Number of flipped bits per file. By default, one bit of some files is flipped."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +71,10 @@ def every_row(path: Path) -> TensorDict:
 
 
 def test_every_flipped_bit_is_found(base: Path, packed: Path) -> None:
-    """In any file, at any byte: `verify` says so, and rows are as they were, or are not given."""
+    """Flip bits at any byte of any file.
+
+    `verify` reports each, and a read returns the right rows or raises an error.
+    """
     wanted, random = every_row(base / "packed"), np.random.default_rng(0)
     files = sorted(path for path in packed.rglob("*") if path.is_file())
     for file in files if FLIPS else random.permutation(files)[:20]:
@@ -107,7 +113,7 @@ def test_verify_names_the_column_and_the_rows(packed: Path) -> None:
 def test_flipped_bits_in_hdf5(base: Path, packed_file: Path) -> None:
     wanted, random = every_row(base / "packed.h5"), np.random.default_rng(1)
     before = packed_file.read_bytes()
-    # Not where HDF5 has what says where its objects are: h5py itself may end there.
+    # Spare the bytes that locate HDF5's objects: h5py itself may crash on them.
     with h5py.File(packed_file) as file:
         stored = file["action"].id
         _, begin, size = 0, stored.get_chunk_info(0).byte_offset, stored.get_chunk_info(0).size
@@ -166,7 +172,7 @@ def test_an_hdf5_file_that_is_cut_short_or_links_elsewhere(packed_file: Path) ->
 
 
 def test_an_hdf5_file_that_says_too_much(packed_file: Path) -> None:
-    """Rows that are not there take no memory, and are told."""
+    """Rows that do not exist take no memory and are reported."""
     with h5py.File(packed_file, "r+") as file:
         file["action"].resize(2**40, axis=0)
     with pytest.raises(CorruptStorage, match="action is not as the manifest says"):
@@ -184,7 +190,7 @@ def test_an_hdf5_file_that_says_too_much(packed_file: Path) -> None:
         open_storage(packed_file)
 
 
-# --- what says too much ---------------------------------------------------------------------------
+# --- claims that are too large --------------------------------------------------------------------
 
 BOMB = zstandard.ZstdCompressor(level=9).compress(bytes(2**26))
 
@@ -252,7 +258,7 @@ def test_a_manifest_that_says_too_much(packed: Path, what: str) -> None:
 
 
 def test_states_that_cannot_be(base: Path, tmp_path: Path) -> None:
-    """Breaks that are no rows are told; they lead to no other rows."""
+    """Breaks that are not row numbers are reported and never lead to other rows."""
     rows = {("x",): np.arange(70), ("next", "x"): np.arange(1, 71)}
     with MemmapStorage(tmp_path / "rows") as storage:
         storage.extend(rows)
@@ -274,7 +280,7 @@ def test_a_later_version_is_named(packed: Path) -> None:
         open_storage(packed)
 
 
-# --- what packing refuses -------------------------------------------------------------------------
+# --- refusals of packing --------------------------------------------------------------------------
 
 
 def test_without_its_libraries(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +367,7 @@ def test_nothing_is_added_to_it(packed: Path) -> None:
 
 
 def _bytes_of_hdf5(path: Path) -> np.ndarray:
-    """Places of HDF5's own bytes that are not zero: none of the user block, nor of chunks."""
+    """Return the offsets of nonzero bytes that are HDF5's own: no user block and no chunks."""
     content = np.fromfile(path, np.uint8)
     own = content != 0
     with h5py.File(path) as file:
@@ -381,7 +387,7 @@ METADATA_FLIPS = int(os.environ.get("TALLYROLL_FLIPS", "10"))
 
 
 def test_one_wrong_byte_in_the_metadata_of_hdf5(base: Path, packed_file: Path) -> None:
-    """Reading raises an error of ours or gives the same rows; a repair saves all of them."""
+    """A read raises a Tallyroll error or returns the same rows. A repair saves all of them."""
     dice = np.random.default_rng(METADATA_FLIPS)
     content, places = packed_file.read_bytes(), _bytes_of_hdf5(packed_file)
     signed = [content.find(each) for each in (b"FADB", b"FAHD", b"EAHD", b"EAIB", b"BTHD", b"BTLF")]

@@ -1,6 +1,6 @@
-"""kill -9 of a packing process, at any moment: nothing is at the destination, or all of it.
+"""Test kill -9 of a packing process at any moment: the destination is complete or absent.
 
-``TALLYROLL_KILLS`` says how many kills, 4 by default.
+``TALLYROLL_KILLS`` sets the number of kills, 4 by default.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def pack(folder: Path, format: str) -> None:
 
 
 def kill_at_random(folder: Path, kills: int) -> list[bool]:
-    """Kill packers; which of them had packed."""
+    """Kill packers. Return which of them had finished."""
     with MemmapStorage(folder / "rows") as storage:
         storage.extend(collected())
         wanted = content_hash(storage)
@@ -51,7 +51,7 @@ def kill_at_random(folder: Path, kills: int) -> list[bool]:
                 assert content_hash(packed) == wanted, f"kill {seed}"
             assert verify(place).sound, f"kill {seed}"
             place.rename(folder / f"packed.{seed}")
-    pack(folder, "zarr")  # what they left does not matter
+    pack(folder, "zarr")  # leftovers do not matter
     left = {each.name for each in folder.iterdir() if each.name.startswith(".")}
     assert not left
     with open_storage(folder / "rows") as storage:

@@ -1,4 +1,4 @@
-"""``tallyroll pack``, and the commands that read what it made."""
+"""Test ``tallyroll pack``, and the commands that read packed storages."""
 
 from __future__ import annotations
 

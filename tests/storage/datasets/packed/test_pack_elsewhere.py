@@ -1,4 +1,4 @@
-"""zarr-python, TensorStore, xarray and h5py read packed rows as they are, without us."""
+"""Test that zarr-python, TensorStore, xarray and h5py read packed rows without Tallyroll."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tallyroll.storage import MemmapStorage, open_storage
 from tallyroll.storage.ext.testing.reader_contract import collected
 from tallyroll.storage.storages import DiskStorage
 
-numcodecs.blosc.get_mutex()  # a semaphore of zarr-python's: it is made now, and left by no test
+numcodecs.blosc.get_mutex()  # create this semaphore of zarr-python's now, so that no test leaks it
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DiskStorage]:
 
 
 def from_states(group: Any) -> tuple[np.ndarray, np.ndarray]:
-    """What rows begin with, and what came next, by the words in the group's attributes."""
+    """Rebuild observations and next observations as the group's attributes describe."""
     frames, breaks = np.asarray(group["frames"]), np.asarray(group["breaks"])
     rows = np.arange(len(frames) - len(breaks))
     state = rows + np.searchsorted(breaks, rows, side="right") - 1

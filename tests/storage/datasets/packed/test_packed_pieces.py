@@ -1,4 +1,4 @@
-"""Rows are read for packing in pieces: wide ones that follow one another where they are."""
+"""Test the pieces in which packing reads rows: consecutive wide rows are read in place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_pieces_are_all_rows_in_their_order(runs: Any, row_nbytes: int) -> None:
     assert all(1 <= len(piece) <= most for piece in found)
     if row_nbytes == 1:
         assert len(found) == min(1, len(rows))
-    if row_nbytes == 1024:  # each long run is a piece
+    if row_nbytes == 1024:  # each long run is one piece
         cuts = np.flatnonzero(np.diff(rows) != 1) + 1
         long = [run.tolist() for run in np.split(rows, cuts) if len(run) >= 16]
         assert [piece.tolist() for piece in found if piece.tolist() in long] == long
@@ -48,7 +48,10 @@ def storages(tmp_path: Path) -> Path:
 
 
 def test_wide_rows_are_not_copied(storages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But those that a writer may overwrite while they are compressed: also those of a union."""
+    """A ring is the exception, alone or in a union.
+
+    Its writer may overwrite rows while they are compressed.
+    """
     shared: dict[str, set[bool]] = {}
     read = pack._read
 
@@ -80,7 +83,7 @@ def test_rows_are_compared_alike_with_and_without_the_extension(
     generator = np.random.default_rng(seed)
     before = generator.integers(0, 255, (rows, n, frame), np.uint8)
     after = np.concatenate([before[:, 1:], before[:, :1]], 1)
-    for each in (before, after):  # some rows differ by one byte, wherever it is
+    for each in (before, after):  # some rows differ by one byte, at any position
         for row in np.flatnonzero(generator.integers(0, 2, rows)):
             each.reshape(rows, -1)[row, generator.integers(n * frame)] ^= 1
     equal = [before[row].tobytes() == after[row].tobytes() for row in range(rows)]

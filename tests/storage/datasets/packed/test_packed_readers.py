@@ -1,4 +1,4 @@
-"""Packed rows are read as files of ours are, and are, bit for bit, those that were packed."""
+"""Test that packed rows read like other files and equal the original rows bit for bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tallyroll.storage.testing import ReaderContract
 
 
 def in_order() -> TensorDict:
-    """Rows of the contract, trajectory by trajectory in the order of their first rows."""
+    """Return the contract's rows, trajectory by trajectory in the order of their first rows."""
     rows = collected()
     first: dict[int, int] = {}
     for row, id in enumerate(rows[TRAJ_IDS].tolist()):
@@ -40,7 +40,7 @@ def in_order() -> TensorDict:
 
 
 class InOrder(ReaderContract):
-    """Packs the same rows once, and copies that for each test."""
+    """Pack the same rows once and copy the result for each test."""
 
     packed: ClassVar[Path]
     format: ClassVar[str]
@@ -74,7 +74,7 @@ class TestPackedHdf5(InOrder):
 
 @pytest.fixture
 def collected_storage(tmp_path: Path) -> Iterator[DiskStorage]:
-    """Rows of a collector, slot by slot, in two runs."""
+    """Make a storage with rows of a collector, slot by slot, in two runs."""
     with MemmapStorage(tmp_path / "rows") as storage:
         for frames in (130, 70):
             with SyncCollector(
@@ -106,7 +106,7 @@ def test_a_packed_storage_has_all_that_was_collected(
         assert sorted(old) == list(range(200))
         assert (packed.old_rows([-1, 0]) == old[[-1, 0]]).all()
         assert_same_rows(packed.get(slice(None)), storage.get(torch.from_numpy(old)))
-        # Run by run; in each, trajectories are whole.
+        # Rows are ordered by run. Within a run, trajectories are contiguous.
         assert packed.runs == storage.runs
         runs = np.searchsorted([run["first_row"] for run in storage.runs], old, side="right")
         assert (np.diff(runs) >= 0).all()
@@ -134,7 +134,10 @@ def test_a_ring_is_packed_with_the_rows_that_are_left(tmp_path: Path) -> None:
 
 
 def test_a_ring_of_a_collector_and_a_view_of_one(tmp_path: Path) -> None:
-    """A ring's rows keep their numbers, in another order; no record counts those of a view."""
+    """Rows of a ring keep their numbers but change their order.
+
+    A view has no record, because no record counts its rows.
+    """
     with (
         MemmapStorage(tmp_path / "ring", max_size=90) as ring,
         SyncCollector(
@@ -153,7 +156,7 @@ def test_a_ring_of_a_collector_and_a_view_of_one(tmp_path: Path) -> None:
                 assert content_hash(chosen) == content_hash(view)
                 assert {*chosen.column(LANE).tolist()} == {1, 2}
     assert verify(tmp_path / "packed").sound
-    # Some of its trajectories have no first step, which only a ring's may lack.
+    # Some trajectories have no first step, which is allowed only in a ring.
     assert {each.check for each in verify(tmp_path / "chosen").findings} <= {"steps"}
 
 
@@ -195,7 +198,7 @@ def test_a_packed_storage_is_packed_again(tmp_path: Path) -> None:
             assert_same_rows(again.get(slice(None)), packed.get(slice(None)))
 
 
-# --- states and frames, beside a plain list -------------------------------------------------------
+# --- states and frames, compared with a plain list ------------------------------------------------
 
 FRAME = (4, 5)
 LENGTHS = st.sampled_from([1, 2, 5, 9])
@@ -203,7 +206,10 @@ Stacks = list[np.ndarray]
 
 
 def episode(draw: np.random.Generator, length: int, n: int, start: str) -> tuple[Stacks, Stacks]:
-    """Stacks of an episode, oldest frame first, and those that came next: as wrappers make them."""
+    """Return stacks of an episode and the next ones, oldest frame first.
+
+    Frame-stacking wrappers make the same stacks.
+    """
     frames = [draw.integers(0, 4, FRAME, np.uint8) for _ in range(length + 1)]
     before = np.zeros_like(frames[0]) if start == "zeros" else frames[0]
     if start == "others":
@@ -235,7 +241,7 @@ def test_states_and_frames_are_given_back(
     parts = [episode(random, length, n, start) for length in lengths]
     root = np.stack([stack for first, _ in parts for stack in first])
     after = np.stack([stack for _, then in parts for stack in then])
-    after[spoilt] = random.integers(0, 4, after[spoilt].shape, np.uint8)  # what was lost
+    after[spoilt] = random.integers(0, 4, after[spoilt].shape, np.uint8)  # the lost frames
     root[odd] = random.integers(0, 4, root[odd].shape, np.uint8)
     root, after = (np.moveaxis(each, 1, axis + 1) for each in (root, after))
     check_packed(tmp_path_factory, root, after, lengths, lanes, (n, axis) if declared else None)
@@ -249,7 +255,7 @@ def check_packed(
     lanes: int,
     stack: tuple[int, int] | None,
 ) -> Any:
-    """Pack rows of lanes in turn, and compare all ways in with what was packed."""
+    """Pack rows of alternating lanes, and compare all ways to read with the originals."""
     ids = np.repeat(np.arange(len(lengths)), lengths)
     steps = np.concatenate([np.arange(each) for each in lengths])
     order = np.lexsort((ids % lanes, ids // lanes * 2000 + steps))  # slot by slot
@@ -286,7 +292,7 @@ def check_packed(
 
 @pytest.mark.parametrize("start", ["repeats", "zeros"])
 def test_each_frame_is_stored_once(tmp_path_factory: pytest.TempPathFactory, start: str) -> None:
-    """Of episodes of 1, 2, 5 and 1,000 rows: a frame a row, and one more an episode."""
+    """Episodes of 1, 2, 5 and 1,000 rows store one frame per row, and one more per episode."""
     lengths, random = [1, 2, 5, 1000], np.random.default_rng(1)
     parts = [episode(random, length, 4, start) for length in lengths]
     root = np.stack([stack for first, _ in parts for stack in first])
@@ -316,7 +322,7 @@ def test_a_stack_without_what_comes_next(tmp_path: Path) -> None:
 
 @pytest.fixture
 def wide(tmp_path: Path) -> tuple[Path, np.ndarray]:
-    """Ten chunks of rows of two KiB, and a part of one."""
+    """Ten chunks of rows of two KiB, and a partial chunk."""
     values = np.random.default_rng(2).integers(0, 255, (700, 2048), np.uint8)
     with MemmapStorage(tmp_path / "rows") as storage:
         storage.extend({("x",): values})
@@ -360,7 +366,10 @@ def test_a_chunk_is_kept_when_it_is_asked_for_again(wide: tuple[Path, np.ndarray
 def test_a_chunk_is_kept_at_once_if_many_of_its_rows_are_wanted(
     wide: tuple[Path, np.ndarray],
 ) -> None:
-    """As those of an epoch, which is shuffled within a window: the next batch needs it too."""
+    """An epoch that is shuffled within a window reads many rows of a chunk.
+
+    The next batch needs the chunk too.
+    """
     path, values = wide
     reader = PackedReader(ZarrArchive(path), cache_nbytes=20 * CHUNK)
     column = reader.column(("x",))
@@ -374,7 +383,7 @@ def test_random_rows_of_more_chunks_than_are_kept_displace_none(
     wide: tuple[Path, np.ndarray],
 ) -> None:
     path, values = wide
-    reader = PackedReader(ZarrArchive(path), cache_nbytes=3 * CHUNK)  # two, and other columns
+    reader = PackedReader(ZarrArchive(path), cache_nbytes=3 * CHUNK)  # room for two of these chunks
     column, kept = reader.column(("x",)), np.array([3, 70])
     for _ in range(2):
         column.take(kept)
@@ -383,14 +392,14 @@ def test_random_rows_of_more_chunks_than_are_kept_displace_none(
     before = reader.loads
     column.take(kept)
     assert reader.loads == before
-    # Some that are there, some that are asked for again, and one that is new.
+    # Read cached rows, then repeated rows along with a new one.
     for rows in (kept, np.array([3, 70, 580, 130, 690, 70])):
         assert (column.take(rows) == values[rows]).all()
     reader.close()
 
 
 def test_what_came_next_is_read_with_what_was_there(tmp_path: Path) -> None:
-    """Columns of the same frames are decompressed once, whatever rows of each are asked for."""
+    """Columns of the same frames are decompressed once, whichever rows of each are read."""
     root = np.random.default_rng(4).integers(0, 255, (301, 2048), np.uint8)
     with MemmapStorage(tmp_path / "rows") as storage:
         storage.extend({("x",): root[:-1], ("next", "x"): root[1:]})
@@ -417,7 +426,7 @@ def test_a_reader_who_goes_on_finds_rows_decompressed(wide: tuple[Path, np.ndarr
         array = reader._arrays[0]
         if array._ahead is not None:
             array._ahead.result(10)
-    assert reader.loads == 11  # each once, the one after the last too
+    assert reader.loads == 11  # each once, including the chunk that was read ahead
     reader.close()
 
 
@@ -446,8 +455,8 @@ def test_a_forked_child_reads(wide: tuple[Path, np.ndarray]) -> None:
     path, values = wide
     reader = PackedReader(ZarrArchive(path), cache_nbytes=20 * CHUNK, threads=2)
     column = reader.column(("x",))
-    column.take(np.arange(0, 700, 7))  # its threads stay behind
-    reader._arrays[0]._lock.acquire()  # as by a thread of the parent
+    column.take(np.arange(0, 700, 7))  # the child does not inherit its threads
+    reader._arrays[0]._lock.acquire()  # as if held by a thread of the parent
     pid = os.fork()
     if not pid:
         os._exit(0 if (column.take(np.arange(700)) == values).all() else 1)

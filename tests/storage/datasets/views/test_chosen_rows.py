@@ -1,4 +1,4 @@
-"""Numbers of chosen rows, beside a plain list."""
+"""Compare the numbers of chosen rows with a plain list."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_they_are_those_of_a_list(
     ("stays", "kind", "most"), [(1000, Stretches, 0.07), (2, Bits, 2), (1, Bits, 2)]
 )
 def test_they_take_little_memory(stays: int, kind: type, most: float) -> None:
-    """``most`` bits for each row of the storage."""
+    """The numbers take ``most`` bits per row of the storage."""
     rows = 400_000
     numbers = np.flatnonzero(np.arange(rows) // stays % 2)
     found = chosen_rows(range(rows), [numbers])

@@ -1,4 +1,4 @@
-"""Statistics of columns, beside NumPy over all rows at once."""
+"""Compare statistics of columns with NumPy over all rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tallyroll.storage.stores.rewinds import take_back
 
 
 def rows_of(count: int, seed: int = 0) -> TensorDict:
-    """Rows with columns of many dtypes, NaNs and infinities, in four lanes."""
+    """Return rows with columns of many dtypes, NaNs and infinities, in four lanes."""
     random = torch.Generator().manual_seed(seed)
     at = torch.arange(count)
     wild = torch.randn(count, 3, generator=random)
@@ -59,7 +59,7 @@ def rows_of(count: int, seed: int = 0) -> TensorDict:
 
 
 def check(storage: DiskStorage, found: Any, rows: slice = slice(None)) -> None:
-    """Compare statistics with those that NumPy counts."""
+    """Compare statistics with values that NumPy computes."""
     for name, each in found.items():
         values = storage.get(rows, keys=[tuple(name.split("/"))])[tuple(name.split("/"))]
         values = values.double().numpy()
@@ -200,7 +200,7 @@ def test_a_file_that_cannot_be_used_is_counted_again(tmp_path: Path) -> None:
 
 
 def resealed(content: bytes, line: bytes, instead: bytes) -> bytes:
-    """A file with another line, whose checksum fits."""
+    """Replace a line of a file and update its checksum."""
     from hashlib import sha256
 
     body = content[:-32].replace(line, instead, 1)
@@ -208,7 +208,7 @@ def resealed(content: bytes, line: bytes, instead: bytes) -> bytes:
 
 
 def test_moments_that_rows_contradict_are_counted_again(tmp_path: Path) -> None:
-    """Rows of another file, put in the place of these: the file's checksum fits."""
+    """Rows of another file replace these rows, while the checksum of the statistics is valid."""
     path = tmp_path / "rows"
     with MemmapStorage(path) as storage:
         storage.extend(rows_of(300))
@@ -347,7 +347,7 @@ def test_a_normaliser(pole: Path) -> None:
         )
         near = storage.normaliser("observation", clip=0.5)
         assert near(observed).abs().max() == 0.5
-    copies = [TensorDict.from_module(normaliser).data for _ in range(2)]  # as losses of TorchRL do
+    copies = [TensorDict.from_module(normaliser).data for _ in range(2)]  # as TorchRL's losses do
     for each in torch.vmap(lambda state: _called(normaliser, state, observed))(torch.stack(copies)):
         torch.testing.assert_close(each, normaliser(observed))
     fresh = Normaliser("observation", torch.zeros(4), torch.ones(4), clip=1)

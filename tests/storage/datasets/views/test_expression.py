@@ -1,4 +1,7 @@
-"""Expressions beside plain Python, line by line; faults by their place; hostile texts."""
+"""Compare expressions with plain Python, line by line.
+
+Also test the positions that errors report, and hostile texts.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def select(text: str) -> list[bool]:
     return found.tolist()  # type: ignore[no-any-return]
 
 
-# An expression is drawn as its text and the function of a line that it means.
+# An expression is drawn as its text and the equivalent Python function of a line.
 Drawn = tuple[str, Callable[[dict[str, Any]], Any]]
 COMPARED: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq,

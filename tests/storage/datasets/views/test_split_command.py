@@ -1,6 +1,6 @@
-"""``tallyroll split``: whole parts or none, with all trajectories, wherever it is killed.
+"""Test ``tallyroll split``: it leaves complete parts or none, even if it is killed at any moment.
 
-``TALLYROLL_KILLS`` says how many kills, 3 by default.
+``TALLYROLL_KILLS`` sets the number of kills, 3 by default.
 """
 
 from __future__ import annotations

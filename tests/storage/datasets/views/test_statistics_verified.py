@@ -1,4 +1,4 @@
-"""`verify` counts kept statistics again; those of packed rows are kept, too."""
+"""Test that `verify` recomputes stored statistics, including those of packed rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNT = 60
 
 
 def rows_of(count: int, seed: int) -> TensorDict:
-    """Rows of one lane, with numbers far from 0, NaNs, infinities and bytes."""
+    """Return rows of one lane with numbers far from 0, NaNs, infinities and bytes."""
     pick, at = torch.Generator().manual_seed(seed), torch.arange(count)
     wild = torch.randn(count, 2, generator=pick)
     wild[at % 7 == 2, 1] = torch.nan
@@ -42,7 +42,7 @@ def rows_of(count: int, seed: int) -> TensorDict:
 
 
 def made(path: Path) -> Path:
-    """A storage whose rows were counted in parts, of two runs."""
+    """Make a storage of two runs whose statistics were computed in parts."""
     with MemmapStorage(path) as storage:
         for seed in range(4):
             storage.extend(rows_of(COUNT, seed))
@@ -98,7 +98,7 @@ def of_quantiles(kept: ColumnAccumulator) -> None:
     [
         ("far", add("mean", 1e-2), "mean or deviation of run 1"),
         ("wild", add("squares", 1e-3), "mean or deviation of run 1"),
-        ("endless", add("squares", 1.0), None),  # none is known: one is infinite
+        ("endless", add("squares", 1.0), None),  # unknown, as one value is infinite
         ("wild", add("least", -1e-3), "least of run 1"),
         ("wild", add("most", 1e-3), "most of run 1"),
         ("byte", of_bytes, "counts of bytes"),
@@ -121,7 +121,7 @@ def test_what_the_rows_contradict(
         return
     (finding,) = findings
     assert [(each.column, each.what) for each in finding.places] == [(column, what)]
-    with open_storage(path) as storage:  # the way out
+    with open_storage(path) as storage:  # the remedy
         place.path.unlink()
         storage.statistics()
     assert found(path) == []

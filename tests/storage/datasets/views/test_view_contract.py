@@ -1,4 +1,4 @@
-"""A view among other trajectories passes the contract of readers."""
+"""Run the contract of readers on a view in a storage with other trajectories."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ chosen = chosen_reader:ChosenReader
 
 @pytest.fixture(autouse=True)
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What an installer leaves of a package with such an entry point."""
+    """Write the files that an installer leaves for a package with this entry point."""
     site = tmp_path_factory.mktemp("site")
     about = site / "chosen-1.0.dist-info"
     about.mkdir()

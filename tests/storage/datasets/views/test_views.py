@@ -1,4 +1,4 @@
-"""Views of chosen trajectories, beside plain lists of the rows of each."""
+"""Compare views of chosen trajectories with plain lists of the rows of each."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CHOICES = [
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of three lanes, in batches that cut trajectories."""
+    """Write rows of three lanes in batches that split trajectories."""
     path = tmp_path_factory.mktemp("rows") / "storage"
     with MemmapStorage(path) as storage:
         for rows in collected().split([20, 1, 64, 56]):
@@ -59,7 +59,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def facts_of(storage: DiskStorage) -> dict[int, dict[str, Any]]:
-    """What expressions may ask of each trajectory, counted from its rows."""
+    """Return the facts about each trajectory that expressions may use, computed from its rows."""
     return {
         id: {
             "id": id,
@@ -77,7 +77,7 @@ def facts_of(storage: DiskStorage) -> dict[int, dict[str, Any]]:
 
 
 def wanted_rows(storage: DiskStorage, text: str) -> tuple[list[int], list[int]]:
-    """Ids of the trajectories for which Python finds ``text`` true, and the numbers of rows."""
+    """Return the ids for which Python finds ``text`` true, and the numbers of their rows."""
     text = text.replace("return", "returned")
     names = facts_of(storage)
     ids = [id for id, f in names.items() if eval(text, {**f, "returned": f["return"]})]
@@ -206,13 +206,13 @@ def test_the_runs_keep_their_numbers(tmp_path: Path) -> None:
         assert without.trajectories.matching("run == 2")["first_row"].min() == 60
         seeds = trajectories.where("run == 1 and reset_seed >= 0").trajectories.table["reset_seed"]
         assert seeds.tolist() == storage.runs[1]["lane_seeds"]
-        # The chosen ones are not the first of their lanes, and get no seeds of these.
+        # The chosen trajectories are not the first of their lanes, so they get no lane seeds.
         later = trajectories.where("run == 1 and reset_seed < 0")
         assert (later.trajectories.table["reset_seed"] == -1).all()
         assert len(later.trajectories.where("reset_seed >= 0")) == 0
         reader = later.reader
         assert isinstance(reader, ViewReader)
-        counted = ViewReader(reader.rows, reader.picked).trajectories.table  # as those of rings are
+        counted = ViewReader(reader.rows, reader.picked).trajectories.table  # as for rings
         assert (counted["reset_seed"] == -1).all()
 
 
@@ -309,7 +309,7 @@ def test_it_lives_as_long_as_the_storage(path: Path) -> None:
     assert view.closed
     with pytest.raises(StorageClosed):
         view.get([0])
-    # A view keeps the files of a storage that nothing else refers to.
+    # A view keeps the files of a storage open without any other reference.
     assert len(open_storage(path).trajectories.where("length > 3").get([0])) == 1
 
 
@@ -350,7 +350,7 @@ def test_a_split_is_exact_and_the_same_each_time(path: Path, tmp_path: Path) -> 
 
 
 def test_a_split_that_is_pinned(path: Path) -> None:
-    """The same in every version: results that were published depend on it."""
+    """The split is the same in every version because published results depend on it."""
     with open_storage(path) as storage:
         every = storage.trajectories.ids.tolist()
         found = storage.split(val=0.2, seed=3)["val"].trajectories.ids.tolist()
@@ -358,7 +358,7 @@ def test_a_split_that_is_pinned(path: Path) -> None:
 
 
 def mixed(number: int) -> int:
-    """SplitMix64's next number after a state, as Steele, Lea and Flood (2014) have it."""
+    """Return SplitMix64's next number after a state (Steele, Lea and Flood, 2014)."""
     most = 2**64 - 1
     number = (number + 0x9E3779B97F4A7C15) & most
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & most

@@ -1,4 +1,4 @@
-"""A ring whose writer is killed while a replay buffer empties it has all of its rows, or none."""
+"""Test a writer that is killed while a buffer empties its ring: all rows remain, or none."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ SPANS = [
     range(1120, 1120),
     range(1120, 1123),
 ]
-"""What is valid after each step: rows are emptied where a span begins anew."""
+"""Valid rows after each step. A step empties the ring if the start of the span moves."""
 
 
 def run(path: Path, told: Told, durability: str) -> None:
-    """Go from one span to the next, and say after each that it is reached."""
+    """Step through the spans, and report each one reached."""
     with MemmapStorage(path, mode="append", durability=durability) as storage:  # type: ignore[arg-type]
-        # What a replay buffer calls: of its own it has semaphores, which outlive a kill.
+        # A replay buffer calls this method. A buffer here would have semaphores that outlive a
+        # kill.
         for number, (before, span) in enumerate(itertools.pairwise(SPANS), start=1):
             if span.start > before.start:
                 storage._empty()
@@ -54,7 +55,7 @@ def run(path: Path, told: Told, durability: str) -> None:
 
 
 def kill_at_lines(folder: Path, durability: str, points: int, seed: int) -> list[int]:
-    """Kill writers at lines all over, and look at what each left; the spans that were found."""
+    """Kill writers at lines throughout the code, and check each result. Return the spans found."""
     base, work = folder / "base", folder / "work"
     with MemmapStorage(base, max_size=RING) as storage:
         storage.extend(oracle(0, BEGUN))
@@ -75,7 +76,7 @@ def kill_at_lines(folder: Path, durability: str, points: int, seed: int) -> list
     total, found = told.lines, []
     assert told.head == len(SPANS) - 1
     pick = random.Random(seed)
-    for number in range(points):  # one in each part of the run, so that few meet all of it
+    for number in range(points):  # one in each part of the run, to spread them
         line = pick.randrange(1 + number * total // points, 1 + (number + 1) * total // points)
         found.append(_survived(work, one(line).head, line))
     return found
@@ -88,7 +89,7 @@ def _survived(path: Path, reached: int, line: int) -> int:
         span = reader.span
         assert assert_whole(reader.get(slice(None))).tolist() == list(span)
         check_shown(path, reader)
-    found = verify(path, skip=["observations"]).findings  # those of these rows do not follow
+    found = verify(path, skip=["observations"]).findings  # observations are not consecutive
     assert not found, f"killed at line {line}"
     with MemmapStorage(path, mode="append") as storage:
         assert storage.span == span

@@ -1,6 +1,7 @@
-"""A writer that is killed while it takes rows back leaves all of them, or those that were to stay.
+"""Test a writer that is killed during a rewind: all rows remain, or only those to keep.
 
-A reader that was opened before sees nothing else, either. ``TALLYROLL_KILLS`` says how many kills.
+A reader that was opened before sees nothing else, either. ``TALLYROLL_KILLS`` sets the number of
+kills.
 """
 
 from __future__ import annotations
@@ -38,28 +39,31 @@ from killed_storages_kit import (
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "50"))
 KEPT, BEFORE, BEGUN, LATER, MORE = 444, 600, 660, 36_000, 120
-"""Rows that stay, rows when the second run began, rows before the rewind; then the number whose row
-is the first one that comes after it, and how many come."""
+"""Numbers of rows for the rewind.
+
+They are: rows that stay, rows when the second run began, rows before the rewind, the number in the
+first row written after it, and the number of rows written after it.
+"""
 STATES = [
     np.arange(BEGUN),
     np.arange(KEPT),
     np.concatenate([np.arange(KEPT), np.arange(LATER, LATER + MORE)]),
 ]
-"""The rows in each state, by the numbers that their values are made of."""
+"""Rows in each state, by the numbers that their values encode."""
 RECORDS = [record_of(BEGUN), record_of(KEPT), record_of(LATER)]
 RUNS = [["first", "second"], ["first"], ["first"]]
 
 
 def numbers_of(storage: DiskStorage) -> list[int]:
-    """The rows that are there, each of them whole."""
+    """Return the numbers of the rows in a storage. Each row must be complete."""
     return assert_whole(storage.in_order()).tolist()
 
 
 def state_of(storage: DiskStorage) -> int:
-    """Which state the storage is in, by its rows."""
+    """Return the state of the storage, judged by its rows."""
     ring, found = storage.ring, numbers_of(storage)
     for state, numbers in enumerate(STATES):
-        # Of a ring, what the rows that were taken back had replaced is gone.
+        # In a ring, the rows that the rewound rows had overwritten are gone.
         least = max(0, BEGUN - ring, len(numbers) - ring) if ring else 0
         if found == numbers[least:].tolist():
             return state
@@ -77,7 +81,7 @@ def make(case: Case, path: Path) -> None:
 
 
 def rewind(case: Case, path: Path, told: Told, durability: str) -> None:
-    """Take rows back, and write others in their place; say after each that it is done."""
+    """Rewind, write other rows in their place, and report after each step."""
     with case.kind(path, mode="append", durability=durability) as storage:  # type: ignore[arg-type]
         take_back(storage.writer, KEPT, (KEPT, record_of(KEPT)))
         told.head = 1
@@ -86,7 +90,7 @@ def rewind(case: Case, path: Path, told: Told, durability: str) -> None:
 
 
 def kill_at_lines(name: str, folder: Path, durability: str, points: int, seed: int) -> list[int]:
-    """Kill writers at lines all over, and look at what each left; the states that were found."""
+    """Kill writers at lines throughout the code, and check each result. Return the states found."""
     case, base, work = CASES[name], folder / "base", folder / "work"
     make(case, base)
 
@@ -109,7 +113,7 @@ def kill_at_lines(name: str, folder: Path, durability: str, points: int, seed: i
     beside.close()
     total, found = told.lines, []
     pick = random.Random(seed)
-    for number in range(points):  # one in each part of the run, so that few meet all of it
+    for number in range(points):  # one in each part of the run, to spread them
         line = pick.randrange(1 + number * total // points, 1 + (number + 1) * total // points)
         told, beside = one(line)
         with beside:
@@ -126,7 +130,7 @@ def _survived(case: Case, path: Path, beside: DiskStorage, reached: int, line: i
         ids = reader.trajectories.ids
         assert beside.trajectories.ids.tolist() == ids.tolist()
         _check_shown(path, reader)
-    found = verify(path, skip=["observations"]).findings  # those of these rows do not follow
+    found = verify(path, skip=["observations"]).findings  # observations are not consecutive
     assert not found, f"killed at line {line}: {found}"
     with case.kind(path, mode="append") as storage:
         assert state_of(storage) == state
@@ -137,7 +141,7 @@ def _survived(case: Case, path: Path, beside: DiskStorage, reached: int, line: i
         assert numbers_of(storage)[-40:] == list(range(72_000, 72_040))
         assert numbers_of(beside)[-40:] == list(range(72_000, 72_040))
         table = storage.trajectories.table
-    with case.kind(path, mode="append") as storage:  # with the table that the last one wrote
+    with case.kind(path, mode="append") as storage:  # with the table that the last writer saved
         assert storage.trajectories.table["id"].tolist() == table["id"].tolist()
         assert storage.trajectories.table["length"].tolist() == table["length"].tolist()
     assert not verify(path, skip=["observations"]).findings
@@ -145,7 +149,7 @@ def _survived(case: Case, path: Path, beside: DiskStorage, reached: int, line: i
 
 
 def _check_shown(path: Path, reader: DiskStorage) -> None:
-    """Other libraries see rows that are committed, and no others."""
+    """Check that other libraries see committed rows and no others."""
     try:
         columns = shown(path, type(reader))
     except RuntimeError as error:
@@ -176,13 +180,13 @@ def test_kill_9_while_rows_are_taken_back(name: str, durability: str, tmp_path: 
         kill_at_lines, name, tmp_path, durability, points, seed, seconds=60 + 4 * KILLS
     )
     assert len(found) == points
-    # An eighth of the lines is between taking back and the next commit: few kills may miss it.
+    # An eighth of the lines lies between the rewind and the next commit, so few kills may miss it.
     wanted = {0, 1, 2} if points > 16 else {0, 2}
     assert {*found} >= wanted, f"the kills met only {found}"
 
 
 def rewind_for_ever(path: Path, told: Told) -> None:
-    """Take rows back and write others in their place, again and again."""
+    """Rewind and write other rows in their place, again and again."""
     with CASES["memmap"].kind(path, mode="append") as storage:
         while True:
             take_back(storage.writer, KEPT, (KEPT, record_of(KEPT)))
@@ -193,7 +197,7 @@ def rewind_for_ever(path: Path, told: Told) -> None:
 
 
 def read_beside(path: Path, seconds: float) -> int:
-    """Read in every way while rows are taken back; how often they were."""
+    """Read in every way during rewinds. Return the number of rewinds."""
     make(CASES["memmap"], path)
     told = Told()
     writer = forked(lambda: rewind_for_ever(path, told))
@@ -203,7 +207,7 @@ def read_beside(path: Path, seconds: float) -> int:
             while time.monotonic() < until or told.head < 20:
                 for _ in range(50):
                     assert_whole(reader.get(slice(KEPT - 4, KEPT + 4)))
-                    with suppress(IndexError):  # rows that were taken back
+                    with suppress(IndexError):  # rewound rows
                         assert_whole(reader.get(np.arange(KEPT - 10, len(reader))))
                 numbers = assert_whole(reader.get(slice(0, 30)))
                 assert numbers.tolist() == list(range(30))

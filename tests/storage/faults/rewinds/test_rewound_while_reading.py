@@ -1,7 +1,7 @@
-"""A reader finds whole rows at whatever line of it another process takes some back.
+"""Test that a reader gets complete rows while another process rewinds at any line of the reader.
 
-That process may be killed before it has counted its rewind. ``TALLYROLL_REWINDS`` says at how many
-lines of each way to read.
+That process may be killed before it has counted its rewind. ``TALLYROLL_REWINDS`` sets the number
+of lines for each way to read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from killed_storages_kit import CASES, MOST, STEPS, Key, assert_whole, forked, i
 LINES = int(os.environ.get("TALLYROLL_REWINDS", "12"))
 KEPT, ALL, LATER = 20 * STEPS + 5, 30 * STEPS, 3000 * STEPS
 ENDED = set(range(KEPT // STEPS))
-"""Trajectories of which no row is taken back."""
+"""Trajectories that keep all of their rows."""
 INSIDE = str(Path(tallyroll.storage.__file__).parent)
 
 
@@ -49,7 +49,7 @@ def items(storage: DiskStorage) -> None:
 def by_id(storage: DiskStorage) -> None:
     rows = storage.trajectories[KEPT // STEPS - 1]
     assert len(assert_whole(rows)) == STEPS
-    with suppress(KeyError):  # taken back
+    with suppress(KeyError):  # rewound
         assert_whole(storage.trajectories[KEPT // STEPS + 2])
 
 
@@ -88,7 +88,7 @@ def get(storage: DiskStorage) -> None:
 
 
 def assert_numbers(numbers: np.ndarray) -> None:
-    """Rows are of the time before the rewind, or of that after."""
+    """Check that rows are from before the rewind, or from after it."""
     old, new = numbers < ALL, (numbers >= LATER) & (numbers < LATER + STEPS)
     assert (old | new).all()
     assert not (new.any() and (old & (numbers >= KEPT)).any())
@@ -98,18 +98,18 @@ READS = [items, by_id, table, slices, steps, priorities, get]
 
 
 def rows_from(start: int, count: int) -> dict[Key, np.ndarray]:
-    """The kit's rows, with rewards."""
+    """Return the kit's rows, with rewards."""
     numbers = np.arange(start, start + count, dtype=np.float32)[:, None]
     return {**oracle(start, count), ("next", "reward"): numbers}
 
 
 def rewind(path: Path, killed: bool) -> None:
-    """Take rows back in another process, and write others in their place, or be killed before."""
+    """Rewind in another process, and write other rows or be killed before that."""
 
     def act() -> None:
         if killed:
             Engine.finish_rewind = lambda *_: os._exit(0)  # type: ignore[method-assign]
-        with suppress(StorageLocked), open_storage(path, "append") as storage:  # the reader looks
+        with suppress(StorageLocked), open_storage(path, "append") as storage:  # a reader probes
             take_back(storage.writer, KEPT, None)
             storage.extend(rows_from(LATER, STEPS))
 
@@ -119,7 +119,7 @@ def rewind(path: Path, killed: bool) -> None:
 
 @contextmanager
 def at_line(number: int, act: Callable[[], None]) -> Iterator[Callable[[], int]]:
-    """Call ``act`` at the ``number``-th line that the storage's modules run here; 0: at none."""
+    """Call ``act`` at the ``number``-th line that the storage's modules run here; 0 for never."""
     lines = itertools.count(1)
     seen = [0]
 
@@ -142,7 +142,7 @@ def at_line(number: int, act: Callable[[], None]) -> Iterator[Callable[[], int]]
 
 
 def read_at_lines(name: str, folder: Path, seed: int) -> int:
-    """Read often, rows being taken back at another line each time; how often they were."""
+    """Read many times, with a rewind at another line each time. Return the number of rewinds."""
     pick, path = random.Random(seed), folder / "rows"
     with CASES["memmap"].create(folder / "base") as storage:
         storage.extend(rows_from(0, ALL))
@@ -179,7 +179,7 @@ def test_rows_are_taken_back_at_any_line_of_a_reader(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", CASES)
 def test_readers_see_the_rows_that_come_later(name: str, tmp_path: Path) -> None:
-    """Files are neither cut nor replaced where a reader has mapped rows that were taken back."""
+    """Files are neither truncated nor replaced while a reader has mapped rewound rows."""
     path, case = tmp_path / "rows", CASES[name]
     with case.create(path, **({"capacity": ALL} if case.capacity is None else {})) as storage:
         storage.extend(rows_from(0, ALL))
@@ -189,7 +189,7 @@ def test_readers_see_the_rows_that_come_later(name: str, tmp_path: Path) -> None
         with open_storage(path, "append") as storage:
             take_back(storage.writer, KEPT, None)
         assert views.shape == (ALL, views.shape[1])
-        views.sum()  # nothing is said of its values, but it is there
+        views.sum()  # the values are undefined, but readable
         for start in (LATER, LATER + MOST):
             with open_storage(path, "append") as storage:
                 storage.extend(rows_from(start, MOST))

@@ -1,11 +1,11 @@
-"""Makes the storages that are kept here, of the format version that this Tallyroll writes.
+"""Make the storages that are kept here, in the format version that this Tallyroll writes.
 
-Run before a format version changes, so that later ones can show that they still read it::
+Run it before a format version changes, so that later versions can show that they still read it::
 
-    python tests/data/make_storages.py
+    python tests/storage/formats/data/make_storages.py
 
-writes ``version-N.tar.xz``: a storage of each kind, and ``rows.json``, which says what rows they
-hold. A header takes 140 KB, nearly all zeros: hence the archive.
+It writes ``version-N.tar.xz``: a storage of each kind, and ``rows.json`` with the rows that they
+hold. A header takes 140 KB, nearly all zeros, so the files are compressed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def collect(path: Path, kind: type[DiskStorage], end: str, options: dict[str, An
     ) as collector:  # fmt: skip
         for number, _ in enumerate(collector):
             if end == "killed" and number == 3:
-                os._exit(0)  # nothing is closed
+                os._exit(0)  # without closing any file
     if end == "finalized":
         storage.finalize()
     else:
@@ -89,7 +89,7 @@ def main() -> None:
         root.mkdir()
         for file, (kind, end, options) in KINDS.items():
             in_a_fork(root / file, kind, end, options)
-            # Looked at in a copy: what is kept is as its writer left it.
+            # Read a copy, so that the archived storage stays as its writer left it.
             copy = Path(folder) / file
             (shutil.copytree if (root / file).is_dir() else shutil.copy)(root / file, copy)
             found[file] = rows_of(copy, kind)

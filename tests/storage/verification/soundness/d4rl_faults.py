@@ -1,4 +1,4 @@
-"""Faults of HDF5 files as D4RL has them, by h5py alone."""
+"""Faults of D4RL's HDF5 files, injected with h5py alone."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fault_kit import BEGINS, ENDS, LENGTHS, ROWS, Faults, actions, halve, rewri
 
 FAULTS = Faults()
 TERMINAL = (0, 2)
-"""Episodes that end by a terminal; the others by a timeout."""
+"""Episodes that end with a terminal. The others end with a timeout."""
 
 
 def sound(place: Path) -> None:
-    """Write a sound file, as scripts of D4RL do."""
+    """Write a sound file, as D4RL's scripts do."""
     states = [walk(number, count + 1, 3) for number, count in enumerate(LENGTHS)]
     flags = {"terminals": np.zeros(ROWS, bool), "timeouts": np.zeros(ROWS, bool)}
     for number, end in enumerate(ENDS):
@@ -37,7 +37,7 @@ def sound(place: Path) -> None:
 
 
 def changed(name: str, change: Callable[[np.ndarray], Any], place: Path, **options: Any) -> None:
-    """Write a dataset again."""
+    """Rewrite a dataset."""
     with h5py.File(place, "r+") as file:
         values = change(file[name][()])
         del file[name]
@@ -53,7 +53,7 @@ def set_rows(name: str, rows: Any, value: Any, place: Path) -> None:
 
 
 def every(place: Path, change: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Change the rows of all datasets alike."""
+    """Apply the same change to the rows of all datasets."""
     with h5py.File(place, "r") as file:
         names = [name for name in file if name != "metadata"]
         names = [name if name != "infos" else "infos/qpos" for name in names]

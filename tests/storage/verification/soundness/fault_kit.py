@@ -1,4 +1,4 @@
-"""Lists of faults, each injected into a sound dataset by a program that knows no checker."""
+"""Lists of faults, each injected into a sound dataset by code that is independent of the checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 LENGTHS = (12, 9, 30, 10)
-"""Transitions of each episode of the sound datasets."""
+"""Transitions per episode of the sound datasets."""
 ROWS = sum(LENGTHS)
 BEGINS = [sum(LENGTHS[:number]) for number in range(len(LENGTHS))]
 ENDS = [begin + count - 1 for begin, count in zip(BEGINS, LENGTHS, strict=True)]
@@ -20,7 +20,7 @@ Inject = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: the check that has to find it, the place that has to be named, the injection."""
+    """A fault: the check that must find it, the place to report, and the injection."""
 
     name: str
     check: str
@@ -29,10 +29,10 @@ class Fault:
 
 
 class Faults(list[Fault]):
-    """The faults of a format, in their order."""
+    """The faults of a format, in order."""
 
     def __call__(self, check: str, **at: Any) -> Callable[[Inject], Inject]:
-        """Add the function below; ``at`` are fields of the place."""
+        """Return a decorator that adds a function. ``at`` gives fields of the place."""
 
         def add(inject: Inject) -> Inject:
             self.append(Fault(inject.__name__.strip("_"), check, at, inject))
@@ -42,7 +42,7 @@ class Faults(list[Fault]):
 
 
 def walk(seed: int, count: int, width: int) -> np.ndarray:
-    """Return states [count, width] of a random walk, no two alike."""
+    """Return states [count, width] of a random walk. All states differ."""
     steps = np.random.default_rng(seed).normal(size=(count, width))
     return np.cumsum(steps, 0).astype(np.float32)
 
@@ -53,13 +53,13 @@ def actions(seed: int, count: int, width: int) -> np.ndarray:
 
 
 def rewrite(path: Path, at: int, content: bytes) -> None:
-    """Write bytes into a file; a negative place counts from its end."""
+    """Write bytes into a file. A negative offset counts from its end."""
     with path.open("r+b") as file:
         file.seek(at, 0 if at >= 0 else 2)
         file.write(content)
 
 
 def halve(path: Path) -> None:
-    """Cut a file in the middle."""
+    """Truncate a file to half of its size."""
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 2)

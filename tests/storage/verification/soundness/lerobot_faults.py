@@ -1,4 +1,4 @@
-"""Faults of datasets of LeRobot: those of both versions, those of v3.0, those of v2.1."""
+"""Faults of LeRobot datasets: for both versions, for v3.0 and for v2.1."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LINES = Path("meta", "episodes.jsonl")
 
 
 def both(check: str, **at: Any) -> Any:
-    """Add a fault to both versions; it gets the file of episode 2, whose rows are 21 to 50."""
+    """Add a fault to both versions. It gets the file of episode 2, whose rows are 21 to 50."""
 
     def add(inject: Any) -> Any:
         for faults, data in ((V2, data_v2(2)), (V3, data_v3(1))):
@@ -50,12 +50,12 @@ def both(check: str, **at: Any) -> Any:
 
 
 def info(place: Path, **more: Any) -> None:
-    """Change what ``info.json`` says."""
+    """Change the content of ``info.json``."""
     change_json(place / INFO, lambda found: found | more)
 
 
 def feature(place: Path, name: str, **more: Any) -> None:
-    """Change what ``info.json`` says of a column."""
+    """Change the description of a column in ``info.json``."""
 
     def change(found: Any) -> None:
         found["features"][name] |= more

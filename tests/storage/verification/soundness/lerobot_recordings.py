@@ -1,4 +1,4 @@
-"""Sound datasets of LeRobot, v2.1 and v3.0, written by pyarrow, json and PyAV alone."""
+"""Sound datasets of LeRobot, v2.1 and v3.0, written with pyarrow, json and PyAV alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def columns(number: int) -> dict[str, np.ndarray]:
 
 
 def features() -> dict[str, Any]:
-    """Return what ``info.json`` says of the columns."""
+    """Return the description of the columns for ``info.json``."""
     found: dict[str, Any] = {
         "observation.state": {"dtype": "float32", "shape": [3], "names": ["x", "y", "z"]},
         "action": {"dtype": "float32", "shape": [2], "names": ["left", "right"]},
@@ -100,7 +100,7 @@ def table(values: dict[str, np.ndarray]) -> pa.Table:
 def write_video(
     path: Path, frames: int, *, fps: int = FPS, size: tuple[int, int] = (32, 48)
 ) -> None:
-    """Write a small film."""
+    """Write a small video."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=fps)
@@ -114,7 +114,7 @@ def write_video(
 
 
 def sound_v3(place: Path) -> None:
-    """Write a sound dataset of v3.0: two episodes a file of data, all in one film."""
+    """Write a sound dataset of v3.0: two episodes per data file, all in one video."""
     info = {
         "codebase_version": "v3.0",
         "robot_type": "block",
@@ -172,7 +172,7 @@ def data_v3(file: int) -> Path:
 
 
 def sound_v2(place: Path) -> None:
-    """Write a sound dataset of v2.1: a file and a film for each episode."""
+    """Write a sound dataset of v2.1: a file and a video for each episode."""
     info = {
         "codebase_version": "v2.1",
         "robot_type": "block",
@@ -211,31 +211,31 @@ def data_v2(number: int) -> Path:
 
 
 def video_v2(number: int) -> Path:
-    """Return the path of an episode's film."""
+    """Return the path of an episode's video."""
     return Path("videos", "chunk-000", CAMERA, f"episode_{number:06d}.mp4")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON, and the folders above it."""
+    """Write JSON, and create its parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=4))
 
 
 def change_json(path: Path, change: Callable[[Any], Any]) -> None:
-    """Change JSON; a result that is not None takes its place."""
+    """Change JSON. A result that is not None replaces it."""
     value = json.loads(path.read_text())
     found = change(value)
     write_json(path, value if found is None else found)
 
 
 def write_lines(path: Path, entries: list[Any]) -> None:
-    """Write JSON, a value a line."""
+    """Write JSON, one value per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(each) + "\n" for each in entries))
 
 
 def change_lines(path: Path, change: Callable[[list[Any]], Any]) -> None:
-    """Change the lines of JSON; a result that is not None takes their place."""
+    """Change the lines of JSON. A result that is not None replaces them."""
     entries = [json.loads(line) for line in path.read_text().splitlines()]
     found = change(entries)
     write_lines(path, entries if found is None else found)
@@ -248,7 +248,7 @@ def write_table(path: Path, rows: pa.Table) -> None:
 
 
 def change_column(path: Path, name: str, change: Callable[[list[Any]], Any]) -> None:
-    """Change a column as a list; a result that is not None takes its place."""
+    """Change a column as a list. A result that is not None replaces it."""
     rows = pq.read_table(path)
     at = rows.schema.get_field_index(name)
     values = rows.column(at).to_pylist()

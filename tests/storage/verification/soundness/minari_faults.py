@@ -1,4 +1,4 @@
-"""Faults of datasets of Minari, by h5py and json alone."""
+"""Faults of Minari datasets, injected with h5py and json alone."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ def sound(place: Path) -> None:
 
 
 def say(place: Path, **more: Any) -> None:
-    """Change what the metadata say."""
+    """Change the metadata."""
     path = place / "data" / "metadata.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | more))
 
 
 def opened(place: Path) -> Any:
-    """Open the file to write to it."""
+    """Open the file for writing."""
     return h5py.File(place / "data" / "main_data.hdf5", "r+")
 
 
 def changed(place: Path, name: str, change: Callable[[np.ndarray], Any]) -> None:
-    """Write a dataset again."""
+    """Rewrite a dataset."""
     with opened(place) as file:
         values = change(file[name][()])
         del file[name]

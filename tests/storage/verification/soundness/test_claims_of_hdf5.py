@@ -1,4 +1,4 @@
-"""HDF5 files that claim more values than they have: found, and not read for hours."""
+"""Test HDF5 files that claim more values than they have: found without a long read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS = {"observations": 3, "actions": 2, "rewards": 0, "terminals": 0}
 
 
 def claims_in(path: Path, kind: str) -> set[str | None]:
-    """Return the columns of findings that say that values are not in the file."""
+    """Return the columns of findings about values that are missing from the file."""
     files = [each for each in verify_dataset(path, kind).findings if each.check == "files"]
     return {place.column for each in files for place in each.places if "claims" in place.what}
 
@@ -34,19 +34,19 @@ def _columns(
 
 
 def _chunks(file: h5py.File, name: str, shape: tuple[int, ...]) -> None:
-    """Claim chunks, of which one is written."""
+    """Claim chunks, and write only one of them."""
     chunk = (2**16, *shape[1:])
     data = file.create_dataset(name, shape, "f4", chunks=chunk, compression="gzip")
     data[:8] = 1
 
 
 def _alone(file: h5py.File, name: str, shape: tuple[int, ...]) -> None:
-    """Claim rows side by side, none of them written."""
+    """Claim contiguous rows without writing any."""
     file.create_dataset(name, shape, "f4")
 
 
 def _nothing(file: h5py.File, name: str, shape: tuple[int, ...]) -> None:
-    """Claim rows of no values."""
+    """Claim rows without values."""
     file.create_dataset(name, (shape[0], 0), "f4")
 
 
@@ -75,7 +75,7 @@ def test_memory_is_there_before_rows_are_looked_up(
 
 
 def test_a_file_that_is_a_hole(tmp_path: Path) -> None:
-    """Rows side by side in a file of a terabyte, of which the disk has some kilobytes."""
+    """Contiguous rows fill a file of a terabyte, of which the disk has a few kilobytes."""
     path = tmp_path / "rows.hdf5"
     rows = TERABYTE // 64
 
@@ -92,7 +92,7 @@ def test_a_file_that_is_a_hole(tmp_path: Path) -> None:
 
 
 def test_one_episode_by_many_names(tmp_path: Path) -> None:
-    """A group of 64 MiB that packs well is an episode by 2,000 hard links."""
+    """2,000 hard links make episodes of one highly compressible group of 64 MiB."""
     minari_faults.sound(tmp_path / "rows")
     with h5py.File(tmp_path / "rows" / "data" / "main_data.hdf5", "r+") as file:
         group = file.create_group("big")
@@ -106,7 +106,7 @@ def test_one_episode_by_many_names(tmp_path: Path) -> None:
 
 
 def test_columns_that_pack_best_are_read(tmp_path: Path) -> None:
-    """A column of zeros, which deflate packs by a thousand, is no claim."""
+    """Deflate compresses a column of zeros by a factor of a thousand. It is not a false claim."""
     path = tmp_path / "rows.hdf5"
     d4rl_faults.sound(path)
     with h5py.File(path, "r+") as file:

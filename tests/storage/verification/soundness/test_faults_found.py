@@ -1,4 +1,4 @@
-"""Every fault of the lists is found, by the check and at the place that the list names."""
+"""Test that each listed fault is found, by the check and at the place that the list names."""
 
 from __future__ import annotations
 

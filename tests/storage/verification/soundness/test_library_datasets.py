@@ -1,4 +1,4 @@
-"""No false alarm: datasets that the libraries themselves made, and our own exports, are sound."""
+"""Test for false alarms: datasets written by the libraries, and our own exports, are sound."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ ROWS = {
     "torchrl-0.14.1-lanes": 200,
     "torchrl-0.14.1-ring": 160,
 }
-"""Datasets by the library that wrote them, and their rows: by LeRobot's `add_frame` and
-`save_episode`, Minari's `DataCollector` and `create_dataset_from_buffers`, and the memory maps of
-TorchRL's collector and replay buffers."""
+"""Number of rows in each dataset, by the library that wrote it.
+
+The writers are LeRobot's `add_frame` and `save_episode`, Minari's `DataCollector` and
+`create_dataset_from_buffers`, and the memory maps of TorchRL's collector and replay buffers.
+"""
 EXPORTS = {"npz": ".npz", "parquet": ".parquet", "hf": "", "torchrl": "", "d4rl": ".hdf5"}
 EXPORTS["rlds"] = ""
 
@@ -68,7 +70,7 @@ def test_there_are_ten() -> None:
 
 
 def test_what_tensordict_writes_today(tmp_path: Path) -> None:
-    """Without ids and steps, successors are compared with nothing, and the report says so."""
+    """Without ids and steps, next observations are not compared, and the report states it."""
     rows = {"observation": torch.randn(50, 3), "action": torch.randn(50, 1)}
     after = {"observation": torch.randn(50, 3), "reward": torch.randn(50, 1)}
     TensorDict({**rows, "next": after}, [50]).memmap(tmp_path / "rows")
@@ -84,7 +86,7 @@ def test_our_exports_are_sound(kind: str, tmp_path: Path) -> None:
     if kind == "rlds":
         pytest.importorskip("google.protobuf")
     with MemmapStorage(tmp_path / "source") as storage:
-        storage.extend(collected())  # of several lanes, with trajectories cut
+        storage.extend(collected())  # several lanes, with cut trajectories
         storage.export(tmp_path / f"a{EXPORTS[kind]}", kind)
     with (
         MemmapStorage(tmp_path / "pole") as storage,
@@ -102,4 +104,4 @@ def test_our_exports_are_sound(kind: str, tmp_path: Path) -> None:
     reports: list[Any] = [verify_dataset(tmp_path / f"{n}{EXPORTS[kind]}", kind) for n in "ab"]
     assert [each.findings for each in reports] == [(), ()]
     assert reports[1].rows == 300
-    assert ("observations" in reports[1].checked) == (kind != "rlds")  # it has each one once
+    assert ("observations" in reports[1].checked) == (kind != "rlds")  # it stores each once

@@ -1,4 +1,4 @@
-"""`tallyroll verify` and `repair` of foreign datasets: kinds, exit status, JSON, harm."""
+"""Test `tallyroll verify` and `repair` of foreign datasets: kinds, exit status, JSON, harm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tallyroll.storage import verify_dataset
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    """Run the command; return its status and what it printed."""
+    """Run the command. Return its status and its output."""
     status = main([str(each) for each in words])
     shown = capsys.readouterr()
     return status, shown.out, shown.err
@@ -63,7 +63,7 @@ def test_repair_and_its_status(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
-    """What tensordict pickles beside tensors is not looked at."""
+    """`verify` does not read the objects that tensordict pickles."""
     torchrl_faults.sound(tmp_path / "rows")
     (tmp_path / "rows" / "other.pickle").write_bytes(
         b"cos\nsystem\n(S'touch " + os.fsencode(tmp_path / "harm") + b"'\ntR."

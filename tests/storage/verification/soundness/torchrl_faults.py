@@ -1,4 +1,4 @@
-"""Faults of TorchRL's memory-mapped storages, by numpy and json alone."""
+"""Faults of TorchRL's memory-mapped storages, injected with numpy and json alone."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FAULTS = Faults()
 _TYPE = "<class 'tensordict._td.TensorDict'>"
 _DTYPES = {"float32": np.float32, "int64": np.int64, "bool": np.bool_}
 SPARE = 8
-"""Rows of the maps that are not filled yet, as in a buffer that is larger than its content."""
+"""Unused rows of the maps, as in a buffer that is not full."""
 
 
 def sound(place: Path) -> None:
-    """Write a sound folder, as `ReplayBuffer.dumps` does of its storage."""
+    """Write a sound folder, as `ReplayBuffer.dumps` writes its storage."""
     states = [walk(number, count + 1, 3) for number, count in enumerate(LENGTHS)]
     ids = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
     steps = np.concatenate([np.arange(count) for count in LENGTHS])
@@ -50,7 +50,7 @@ def sound(place: Path) -> None:
 
 
 def meta_of(place: Path, folder: str = "") -> dict[str, Any]:
-    """Return what a folder says of its columns."""
+    """Return a folder's description of its columns."""
     path = place / folder / "meta.json"
     if path.exists():
         found: dict[str, Any] = json.loads(path.read_text())
@@ -59,13 +59,13 @@ def meta_of(place: Path, folder: str = "") -> dict[str, Any]:
 
 
 def say(place: Path, folder: str, meta: dict[str, Any]) -> None:
-    """Write what a folder says of its columns."""
+    """Write a folder's description of its columns."""
     (place / folder).mkdir(parents=True, exist_ok=True)
     (place / folder / "meta.json").write_text(json.dumps(meta))
 
 
 def put(place: Path, name: str, values: np.ndarray) -> None:
-    """Write a column, and say what it is."""
+    """Write a column and its description."""
     *above, leaf = name.split("/")
     folder = "/".join(above)
     if above:
@@ -77,7 +77,7 @@ def put(place: Path, name: str, values: np.ndarray) -> None:
 
 
 def changed(place: Path, name: str, change: Callable[[np.ndarray], Any]) -> None:
-    """Change the values of a column in place; a result that is not None is written in full."""
+    """Change the values of a column in place. A result that is not None is written in full."""
     *above, leaf = name.split("/")
     said = meta_of(place, "/".join(above))[leaf]
     path = place / f"{name}.memmap"
@@ -97,7 +97,7 @@ def set_rows(place: Path, name: str, rows: Any, value: Any) -> None:
 
 
 def every(place: Path, order: Any) -> None:
-    """Take the rows of all columns in another order, and leave the spare ones."""
+    """Reorder the rows of all columns, without the spare ones."""
     names = [str(each.relative_to(place).with_suffix("")) for each in place.rglob("*.memmap")]
     for name in names:
         changed(place, name, lambda values: np.concatenate([values[order], values[len(order) :]]))

@@ -1,4 +1,4 @@
-"""Small sound datasets of every kind that is repaired, and the ways in which they are damaged."""
+"""Small sound datasets of every kind that can be repaired, and the ways to damage them."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from tallyroll.storage.ext.repair import ours as working_copy
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 
 SECTOR = 128
-"""Bytes that a disk of these tests loses at once."""
+"""Bytes per unreadable sector of a disk in these tests."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A kind of source.
+    """Kind of source.
 
     Args:
-        kind: its kind.
-        write: writes it below a folder; returns its place.
-        most: rows that a sector costs, at the most.
+        kind: the name of the kind.
+        write: a function that writes the source below a folder and returns its place.
+        most: the largest number of rows that one sector may cost.
         vital: patterns of files of which any part may be needed for all rows.
-        columns: patterns of files that have a part of every row.
-        needs: modules without which it is not there.
-        blind: some values have no checksums: zeros may be theirs.
+        columns: patterns of files that contain a part of every row.
+        needs: modules that the source requires.
+        blind: whether some values have no checksums, so that zeros may be valid.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class Source:
 
     @property
     def there(self) -> bool:
-        """Whether its libraries are installed."""
+        """Whether the required libraries are installed."""
         return all(map(importlib.util.find_spec, self.needs))
 
 
@@ -106,7 +106,7 @@ def _table(folder: Path, kind: str) -> Path:
             }
             for name in ("actions", "rewards", "terminations", "truncations"):
                 columns[name] = fixed(group[name][()], rows)
-            columns["infos"] = columns.pop("infos")  # the last one, as Minari has it
+            columns["infos"] = columns.pop("infos")  # last, as in Minari
             table = arrow.table(columns)
             (data / str(number)).mkdir()
             path = data / str(number) / f"part-0.{kind}"
@@ -136,10 +136,10 @@ def _rlds(folder: Path) -> Path:
 
 
 def ours(count: int) -> Any:
-    """Return rows in trajectories of 20, no two alike in any column of floats."""
+    """Return rows in trajectories of 20. All rows differ in every column of floats."""
     rows = trajectory_rows(0, count, steps=20)
     rows["action"] = torch.from_numpy(walk(3, count, 3))
-    # Chunks of a MiB are full of these, and their beginnings are damaged, too.
+    # These fill chunks of a MiB, so that the starts of chunks are damaged, too.
     rows["wide"] = torch.from_numpy(walk(4, count, 2 if count > 1000 else 500))
     return rows
 
@@ -195,7 +195,7 @@ SOURCES: dict[str, Source] = {
 
 
 class Disk:
-    """A disk that cannot read some ranges of bytes of files; it reads so many at once."""
+    """Disk that cannot read some byte ranges of files, and reads whole blocks."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, block: int = disk.BLOCK) -> None:
         self.bad: dict[str, range] = {}
@@ -221,11 +221,11 @@ def files_of(place: Path) -> list[Path]:
 
 
 Damage = Callable[[Path, np.random.Generator, Disk], Path | None]
-"""Damages a file of a dataset, and returns it; None: it has too few bytes for that."""
+"""Function that damages a file and returns it, or None if the file is too small."""
 
 
 def _one(place: Path, draws: np.random.Generator) -> Path:
-    """Draw a file: one of many bytes as often as all the others."""
+    """Draw a file. Half of the draws are in proportion to size."""
     files = files_of(place)
     if draws.random() < 0.5:
         return files[int(draws.integers(len(files)))]

@@ -1,4 +1,4 @@
-"""Repair as every test calls it: a storage that is made is sound, whatever was damaged."""
+"""Repair as every test calls it: the result is sound after any damage."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from tallyroll.storage import repair as repair_alone
 
 
 def repair(place: Path, out: Path, kind: str | None = None) -> RepairReport:
-    """Repair a dataset; what is made is sound, but for a NaN, which is kept as it was.
+    """Repair a dataset, and check that the result is sound except for NaNs, which are kept.
 
-    A refusal makes nothing.
+    A refusal leaves nothing.
     """
     try:
         report = repair_alone(place, out, kind)

@@ -1,4 +1,4 @@
-"""Repair: everything that is readable is saved, bit for bit, and what is not is listed."""
+"""Test repairs: all readable data are saved, bit for bit, and the rest is listed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def column(path: Path, *key: str) -> np.ndarray:
 
 
 def states(number: int) -> np.ndarray:
-    """Return what the kit's episode observed, from the first to the last."""
+    """Return the observations of the kit's episode, from the first to the last."""
     return walk(number, LENGTHS[number] + 1, 3)
 
 
@@ -58,7 +58,7 @@ def test_a_sound_file_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_damaged_chunks_are_gaps(tmp_path: Path) -> None:
-    """Chunks of eight rows, of which one of actions cannot be unpacked: the rest is saved."""
+    """A chunk of eight rows of actions cannot be decompressed. The other rows are saved."""
     place = tmp_path / "rows.hdf5"
     d4rl_faults.sound(place)
     with h5py.File(place, "r+") as file:
@@ -75,14 +75,14 @@ def test_damaged_chunks_are_gaps(tmp_path: Path) -> None:
     kept = [*range(24), *range(32, ROWS)]
     assert column(tmp_path / "out", "action").tobytes() == actions(0, ROWS, 2)[kept].tobytes()
     ids, steps = (column(tmp_path / "out", "collector", name) for name in ("traj_ids", "step"))
-    # The episode of the gap, rows 21 to 50, is two trajectories.
+    # The episode with the gap, rows 21 to 50, becomes two trajectories.
     assert ids.tolist() == [0] * 12 + [1] * 9 + [2] * 3 + [3] * 19 + [4] * 10
     assert steps[21:26].tolist() == [0, 1, 2, 0, 1]
     assert sound(tmp_path / "out")
 
 
 def test_a_file_that_was_cut(tmp_path: Path) -> None:
-    """Contiguous columns, of which the last one is beyond the end of the file, in part."""
+    """Columns are contiguous, and part of the last one lies beyond the end of the file."""
     place = tmp_path / "rows.hdf5"
     columns = {
         "observations": np.concatenate([states(n)[:-1] for n in range(4)]),
@@ -99,7 +99,7 @@ def test_a_file_that_was_cut(tmp_path: Path) -> None:
     with place.open("r+b") as raw:
         raw.truncate(end + 2)
     report = repair(place, tmp_path / "out", "d4rl")
-    # The row before the cut is in mid-episode, and its next observation is not there.
+    # The row before the cut is in the middle of an episode, and its next observation is missing.
     assert (report.rows, report.lost_rows) == (19, ROWS - 19)
     assert {(each.place.row, each.rows) for each in report.lost} == {(20, ROWS - 20), (19, 1)}
     assert column(tmp_path / "out", "next", "reward")[:, 0].tolist() == pytest.approx(
@@ -219,7 +219,7 @@ def test_a_sector_of_zeros_without_checksums(tmp_path: Path) -> None:
     rewrite(path / "observation.memmap", 105 * 4, bytes(40))
     report = repair(path, tmp_path / "out")
     assert not report.whole
-    # The row before them says another next observation: either of the two may be wrong.
+    # The row before them has another next observation, and either of the two may be wrong.
     assert [(each.place.row, each.rows) for each in report.lost] == [(104, 11)]
     found = column(tmp_path / "out", "observation")[:, 0]
     assert found.tolist() == sorted({*range(600)} - {*range(104, 115)})
@@ -263,7 +263,7 @@ def test_refusals_write_nothing(tmp_path: Path) -> None:
 
 
 def test_lanes_that_take_turns(tmp_path: Path) -> None:
-    """A gap in the rows of two lanes: ids still grow in each, and every kept row is as it was."""
+    """Rows of two lanes have a gap. Ids still increase in each, and kept rows are unchanged."""
     rows = trajectory_rows(0, 600, steps=20)
     order = np.arange(600).reshape(2, 300).T.reshape(-1)
     taken = rows[order.tolist()]

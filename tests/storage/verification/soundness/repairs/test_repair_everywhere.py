@@ -1,7 +1,7 @@
-"""Every kind of source with every way of damage: what is readable is kept, the rest is listed.
+"""Test every kind of source with every kind of damage.
 
-A few are in the gate, one draw of each; the others have three. ``TALLYROLL_REPAIRS`` says another
-number for all.
+All readable data are kept, and the rest is listed. The gate runs a few cases with one draw each.
+The others have three. ``TALLYROLL_REPAIRS`` sets another number for all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tallyroll.storage import (
 
 _DRAWS = int(os.environ.get("TALLYROLL_REPAIRS", "0"))
 _NUMBERS = {("collector", name) for name in ("traj_ids", "step", "lane")}
-"""Columns that are numbered again after a gap."""
+"""Columns that are renumbered after a gap."""
 _NOT_OF_ROWS = {("collector", "reset_seed"), ("collector", "next_valid"), ("next", "done")}
 _FLAGS = ("reward", "terminated", "truncated")
 
@@ -35,7 +35,7 @@ Columns = dict[tuple[str, ...], np.ndarray]
 
 
 def columns_of(place: Path) -> Columns:
-    """Return the columns of a storage that are as the source has them."""
+    """Return the columns of a storage that equal the source's."""
     with open_storage(place) as storage:
         keys = {*storage.reader.keys} - _NUMBERS - _NOT_OF_ROWS
         return {key: np.array(storage.reader.shown(key)) for key in sorted(keys)}
@@ -51,7 +51,7 @@ def bits(columns: Columns, keys: list[tuple[str, ...]]) -> list[bytes]:
 
 
 class Sound:
-    """A sound source, and its rows as an import has them."""
+    """A sound source with its rows as an import stores them."""
 
     def __init__(self, source: Source, folder: Path) -> None:
         (folder / "sound").mkdir()
@@ -71,7 +71,7 @@ class Sound:
         return place
 
     def wrong(self, out: Path) -> int:
-        """Return how many rows of a repair the source has not."""
+        """Return the number of rows in a repair that the source does not have."""
         found = columns_of(out)
         with open_storage(out) as storage:
             known = ("collector", "next_valid") in storage.reader.keys
@@ -90,7 +90,7 @@ class Sound:
 
 
 def outcome(sound: Sound, place: Path, out: Path) -> RepairReport | None:
-    """Repair a source; None: it is refused, and nothing is made."""
+    """Repair a source. Return None if it is refused and nothing is left."""
     before = {each: each.read_bytes() for each in files_of(place) if not each.is_symlink()}
     try:
         report = repair(place, out, sound.source.kind)
@@ -103,7 +103,7 @@ def outcome(sound: Sound, place: Path, out: Path) -> RepairReport | None:
 
 
 def judge(sound: Sound, name: str, path: Path, report: RepairReport | None, out: Path) -> None:
-    """Compare what was made with the sound rows."""
+    """Compare the result with the sound rows."""
     source = sound.source
     small = name in ("zeros", "unreadable")
     if report is None:
@@ -121,7 +121,10 @@ def judge(sound: Sound, name: str, path: Path, report: RepairReport | None, out:
 
 
 def draw(sound: Sound, name: str, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Damage a copy of a source, and look at what `verify` and `repair` say; whether it could."""
+    """Damage a copy of a source, and check `verify` and `repair`.
+
+    Return whether it was possible.
+    """
     place = sound.copy(folder)
     with monkeypatch.context() as patch:
         disk = Disk(patch, SECTOR)
@@ -133,7 +136,7 @@ def draw(sound: Sound, name: str, seed: int, folder: Path, monkeypatch: pytest.M
             assert not (disk.failed and found.sound), path
         report = outcome(sound, place, folder / "out")
     judge(sound, name, path, report, folder / "out")
-    if name == "a link":  # what it leads to is not read
+    if name == "a link":  # its target is not read
         other = sound.copy(folder / "other")
         (other / path.relative_to(place)).unlink()
         without = outcome(sound, other, folder / "other" / "out")
@@ -142,7 +145,7 @@ def draw(sound: Sound, name: str, seed: int, folder: Path, monkeypatch: pytest.M
 
 
 _MORE = {("minari, arrow", "unreadable"): 40}
-"""Draws: of so small a file most blocks have metadata, or padding, and few have values."""
+"""More draws: most blocks of a small file are metadata or padding, and few have values."""
 _CASES = [
     pytest.param(
         source,
@@ -164,6 +167,6 @@ def test_what_is_left(
         pytest.skip("its libraries are not installed")
     sound = Sound(SOURCES[source], tmp_path)
     if sound.place.is_file() and name in ("missing", "a link"):
-        return  # of one file nothing would be left
+        return  # a source of one file would be gone
     done = [draw(sound, name, seed, tmp_path / str(seed), monkeypatch) for seed in range(draws)]
     assert any(done) or name == "zeros"

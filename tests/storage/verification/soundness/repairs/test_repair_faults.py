@@ -1,6 +1,6 @@
-"""Repair of packed rows, of what a disk cannot read, and repairs that are killed or meet.
+"""Test repairs of packed rows and of unreadable disks, and repairs that are killed or concurrent.
 
-``TALLYROLL_REPAIRS`` says how many are killed, 4 by default.
+``TALLYROLL_REPAIRS`` sets the number of kills, 4 by default.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ ROWS_PACKED = 5000
 
 
 def packed(folder: Path, name: str, **options: Any) -> Path:
-    """Pack rows in trajectories of 20, with frames that are stacked by four."""
+    """Pack rows in trajectories of 20, with frames stacked by four."""
     rows = trajectory_rows(0, ROWS_PACKED, steps=20)
-    # No frame is of zeros, or like another one.
+    # No frame is all zeros or equal to another.
     frames = np.random.default_rng(0).integers(1, 256, (ROWS_PACKED + 5, 9), np.uint8)
     for key, first in (("pixels", 0), (("next", "pixels"), 1)):
         stacks = [frames[first + n : first + n + ROWS_PACKED] for n in range(4)]
@@ -69,7 +69,7 @@ def packed(folder: Path, name: str, **options: Any) -> Path:
 
 
 def source_of(place: Path, *key: str) -> ArrayLayout:
-    """Return the array that a column is made of."""
+    """Return the array from which a column is built."""
     with open_storage(place) as storage:
         return storage.reader.column(key).source.layout
 
@@ -80,7 +80,7 @@ def shard_of(place: Path, array: ArrayLayout) -> Path:
 
 
 def damage_chunk(place: Path, array: ArrayLayout, chunk: int) -> None:
-    """Overwrite the middle of a chunk; the index at the end of a shard says where it is."""
+    """Overwrite the middle of a chunk, which the index at the end of the shard locates."""
     file, lines = shard_of(place, array), array.shard_rows // array.chunk_rows
     index = np.frombuffer(file.read_bytes()[-4 - 16 * lines : -4], "<u8").reshape(-1, 2)
     begin, nbytes = index[chunk].tolist()
@@ -107,11 +107,11 @@ def test_rows_of_a_chunk_that_is_damaged_are_lost_and_no_others(tmp_path: Path) 
 
 
 def test_what_is_made_of_frames_that_are_damaged(tmp_path: Path) -> None:
-    """Each row whose stack has a frame of the chunk is lost, and no other."""
+    """Exactly the rows whose stack has a frame of the chunk are lost."""
     place = packed(tmp_path, "rows", stacks=[FrameStack("pixels")])
     array = source_of(place, "pixels")
     assert array.shape == (1, 9)
-    # A row has four frames, all but one those of the row before; what came next has one more.
+    # A row has four frames, three of them from the previous row. The next observation adds one.
     frame, size = np.arange(ROWS_PACKED), array.chunk_rows
     wrong = np.any([(frame + more) // size == 2 for more in range(5)], 0)
     damage_chunk(place, array, 2)
@@ -130,7 +130,7 @@ def test_shards_that_are_missing_or_cut(tmp_path: Path) -> None:
     assert (report.rows, report.lost_rows) == (ROWS_PACKED - first, first)
     wanted = shown(tmp_path / "plain", "action")[first:]
     assert shown(tmp_path / "out", "action").tobytes() == wanted.tobytes()
-    # The first row that is left is of a trajectory that lost its beginning.
+    # The first remaining row belongs to a trajectory that lost its start.
     assert shown(tmp_path / "out", "collector", "step")[0] == 0
     shard = shard_of(place, source_of(place, "action"))
     os.truncate(shard, 2)
@@ -153,10 +153,10 @@ def test_packed_as_hdf5(tmp_path: Path) -> None:
 
 
 def test_packed_hdf5_that_was_cut(tmp_path: Path) -> None:
-    """Rows of which all chunks lie before the cut are kept, and no others."""
+    """Exactly the rows whose chunks all lie before the cut are kept."""
     place = packed(tmp_path, "rows.h5", format="hdf5")
     with open_storage(place) as storage:
-        late = ("breaks", "starts", "row")  # the front has these, or nothing needs them
+        late = ("breaks", "starts", "row")  # in the front, or not needed
         arrays = [each for each in storage.reader.layout.arrays if each.path[-1] not in late]
     with h5py.File(place, locking=False) as file:
         chunks = [file["/".join(each.path)].id for each in arrays]
@@ -177,7 +177,7 @@ def test_packed_hdf5_that_was_cut(tmp_path: Path) -> None:
     assert report.rows + (report.lost_rows or 0) == ROWS_PACKED
     wanted = shown(tmp_path / "plain", "action")[: report.rows]
     assert shown(tmp_path / "out", "action").tobytes() == wanted.tobytes()
-    # HDF5's own superblock is behind the front.
+    # HDF5's own superblock follows the front.
     front = content.index(b"\x89HDF")
     place.write_bytes(content[:front] + bytes(96) + content[front + 96 :])
     assert repair(place, tmp_path / "more").whole
@@ -200,11 +200,11 @@ def test_a_shard_without_its_index(codec: str, tmp_path: Path) -> None:
     assert (report.rows, report.lost_rows) == (kept, ROWS_PACKED - kept)
 
 
-# --- a disk that cannot read ----------------------------------------------------------------------
+# --- unreadable disks -----------------------------------------------------------------------------
 
 
 class WatchedDisk(Disk):
-    """No storage on it is mapped of which parts cannot be read."""
+    """Disk on which no storage with unreadable parts may be mapped."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
@@ -226,7 +226,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 @pytest.mark.parametrize("kind", [MemmapStorage, ZarrStorage, H5Storage])
 @pytest.mark.parametrize("finalize", [True, False])
 def test_blocks_that_cannot_be_read(kind: Any, finalize: bool, tmp_path: Path, disk: Disk) -> None:
-    """The rows of two blocks of a column are lost, and no others, with checksums or without."""
+    """Exactly the rows of two blocks of a column are lost, with checksums or without."""
     place = tmp_path / f"rows{'.h5' if kind is H5Storage else ''}"
     rows = trajectory_rows(0, 6000, steps=20)
     rows["action"] = torch.arange(1, 18001, dtype=torch.float64).reshape(6000, 3)
@@ -235,7 +235,7 @@ def test_blocks_that_cannot_be_read(kind: Any, finalize: bool, tmp_path: Path, d
         if finalize:
             storage.finalize()
     wanted = rows["action"].numpy()
-    # Where the 1,000th row lies, whatever the format is. Its 24 bytes divide no block.
+    # Find the 1,000th row in any format. No block is a multiple of its 24 bytes.
     bytes_there = wanted[1000].tobytes()
     path, at = next(
         (each, found)
@@ -310,7 +310,7 @@ def test_infos_are_saved(tmp_path: Path) -> None:
 
 
 def test_an_info_costs_no_step(tmp_path: Path) -> None:
-    """One that lacks entries of steps that are saved is left out; of steps that are lost, none."""
+    """An info without entries for saved steps is dropped. It may lack entries for lost steps."""
     place = tmp_path / "rows"
     minari_faults.sound(place)
     with minari_faults.opened(place) as file:
@@ -332,11 +332,11 @@ def test_an_info_costs_no_step(tmp_path: Path) -> None:
         assert ("next", "infos", "heat") not in storage.reader.keys
 
 
-# --- kills, and two at once -----------------------------------------------------------------------
+# --- kills and concurrent repairs -----------------------------------------------------------------
 
 
 def repaired(folder: Path, out: Path, told: Told) -> None:
-    """Repair in small blocks, and say how far it is."""
+    """Repair in small blocks, and report the progress."""
     dataset_import.BLOCK_NBYTES = ours.BLOCK_NBYTES = 10_000  # type: ignore[misc]
 
     def tell(done: int, total: int) -> None:
@@ -349,7 +349,7 @@ def repaired(folder: Path, out: Path, told: Told) -> None:
 
 
 def short_column(folder: Path) -> None:
-    """Store rows of which a column is too short: a repair makes links and a copy first."""
+    """Store rows with a column that is too short, so that a repair first makes links and a copy."""
     with MemmapStorage(folder / "rows") as storage:
         storage.extend(trajectory_rows(0, 4000, steps=20))
     with (folder / "rows" / "next" / "reward.memmap").open("r+b") as file:
@@ -357,7 +357,7 @@ def short_column(folder: Path) -> None:
 
 
 def kill_at_random(folder: Path, kills: int) -> list[int]:
-    """Kill repairs; return how many left nothing, and how many a whole storage."""
+    """Kill repairs. Return how many left nothing, and how many left a complete storage."""
     short_column(folder)
     repair_alone(folder / "rows", folder / "whole")
     wanted, found = content_hash(folder / "whole"), [0, 0]
@@ -373,7 +373,7 @@ def kill_at_random(folder: Path, kills: int) -> list[int]:
         if not out.exists():
             repair_alone(folder / "rows", out)
             assert not aside.exists(), seed
-        # A kill may come when all is there, and only what was needed for it is still to be removed.
+        # A kill may come when the storage is complete and only temporary files are left to remove.
         shutil.rmtree(aside, ignore_errors=True)
         assert content_hash(out) == wanted, seed
     left = {each.name for each in folder.iterdir() if not each.name.startswith("out")}
@@ -389,7 +389,7 @@ def test_killed_repairs_leave_nothing_or_all(tmp_path: Path) -> None:
 
 
 def test_two_repairs_of_one_place(tmp_path: Path) -> None:
-    """The second is refused while the first goes on, and the first is whole."""
+    """The second repair is refused while the first runs, and the first one completes."""
     short_column(tmp_path)
     refused = list[str]()
 

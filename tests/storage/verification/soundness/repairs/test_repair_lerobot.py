@@ -1,4 +1,4 @@
-"""Repair of recordings of LeRobot: killed ones, and those of which files are damaged."""
+"""Test repairs of LeRobot recordings: killed ones, and those with damaged files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def column(path: Path, *key: str) -> np.ndarray:
 
 @pytest.fixture
 def killed(tmp_path: Path) -> Path:
-    """Unpack a recording that LeRobot did not finish: its own reader finds no row in it."""
+    """Unpack a recording that LeRobot did not finish. Its own reader finds no rows in it."""
     with zipfile.ZipFile(GOLDEN) as archive:
         archive.extractall(tmp_path / "killed")
     return tmp_path / "killed"
@@ -50,7 +50,7 @@ def test_all_saved_episodes_of_a_killed_recording(killed: Path, tmp_path: Path) 
     assert (report.kind, report.rows, report.whole) == ("lerobot", sum(KILLED), True)
     states = np.random.default_rng(0)
     wanted = []
-    for count in KILLED:  # as the recorder drew them
+    for count in KILLED:  # the values that the recorder drew
         for _ in range(count):
             state, action = states.normal(size=3), states.normal(size=2)
             wanted.append((*state, *action, states.normal()))
@@ -79,7 +79,7 @@ def test_killed_while_it_saved_an_episode(killed: Path, tmp_path: Path) -> None:
 
 
 def test_every_cut_gives_whole_episodes_or_nothing(killed: Path, tmp_path: Path) -> None:
-    """Cut anywhere, a file gives a beginning of its episodes, and never a wrong row."""
+    """A file that is cut anywhere gives only complete first episodes, and never a wrong row."""
     content = (killed / data_v3(0)).read_bytes()
     repair(killed, tmp_path / "whole")
     whole = column(tmp_path / "whole", "observation", "state").tobytes()
@@ -111,7 +111,7 @@ def test_a_damaged_file_of_one_episode(tmp_path: Path) -> None:
 
 
 def test_the_list_of_episodes_is_lost(tmp_path: Path) -> None:
-    """The films are placed by the order of rows: there is one, with a frame for each."""
+    """The order of rows locates the videos: there is one, with a frame for each row."""
     sound_v3(tmp_path / "rows")
     halve(tmp_path / "rows" / EPISODES)
     report = repair(tmp_path / "rows", tmp_path / "out")
@@ -130,7 +130,7 @@ def test_films_that_are_lost_are_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", ["v2", "v3"])
 def test_no_fault_makes_a_wrong_storage(version: str, tmp_path: Path) -> None:
-    """Of every fault of the lists: refused, or a storage whose rows follow one another."""
+    """Each fault of the lists is refused, or the storage has consecutive rows."""
     write, faults = (sound_v2, V2) if version == "v2" else (sound_v3, V3)
     write(tmp_path / "sound")
     for number, fault in enumerate(faults[:: 1 if os.environ.get("TALLYROLL_REPAIRS") else 6]):

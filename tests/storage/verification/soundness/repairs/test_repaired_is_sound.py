@@ -1,6 +1,6 @@
-"""Whatever is wrong with a dataset, its repair is a sound storage, or there is none.
+"""Test that the repair of a damaged dataset is a sound storage or refused.
 
-`repair_kit.repair` asserts it, of LeRobot in `test_repair_lerobot.py`, too.
+`repair_kit.repair` asserts it, also for LeRobot in `test_repair_lerobot.py`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ if all(map(importlib.util.find_spec, ("PIL", "google", "google_crc32c"))):
 @pytest.mark.parametrize("name", _WRITERS)
 def test_of_every_fault_of_the_lists(name: str, tmp_path: Path) -> None:
     write, kind, faults = _WRITERS[name]
-    telling = ("ends", "observations", "zeros")  # those that a repair has to look for itself
+    telling = ("ends", "observations", "zeros")  # faults that a repair must detect itself
     faults = [f for at, f in enumerate(faults) if _ALL or f.check in telling or at % 4 == 0]
     made = 0
     for number, fault in enumerate(faults):
@@ -79,7 +79,7 @@ def test_of_every_fault_of_the_lists(name: str, tmp_path: Path) -> None:
         try:
             fault.inject(place)
         except KeyError:
-            continue  # it damages a column that is not there
+            continue  # it damages a column that does not exist
         with contextlib.suppress(InvalidDataset):
             repair(place, folder / "out", kind)
             made += 1
@@ -95,7 +95,7 @@ def _gaps(seed: int) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize("own", [False, True], ids=["shifted", "next"])
 def test_of_gaps_anywhere(own: bool, tmp_path: Path) -> None:
-    """Rows are kept wherever they and their next observations can be read, and no others."""
+    """Exactly the rows that are readable with their next observations are kept."""
     sound = _d4rl(tmp_path)
     names = [*_COLUMNS, *(["next_observations"] if own else [])]
     for seed in range(100 if _ALL else 8):
@@ -116,7 +116,7 @@ def test_of_gaps_anywhere(own: bool, tmp_path: Path) -> None:
             observations, rewards = source["observations"][()], source["rewards"][()]
         report = repair(place, tmp_path / f"out{seed}", "d4rl")
         after = np.append(lost[1:], True)
-        after[ENDS] = False  # what follows an end is another episode
+        after[ENDS] = False  # another episode follows an end
         kept = np.flatnonzero(~lost if own else ~lost & ~after)
         assert (report.rows, report.lost_rows) == (len(kept), ROWS - len(kept))
         with open_storage(tmp_path / f"out{seed}") as storage:
@@ -126,7 +126,7 @@ def test_of_gaps_anywhere(own: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("finalize", [True, False], ids=["checksums", "none"])
 def test_of_zeros_in_ours(finalize: bool, tmp_path: Path) -> None:
-    """Sectors of zeros in the columns of a storage, of which some are next to one another."""
+    """Columns of a storage have sectors of zeros, some of them adjacent."""
     draws, made = np.random.default_rng(7), 0
     for number in range(30 if _ALL else 6):
         place = tmp_path / f"rows{number}"
@@ -138,7 +138,7 @@ def test_of_zeros_in_ours(finalize: bool, tmp_path: Path) -> None:
         for at in draws.integers(1, 580, size=2).tolist():
             rewrite(place / "observation.memmap", at * 4, bytes(4 * 16))
             sound[at : at + 16] = False
-        with contextlib.suppress(InvalidDataset):  # a sector in each block that has a checksum
+        with contextlib.suppress(InvalidDataset):  # if each block with a checksum has a bad sector
             rows = repair(place, tmp_path / f"out{number}").rows
             with open_storage(tmp_path / f"out{number}") as storage:
                 kept = storage.reader.shown(("observation",))[:, 0].astype(int)

@@ -1,12 +1,12 @@
-"""Reads and writes datasets by LeRobot alone, where it is installed.
+"""Read and write datasets with LeRobot alone, where it is installed.
 
     python with_lerobot.py read FOLDER...       (to FOLDER.npz)
     python with_lerobot.py write FOLDER
 
 LeRobot 0.3.3 (``theirs_v21``) and 0.4.4 (``theirs_v30``) wrote the packed datasets beside this
-file; ``ours`` is an export of ours with what 0.6.1 read of it (``read.npz``). LeRobot pins an older
-torch: it is installed without its dependencies, and beside torch for CPUs torchvision has no
-operators, of which two are declared here.
+file. ``ours`` is a Tallyroll export together with the values that LeRobot 0.6.1 read from it
+(``read.npz``). LeRobot pins an older torch, so it is installed without its dependencies. With a CPU
+build of torch, torchvision has no operators; this script declares the two that are needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ for each in ("nms", "qnms"):
 
 
 def read(place: Path) -> dict[str, np.ndarray]:
-    """Return all that LeRobot gives of a dataset, an array a feature."""
+    """Return all values that LeRobot reads from a dataset, one array per feature."""
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     dataset = LeRobotDataset("tallyroll/rows", root=place, video_backend="pyav")
@@ -34,7 +34,7 @@ def read(place: Path) -> dict[str, np.ndarray]:
 
 
 def write(place: Path, fps: int = 10) -> None:
-    """Write three episodes by LeRobot alone, with images and a video."""
+    """Write three episodes with LeRobot alone, including images and a video."""
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     image = {"shape": (64, 64, 3), "names": ["height", "width", "channels"]}

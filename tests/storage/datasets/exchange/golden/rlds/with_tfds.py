@@ -1,13 +1,14 @@
-"""Reads and writes datasets by TensorFlow Datasets alone, where it is installed.
+"""Read and write datasets with TensorFlow Datasets alone, where it is installed.
 
     python with_tfds.py read FOLDER OUT.npz
     python with_tfds.py write KIND FOLDER
     python with_tfds.py both FOLDER KIND...
 
-The packed datasets beside this file were written by it (``KIND.tar.xz``, with what it reads of them
-in ``read.npz``), but for ``ours``, an export of ours with what it read of that. ``of_4_3`` and
-``of_4_5`` were written by ``write older FOLDER`` with 4.3.0 and 4.5.2 before it on the path (4.5.2
-with the files ``*_pb2.py`` of today), and read by the newest.
+TensorFlow Datasets wrote the packed datasets beside this file (``KIND.tar.xz``), and ``read.npz``
+holds the values that it reads from them. The exception is ``ours``, a Tallyroll export with the
+values that TensorFlow Datasets read from it. ``write older FOLDER`` wrote ``of_4_3`` and ``of_4_5``
+with versions 4.3.0 and 4.5.2 first on the path (4.5.2 with the current ``*_pb2.py`` files). The
+newest version read them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ FLAGS = dict.fromkeys(("is_first", "is_last", "is_terminal"), np.bool_)
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested dictionaries, by their paths."""
+    """Yield the leaves of nested dictionaries with their paths."""
     if isinstance(value, dict):
         for each, below in value.items():
             yield from flat(below, f"{name}/{each}" if name else each)
@@ -40,7 +41,7 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def read(place: Path) -> dict[str, np.ndarray]:
-    """Return all that it gives of a dataset: an array a feature, and how long each episode is."""
+    """Return all values that it reads: one array per feature, and the length of each episode."""
     builder = tfds.builder_from_directory(place)
     found: dict[str, list[Any]] = {"lengths": []}
     for split in builder.info.splits:
@@ -57,7 +58,7 @@ def read(place: Path) -> dict[str, np.ndarray]:
         try:
             array = np.stack([np.asarray(each) for each in values])
         except ValueError:
-            continue  # steps of several shapes
+            continue  # steps have several shapes
         if array.dtype.kind == "O":
             array = array.astype("S")
         arrays[name] = array.view(np.uint16) if str(array.dtype) == "bfloat16" else array
@@ -81,7 +82,7 @@ def image(seed: int, step: int, *shape: int) -> np.ndarray:
 
 
 def of_d4rl() -> tuple[Any, dict[str, list[Any]]]:
-    """Return features and episodes as those of D4RL: arrays, rewards of the last step, too."""
+    """Return features and episodes as in D4RL: arrays, including rewards of the last step."""
     said = {
         "observation": features.Tensor(shape=(4,), dtype=np.float32),
         "action": features.Tensor(shape=(2,), dtype=np.float32),
@@ -103,7 +104,7 @@ def of_d4rl() -> tuple[Any, dict[str, list[Any]]]:
 
 
 def of_robots() -> tuple[Any, dict[str, list[Any]]]:
-    """Return features and episodes as those of Open X-Embodiment: nested, with images and texts."""
+    """Return features and episodes as in Open X-Embodiment: nested, with images and texts."""
     said = {
         "observation": features.FeaturesDict(
             {
@@ -162,7 +163,7 @@ def of_robots() -> tuple[Any, dict[str, list[Any]]]:
 
 
 def of_kinds() -> tuple[Any, dict[str, list[Any]]]:
-    """Return features of all dtypes and encodings, some of which no storage can hold."""
+    """Return features of all dtypes and encodings, including some that no storage can hold."""
     tensors: dict[str, Any] = {}
     for dtype in (
         "bool",
@@ -236,7 +237,7 @@ KINDS = {"d4rl": of_d4rl, "robots": of_robots, "kinds": of_kinds}
 
 
 def write(kind: str, place: Path) -> None:
-    """Write a dataset to a folder by a builder of its own."""
+    """Write a dataset to a folder with a builder made for it."""
     said, splits = KINDS[kind]()
 
     class Walk(tfds.core.GeneratorBasedBuilder, skip_registration=True):
@@ -260,7 +261,10 @@ def write(kind: str, place: Path) -> None:
 
 
 def append(place: Path, *, killed: bool) -> None:
-    """Write a dataset as EnvLogger does, two episodes a file, or be killed in the third file."""
+    """Write a dataset as EnvLogger does, with two episodes per file.
+
+    Optionally, the process kills itself in the third file.
+    """
     from tensorflow_datasets.rlds import rlds_base
 
     config = rlds_base.DatasetConfig(
@@ -299,7 +303,7 @@ def append(place: Path, *, killed: bool) -> None:
 
 
 def older(place: Path) -> None:
-    """Write a dataset with what versions 4.3 and 4.5 know, too."""
+    """Write a dataset with features that versions 4.3 and 4.5 also support."""
     known = {"encoding": "bytes"} if hasattr(features, "Encoding") else {}
     seen = {
         "image": features.Image(shape=(16, 12, 3), encoding_format="png"),
@@ -351,7 +355,7 @@ def older(place: Path) -> None:
 
 
 def write_or_append(kind: str, place: Path) -> None:
-    """Write a dataset to a folder by the way of its kind."""
+    """Write a dataset to a folder with the writer for its kind."""
     if kind in ("appended", "killed"):
         append(place / kind, killed=kind == "killed")
     elif kind == "older":
