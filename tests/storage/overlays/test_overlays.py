@@ -116,7 +116,7 @@ def test_it_is_opened_where_it_is_equal(tmp_path: Path) -> None:
         (("x", torch.float32, [0]), InvalidSchema, "no values"),
         (("x", torch.float32, [1.5]), InvalidSchema, "whole numbers"),
         (("x", torch.int8, [], 300), ValueError, "fill"),
-        (("x", torch.int8, [], 0.5), ValueError, "would make 0 of it"),
+        (("x", torch.int8, [], 0.5), ValueError, "it would become 0"),
         (("x", torch.int8, [], float("nan")), ValueError, "fill"),
         (("x", torch.float32, [], "0"), TypeError, "one number for all rows"),
         (

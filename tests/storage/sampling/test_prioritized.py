@@ -483,9 +483,9 @@ def test_states_and_dumps(tmp_path: Path) -> None:
             assert (again.alpha, again.beta) == (0.5, 0.9)
         state = sampler.state_dict()
         wrong = {
-            "none": {},
+            "it does not say whose": {},
             "another storage": {**state, "id": "other"},
-            "none of": {**state, "leaves": state["leaves"].double()},
+            "expected the state of": {**state, "leaves": state["leaves"].double()},
             "the priorities that it says": {**state, "leaves": state["leaves"][1:]},
         }
         for why, each in wrong.items():

@@ -254,7 +254,9 @@ def test_an_id_that_falls_within_its_lane_is_refused(tmp_path: Path, kind: str) 
     with KINDS[kind](tmp_path / "rows") as storage:
         storage.extend(batch(THREE))
         for given in ([(5, 0, 0, False)], [(8, 0, 2, False), (5, 0, 0, False)]):
-            with pytest.raises(TrajectoryIdTaken, match=r"lane 0 is in trajectory 7 .* ids rise"):
+            with pytest.raises(
+                TrajectoryIdTaken, match=r"lane 0 is already in trajectory 7 .* ids rise"
+            ):
                 storage.extend(batch(given))
         storage.extend(batch([(5, 0, 2, False)]))  # another lane
         storage.extend(batch([(5, 0, 0, False)]), ids="renumber")
