@@ -192,7 +192,8 @@ def require_reading(path: str, mode: Mode) -> None:
     """Raise `ReadOnlyStorage` unless ``mode`` is ``"read"``, before anything is opened."""
     if mode != "read":
         raise ReadOnlyStorage(
-            f'{path} can only be opened with mode="read". Write to another storage.'
+            f'{path} can only be opened with mode="read": nothing writes to it. Write to another '
+            "storage."
         )
 
 
