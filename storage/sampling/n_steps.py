@@ -84,7 +84,7 @@ def n_step(
             gives each objective or agent its own discount.
         reward_key: the rewards to sum, such as ``"reward"`` or ``("agents", "reward")``, or a list
             of such keys, which may be overlays. None: every column below ``"next"`` named
-                ``"reward"``.
+            ``"reward"``.
         dtype: the floating-point dtype of the sums; None: that of the column.
 
     Returns:
