@@ -151,11 +151,9 @@ def test_beside_a_run_until_it_has_ended(tmp_path: Path, kind: str) -> None:
         assert child.exitcode == 0
     assert (report.rows, report.versions) == (1001, len(seen))
     assert report.path == str(link)
-    # Rows that arrive while a version is written can be in it, and cause another version.
-    assert seen == sorted(seen)
-    assert seen[-1] == 1001
-    assert len({*seen}) >= 3, "all rows came before the second version"
-    assert all(count % 20 == 0 or count == 1001 for count in seen)
+    assert seen == sorted({*seen})
+    assert len(seen) >= 3, "all rows came before the second version"
+    assert all(count % 20 == 0 for count in seen[:-1])
     assert diff(tmp_path / "run", tmp_path / f"back{len(seen) - 1}").same
 
 
