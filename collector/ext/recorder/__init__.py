@@ -1,0 +1,1 @@
+"""Recorder that stores the transitions of a user's own training loop."""
