@@ -1,0 +1,1 @@
+"""Notebook output for storages and trajectories: tables, figures and videos."""
