@@ -1,0 +1,296 @@
+"""The public storage class for rows in the memory of a device."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from tallyroll.storage.errors import NotPicklable
+from tallyroll.storage.ext.device.device_rows import DeviceRows
+from tallyroll.storage.ext.device.device_writer import DeviceWriter
+from tallyroll.storage.files.manifest import Manifest
+from tallyroll.storage.readers.file_reader import Mode
+from tallyroll.storage.readers.row_reader import RowReader, columns_of, index_of
+from tallyroll.storage.replay import buffers
+from tallyroll.storage.replay.tensor_storage import AsTensorStorage
+from tallyroll.storage.rows.keys import Keys
+from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.trajectories.mapping import Trajectories
+
+
+class DeviceStorage(AsTensorStorage):
+    """Ring of rows in the memory of a torch device. The rows are lost when the process ends.
+
+    Checkpoints cannot save its rows, and no later process can continue its run. Collect to a
+    `MemmapStorage` if rows must survive.
+
+    A collector writes to it with ``storage=``, with the same rows, counts and ids as to a
+    `MemmapStorage`. The class is also a TorchRL storage: ``ReplayBuffer(storage=...)`` accepts it.
+    `get` and replay buffers read the rows without a copy to the host. The first rows determine the
+    columns, for which the storage then allocates ``max_size`` rows. It never moves this memory.
+    Threads may read while one thread writes, if they use the same stream of the device.
+
+    Args:
+        max_size: the number of slots of the ring. New rows overwrite the oldest.
+        device: the device, such as ``"cuda"`` or ``"cpu"``.
+
+    Raises:
+        ValueError: ``max_size`` is not a positive number, or the device is not available.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from tallyroll.storage import DeviceStorage
+        >>> ring = DeviceStorage(max_size=4, device="cpu")
+        >>> print(ring.extend(TensorDict({"x": torch.arange(6)}, [6])[:3]))
+        range(0, 3)
+        >>> print(ring.extend(TensorDict({"x": torch.arange(3, 6)}, [3])))
+        range(3, 6)
+        >>> print(len(ring), ring.span, ring.in_order()["x"], ring.get(-1)["x"])
+        4 range(2, 6) tensor([2, 3, 4, 5]) tensor(3)
+    """
+
+    reader: DeviceRows
+    writer: DeviceWriter
+    mode: Mode = "append"
+
+    def __init__(self, *, max_size: int, device: torch.device | str) -> None:
+        super().__init__()
+        if type(max_size) is not int or max_size < 1:
+            raise ValueError(f"max_size: expected a positive number of rows, got {max_size!r}.")
+        self.device = _available(device)
+        self.reader = DeviceRows(max_size, self.device)
+        self.writer = DeviceWriter(self.reader)
+        self.path = self.reader.path
+        self._fit_ring()
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def extend(self, rows: TensorDictBase) -> range:
+        """Append rows, and return their numbers. Rows on the device stay there.
+
+        Trajectory ids are not checked: the caller must make them unique.
+
+        Args:
+            rows: a TensorDict [N] on any device. The first rows determine the schema.
+
+        Raises:
+            BatchTooLong: there are more rows than slots.
+            NotEnoughMemory: the ring does not fit on the device.
+            RowsMismatch: the rows do not have the columns of the storage.
+            RunUnderWay: a collector is writing a run to this storage.
+        """
+        return self.writer.extend(rows)
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Append ``data`` at ``cursor``, as `DiskStorage.set` does."""
+        cursor = buffers.on_host(self, cursor)
+        buffers.write_at(self, cursor, data, set_cursor=set_cursor)
+
+    def attach(self, buffer: Any) -> None:
+        """Attach a replay buffer and set its writer to continue after the last row."""
+        super().attach(buffer)
+        buffers.attach(self, buffer)
+
+    def reserve(self, rows: int) -> None:
+        """Do nothing, because a ring has a fixed size."""
+
+    def flush(self) -> None:
+        """Do nothing, because no other process can read the rows."""
+
+    def close(self) -> None:
+        """Release the memory. A second call has no effect."""
+        self.reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _empty(self) -> None:
+        try:
+            self.writer.empty()
+        finally:
+            # TorchRL's writers reset their cursor to 0 before they empty the storage.
+            buffers.seat_writers(self)
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
+        """Return copies of the rows at ``index``, on the device; see `DiskStorage.get`.
+
+        The index may be a tensor on the device. The call then waits for the device to check that
+        the rows exist, unless the index comes unchanged from the last draw of this storage.
+
+        Raises:
+            ColumnsMissing: a column does not exist.
+            IndexOutOfRange: a row does not exist.
+            ValueError: the index is a tensor on a different device.
+        """
+        reader = self.reader
+        with reader.turn:
+            reader.require_open()
+            return reader.at_slots(reader.slots_at(index), keys)
+
+    def in_order(self, keys: Keys | None = None) -> TensorDict:
+        """Return copies of all rows on the device, oldest first; see `get` for ``keys``."""
+        reader = self.reader
+        with reader.turn:
+            reader.require_open()
+            span = reader.span
+            slots = torch.arange(span.start, span.stop, device=self.device) % reader.ring
+            return reader.at_slots(slots, keys)
+
+    def sample(
+        self, count: int, keys: Keys | None = None, *, generator: torch.Generator | None = None
+    ) -> TensorDict:
+        """Return ``count`` random rows, drawn uniformly with replacement.
+
+        Indices are drawn on the device, and the call does not wait for it. With a generator of the
+        CPU, they are drawn on the CPU and copied.
+
+        Raises:
+            ColumnsMissing: a column does not exist.
+            IndexOutOfRange: the storage has no rows.
+            StorageClosed: the storage is closed.
+        """
+        reader = self.reader
+        with reader.turn:
+            reader.require_open()
+            return reader.at_slots(reader.slots_at(reader.draw(count, generator)), keys)
+
+    def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
+        return self.reader.draw(batch_size, self._rng)
+
+    _rand_given_ndim_impl = _rand_given_ndim
+
+    @property
+    def _storage(self) -> TensorDict | None:
+        return self.get(slice(None)) if self.reader.initialised else None
+
+    def reader_with(self, keys: Keys) -> RowReader:
+        """Return the reader of the rows, which must have the columns ``keys``."""
+        columns_of(self.reader, keys)
+        return self.reader
+
+    @property
+    def trajectories(self) -> Trajectories:
+        """The trajectories that the rows belong to, by id. Their rows are copied to the host."""
+        return Trajectories(self.reader, self)
+
+    def contains(self, item: Any) -> Any:
+        """Return True if `get` finds a row at this index; for a tensor, a bool for each index."""
+        if isinstance(item, torch.Tensor):
+            return (item >= -len(self)) & (item < len(self))
+        return -len(self) <= int(item) < len(self)
+
+    def __len__(self) -> int:
+        return len(self.reader.span)
+
+    @property
+    def head(self) -> int:
+        """The number of rows ever written."""
+        return self.reader.head
+
+    @property
+    def span(self) -> range:
+        """The numbers of the valid rows, counted over all rows ever written."""
+        return self.reader.span
+
+    @property
+    def ring(self) -> int:
+        """The number of slots of the ring, ``max_size``."""
+        return self.reader.ring
+
+    @property
+    def schema(self) -> Schema:
+        """The schema of the rows."""
+        return self.reader.schema
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest: identity, and the runs that wrote the rows."""
+        return self.reader.manifest
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the ring in bytes; 0 before the first rows."""
+        return self.ring * self.schema.row_nbytes if self.reader.initialised else 0
+
+    @property
+    def closed(self) -> bool:
+        """True if the storage is closed."""
+        return self.reader.closed
+
+    @property
+    def last_index(self) -> int | None:
+        """The index of the newest row, or None if the storage is empty."""
+        if not len(self):
+            return None
+        return int(index_of(self.reader, np.array(self.head - 1)))
+
+    # TorchRL's samplers read these to find where a ring begins.
+    _last_cursor_index = _last_cursor = last_index
+
+    @property
+    def _mutation_revision(self) -> int:
+        return self.reader.revision
+
+    def __repr__(self) -> str:
+        return f"DeviceStorage(max_size={self.ring}, device={str(self.device)!r}, rows={len(self)})"
+
+    # --- states and copies, which a storage in memory does not have -------------------------------
+
+    def dumps(self, path: Any) -> NoReturn:
+        """Raise `NotPicklable`, because the storage is not durable."""
+        self._refuse()
+
+    def loads(self, path: Any) -> NoReturn:
+        """Raise `NotPicklable`, because the storage is not durable."""
+        self._refuse()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raise `NotPicklable`, because the storage is not durable."""
+        self._refuse()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise `NotPicklable`, because the storage is not durable."""
+        self._refuse()
+
+    def __getstate__(self) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise NotPicklable(
+            f"{self.path} cannot be saved, loaded or sent to another process: its rows are only in "
+            "the memory of this process. Extend a MemmapStorage(path) with in_order(), or collect "
+            "to a MemmapStorage."
+        )
+
+    def _fork_safe(self) -> bool:
+        return False  # a copy in a forked process would get no later rows
+
+
+def _available(device: torch.device | str) -> torch.device:
+    """Return the device with its index; raise `ValueError` if it cannot be used."""
+    try:
+        found = torch.empty(0, device=device).device
+        if found.type != "meta":
+            return found
+        reason = "it has no memory"
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        reason = f"{error!s:.200}"
+    raise ValueError(
+        f"device: expected a device that torch can use here, such as 'cpu', got {device!r}: "
+        f"{reason}. Choose another device."
+    )

@@ -1,0 +1,218 @@
+"""Writer of rows to the memory of a device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from tallyroll.storage.engine.columns import CopiedInSteps
+from tallyroll.storage.engine.ring import require_slots
+from tallyroll.storage.errors import RowsMismatch, SchemaMismatch
+from tallyroll.storage.ext.device.device_rows import DeviceRows, stored_dtype
+from tallyroll.storage.files.copied_runs import is_collected
+from tallyroll.storage.files.manifest import run_of
+from tallyroll.storage.rows.keys import Key, format_key
+from tallyroll.storage.rows.row_refs import RowRefs
+from tallyroll.storage.rows.schema import Column, Schema
+from tallyroll.storage.rows.slot_order import oldest_first
+from tallyroll.storage.rows.tensordict_builder import leaves, require_dense, require_rows
+from tallyroll.storage.rows.transfers import move_columns
+from tallyroll.storage.stores.input_rows import schema_of
+from tallyroll.storage.stores.run_claim import RunClaim
+
+
+class DeviceWriter:
+    """`BufferedWriter` of a `DeviceRows`, and the entries of its runs."""
+
+    in_one_call = False
+
+    def __init__(self, reader: DeviceRows) -> None:
+        self.reader, self.claim = reader, RunClaim(reader)
+        self._tell: Callable[[range], None] | None = None
+        self._staged: bytes | None = None
+        self._fresh_in: int | None = None
+        """The id of the thread inside :meth:`fresh_ids`."""
+
+    @property
+    def runs(self) -> DeviceWriter:
+        """The writer itself, which keeps the entries of runs."""
+        return self
+
+    def call_after_appends(self, callback: Callable[[range], None]) -> None:
+        """Pass the row numbers of each append to ``callback``."""
+        self._tell = callback
+
+    # --- rows -------------------------------------------------------------------------------------
+
+    def append(self, rows: CopiedInSteps, record: bytes | None = None) -> range:
+        """Append rows of a run as `RunWriter.append` does."""
+        values = [_as_tensor(value) for value in rows.as_arrays().values]
+        with self.reader.turn:
+            self.reader.require_open()
+            span = self._commit(values, record)
+        if self._tell is not None:
+            self._tell(span)
+        return span
+
+    def extend(self, rows: TensorDictBase) -> range:
+        """Implement `DeviceStorage.extend`."""
+        with self.reader.turn:
+            span = self._write(rows, None)
+        if self._tell is not None:
+            self._tell(span)
+        return span
+
+    def write_items(self, rows: TensorDictBase, without: Key | None) -> None:
+        """Append rows from a replay buffer, in pieces if the ring has fewer slots.
+
+        ``without`` is a column to leave out.
+        """
+        ring, rows = self.reader.ring, oldest_first(rows)
+        with self.reader.turn:
+            for start in range(0, len(rows), ring):
+                self._write(rows[start : start + ring], without)
+
+    def _write(self, rows: TensorDictBase, without: Key | None) -> range:
+        reader = self.reader
+        reader.require_open()
+        own = self._fresh_in == threading.get_ident()
+        if not own:
+            self.claim.require_none()
+        if not isinstance(rows, TensorDictBase):
+            raise RowsMismatch(f"rows: expected a TensorDict [N], got {type(rows).__name__}.")
+        schema = reader.schema if reader.initialised else schema_of(rows, without)
+        values = _values_of(rows, without, schema, reader)
+        require_slots(reader.path, reader.ring, len(values[0]))
+        if not reader.initialised:
+            self.begin(schema)
+        elif not own and is_collected(reader.entries[-1]):
+            reader.entries.append(run_of(reader.head, {}))  # the rows are not of that run
+        return self._commit(values, self._staged)
+
+    def _commit(self, values: Sequence[torch.Tensor], record: bytes | None) -> range:
+        """Copy rows to the device if they are elsewhere, and append them with the record."""
+        reader = self.reader
+        moved = move_columns(dict(enumerate(values)), reader.device)
+        found = [
+            value.view(stored_dtype(column))
+            for value, column in zip(moved.values(), reader.schema.columns, strict=True)
+        ]
+        reader.trajectory_index.make_way(reader, range(len(found[0])))
+        span = reader.write(found)
+        if record is not None:
+            self.put_record(record)
+        self._staged = None
+        return span
+
+    def empty(self) -> None:
+        """Invalidate every row. Later rows continue the numbering."""
+        reader = self.reader
+        with reader.turn:
+            reader.require_open()
+            reader.trajectory_index.make_way(reader, range(reader.ring))
+            reader.empty()
+
+    # --- the record -------------------------------------------------------------------------------
+
+    def put_record(self, payload: bytes) -> None:
+        """Replace the record without writing rows."""
+        self.reader.newest = self.reader.head, bytes(payload)
+
+    def stage_record(self, payload: bytes) -> None:
+        """Stage a record that the next commit of rows, by any caller, also writes."""
+        self._staged = bytes(payload)
+
+    @contextmanager
+    def fresh_ids(self) -> Iterator[None]:
+        """Write rows of a run from a replay buffer, within the context."""
+        self._fresh_in = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._fresh_in = None
+
+    # --- the entries of runs ----------------------------------------------------------------------
+
+    def require_schema(self, schema: Schema) -> None:
+        """Raise `SchemaMismatch` if rows of ``schema`` do not fit."""
+        if found := self.reader.schema.differences(schema):
+            raise SchemaMismatch(
+                f"these rows do not fit {self.reader.path}: {'; '.join(found)}. Make another "
+                "DeviceStorage for them."
+            )
+
+    def begin(self, schema: Schema, provenance: Mapping[str, Any] | None = None) -> None:
+        """Append an entry; a new storage adopts the schema and allocates its memory.
+
+        Raises:
+            NotEnoughMemory: the ring does not fit on the device; nothing was changed.
+            SchemaMismatch: the storage has another schema; nothing was changed.
+        """
+        reader = self.reader
+        entry = run_of(reader.head, provenance or {})
+        with reader.turn:
+            if reader.initialised:
+                self.require_schema(schema)
+            else:
+                reader.allocate(schema)
+            reader.entries.append(entry)
+
+    def withdraw(self, run: Mapping[str, Any]) -> None:
+        """Remove the entry ``run``, which has no rows, if it exists."""
+        entries = self.reader.entries
+        entries[:] = [each for each in entries if each != run]
+
+    def add_event(self, run: Mapping[str, Any], event: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Add an environment call to the entry ``run``; return the updated entry."""
+        entry = next(each for each in self.reader.entries if each is run)
+        entry.setdefault("events", []).append(dict(event))
+        return entry
+
+
+def _as_tensor(value: np.ndarray | RowRefs) -> torch.Tensor:
+    """Return a column of new rows as a tensor; of bfloat16, the bits."""
+    array = np.asarray(value)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _values_of(
+    rows: TensorDictBase, without: Key | None, schema: Schema, reader: DeviceRows
+) -> list[torch.Tensor]:
+    """Return the columns of a TensorDict [N], in the order of the schema.
+
+    Raises:
+        RowsMismatch: the columns, dtypes or shapes differ from the schema.
+    """
+    if not rows.batch_dims:
+        raise RowsMismatch("rows: expected a batch size [N], got []. Use unsqueeze(0) for one row.")
+    found = leaves(rows)
+    if without is not None:
+        found.pop(without, None)
+    wrong = [f"{format_key(key)} is not a column here" for key in found.keys() - {*schema.keys}]
+    values = []
+    for column in schema.columns:
+        leaf = found.get(column.key)
+        if leaf is None or not _fits(column, leaf):
+            got = "missing" if leaf is None else f"{leaf.dtype} {list(leaf.shape[1:])}"
+            wanted = f"{column.dtype} {list(column.shape)}"
+            wrong.append(f"{format_key(column.key)} is {got}, expected {wanted}")
+            continue
+        require_dense(column.key, leaf)
+        values.append(leaf.detach().resolve_conj().resolve_neg())
+    if wrong:
+        raise RowsMismatch(
+            f"these rows do not fit {reader.path}: {'; '.join(wrong)}. Nothing was written. Give "
+            "exactly the columns of its schema."
+        )
+    require_rows(found, rows.batch_size[0])
+    return values
+
+
+def _fits(column: Column, leaf: torch.Tensor) -> bool:
+    return leaf.dtype is column.dtype and tuple(leaf.shape[1:]) == column.shape
