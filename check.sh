@@ -11,9 +11,11 @@
 #   ./check.sh --all --once   the same, but delete each virtual environment after its tests: for a machine
 #                             that cannot spare 7 GB, or will not run this again
 #   ./check.sh --apart NAME   run only this one of the environments
+#                             With TALLYROLL_CHECK_UNTIL=SECONDS (since 1970), no long test and no
+#                             environment begins after that time; each one is reported.
 #   ./check.sh --newest       run the tests with the newest torch and the next TorchRL, without
 #                             constraints, in .venv-newest
-#   ./check.sh --browser      check the pages of the site, and of a report, in Debian's chromium
+#   ./check.sh --browser      check the pages of the site, of a report and of the viewer, in Debian's chromium
 #                             (CHROMIUM names another browser); --shots FOLDER saves screenshots there
 #   ./check.sh -k ring        any of these: pass the remaining arguments to pytest;
 #                             --seconds-of-files 20 lists the slowest test files
@@ -159,6 +161,9 @@ printf '== set-up\n'
 began=$SECONDS
 set_up
 trap - ERR
+if [[ $environment =~ ^(core|newest)$ && ! $browser && ! ${quick[*]} ]]; then
+    $bin/python tests/support/fake_gpu_kit.py || true  # now, or several tests wait for the compiler
+fi
 took set-up "$began"
 
 pages() {
@@ -178,7 +183,8 @@ look_at_pages() { # use a separate environment with only playwright, which drive
     if [[ ! -x .venv-browser/bin/python ]]; then "$python" -m venv .venv-browser; fi
     .venv-browser/bin/python -m pip install -qq -c constraints.txt playwright || return
     $bin/python docs/report_page.py "$venv/report.html" || return
-    .venv-browser/bin/python docs/browser.py "$venv/pages" --page "$venv/report.html" "$@"
+    .venv-browser/bin/python docs/browser.py "$venv/pages" --page "$venv/report.html" "$@" || return
+    $bin/python docs/viewed.py .venv-browser/bin/python docs/browser.py "$@" --viewer
 }
 if [[ $browser ]]; then
     step "pages" pages
@@ -226,7 +232,8 @@ under_sanitizers() { # test a debug build of the extensions: a fault aborts or l
     local tree=$PWD/$venv/debug reports=$PWD/$venv/reports preload code=0
     local options=detect_leaks=0:handle_segv=0:allocator_may_return_null=1:abort_on_error=1
     local its=(
-        tests/storage/engine/test_{compiled_copies,counts,debug_build,ring,storage_machine}.py
+        tests/storage/engine/test_{compiled_copies,counts,debug_build,frame_pool}.py
+        tests/storage/engine/test_{ring,storage_machine}.py
         tests/storage/engine/test_schema_index_header.py
         tests/storage/faults/test_fuzzed_storages.py
         tests/storage/sampling/test_{sum_tree,update_at_once}.py
@@ -263,17 +270,25 @@ if ((${room:-0} >= 6)); then
     export TMPDIR=$scratch
 fi
 said=$(mktemp) reasons=
+all=
+if [[ $environment == core && ${#chosen[@]} == 0 ]]; then all=1 chosen=(-m "not slow"); fi
 if [[ ! $browser ]]; then step "pytest" run_tests "$@"; fi
 if [[ $group ]]; then join; fi
-if [[ $environment == core && ${#chosen[@]} == 0 ]]; then
+if [[ $all ]]; then
     step "pytest without the extension" without_extension "$@"
     step "pytest under sanitizers" under_sanitizers "$@"
+    chosen=(-m slow)
+    step "long tests" run_tests "$@"
 fi
 
 if [[ ${TALLYROLL_CHECK_ONCE-} ]]; then rm -rf "$venv"; fi
 
 export TALLYROLL_RAY=short  # its actors import torch for minutes; --apart ray runs all tests
 for other in "${others[@]}"; do
+    if (($(date +%s) > ${TALLYROLL_CHECK_UNTIL:-9999999999})); then
+        printf '\n== environment %s\nnot run: no time is left\n' "$other"
+        continue
+    fi
     step "environment $other" ./check.sh --apart "$other" "$@"
 done
 

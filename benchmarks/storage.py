@@ -3,6 +3,9 @@
 Run ``python benchmarks/storage.py``. For each kind of row, it measures batches written over
 existing rows, batches appended to growing files, and random reads. The printed ratio is the median
 time of the floor, the plain NumPy copies, divided by the contender's.
+
+``python benchmarks/storage.py --once`` compares rings that store each frame once instead; its other
+options are those of ``storage_once.py``.
 """
 
 from __future__ import annotations
@@ -10,12 +13,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import storage_once
 import storage_ours
 import storage_peers
 from common import (
@@ -192,6 +197,9 @@ def report(kind: Kind, what: str, batch: int, results: list[Result]) -> list[dic
 
 def main() -> None:
     """Measure every table."""
+    if "--once" in sys.argv:
+        storage_once.main([each for each in sys.argv[1:] if each != "--once"])
+        return
     args = parse_args()
     prepare()
     print_setting()

@@ -98,8 +98,9 @@ class Capacity(Ours):
         This makes the formats comparable with each other and with the floor.
         """
         engine = self.storage.reader.engine
-        engine._header.head = engine._header.reserve = 0
-        engine.space.columns.warm = True
+        engine._header.set_head(0)
+        engine._header.set_reserve(0)
+        engine.space.columns.mark_warm()
 
 
 class Growing(Ours):

@@ -48,6 +48,7 @@ from torchrl.data.replay_buffers.samplers import RandomSampler, SliceSampler
 from tallyroll.storage import MemmapStorage, PrioritizedSampler, fast_paths, open_storage
 from tallyroll.storage.ext.packed.archives import ZarrArchive
 from tallyroll.storage.ext.packed.packed_reader import PackedReader
+from tallyroll.storage.readers.row_reader import take_rows
 from tallyroll.storage.sampling.trajectory_slices import TrajectorySliceSampler
 from tallyroll.storage.trajectories.lane_stretches import RowChunk
 from tallyroll.storage.trajectories.row_index import RowIndex
@@ -438,10 +439,12 @@ def play_packed(source: Path, rounds: int) -> dict[str, Any]:
             packing.append((time.process_time() - began) / report.rows * 1e6)
             reader = PackedReader(ZarrArchive(path), threads=1)
             rows = random.integers(0, report.rows, 256)
-            cold.append(seconds_of(lambda reader=reader, rows=rows: reader.take(rows)))
+            cold.append(seconds_of(lambda reader=reader, rows=rows: take_rows(reader, rows)))
             for _ in range(2):  # chunks are cached on the second access
-                reader.take(np.arange(0, report.rows, 32))
-            cached.append(median_us(lambda reader=reader, rows=rows: reader.take(rows), 50) / 1e3)
+                take_rows(reader, np.arange(0, report.rows, 32))
+            cached.append(
+                median_us(lambda reader=reader, rows=rows: take_rows(reader, rows), 50) / 1e3
+            )
             reader.close()
             reader = PackedReader(ZarrArchive(path), threads=1)
             column, begun = reader.column(("observation",)), time.thread_time()

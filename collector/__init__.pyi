@@ -19,6 +19,7 @@ from tallyroll.collector.ext.evaluation import Evaluation as Evaluation
 from tallyroll.collector.ext.evaluation import evaluate as evaluate
 from tallyroll.collector.ext.logs.run_log import LogWarning as LogWarning
 from tallyroll.collector.ext.logs.run_log import RunLog as RunLog
+from tallyroll.collector.ext.recorder.recorder import Recorder as Recorder
 from tallyroll.collector.ext.replay.recovered_env import recover_env as recover_env
 from tallyroll.collector.ext.replay.replay import replay as replay
 from tallyroll.collector.ext.replay.report import ReplayReport as ReplayReport

@@ -2,12 +2,13 @@
 
 import math
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import ceil
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
@@ -24,46 +25,50 @@ from tallyroll.collector.batches.state.run_seeds import Environments
 from tallyroll.collector.batches.state.run_setup import RunSetup
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.stored.resume import Resume
+from tallyroll.collector.batches.stored.storing_plan import frames_in
 from tallyroll.collector.batches.stored.writer import BatchWriter, ClosedFirstWarning, StorageLike
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import Ledger, known_ticks
 from tallyroll.collector.counting.numbering import lane_seed
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
+from tallyroll.collector.interrupts import defer_signals, release_stand_ins
 from tallyroll.collector.options import Options
 from tallyroll.collector.options.checks import not_negative, or_none, positive
 from tallyroll.collector.options.objects import LayoutName
 from tallyroll.collector.options.sharding import ShardOfRun
 from tallyroll.collector.policies.policy import Policy, Weights
 from tallyroll.collector.policies.several.policies import SeveralPolicies
-from tallyroll.collector.rollout.os_signals import deferred, let_go
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.run_plan import Decision, RunPlan
 from tallyroll.collector.user_code import ENDS, user_code
 from tallyroll.storage.errors import StorageClosed
 from tallyroll.storage.files.manifest import UNVERSIONED
-from tallyroll.storage.rows.keys import RANDOM_VERSION
+from tallyroll.storage.rows.keys import RANDOM_VERSION, format_key, without_next
+
+if TYPE_CHECKING:
+    from tallyroll.collector.ext.progress import RunProgress
 
 
 class Collector(EnvCalls, ABC):
     """An iterable of batches, and a context manager that shuts down at its end.
 
     **Exceptions.** Signal handlers run at the end of the step in progress. If a handler raises, no
-    transition is lost, and the next call continues. Any other exception within a call ends the
-    run: complete transitions are stored, and every later call raises `StateError`, which reports
-    which rows were not yielded and how to continue. Three kinds of handlers run in the middle of a
-    step: those that waited for a second, those during ``collect(n)`` of few steps, and those of
-    SIGALRM, by which code limits its own time. Their exceptions end the run.
+    transition is lost, and the next call continues. Any other exception within a call ends the run:
+    complete transitions are stored, and every later call raises `StateError`, which reports which
+    rows were not yielded and how to continue. Three kinds of handlers run in the middle of a step:
+    handlers that have waited for a second, handlers during a ``collect(n)`` of a few steps, and
+    handlers of SIGALRM, with which code limits its own time. Their exceptions end the run.
 
-    **Subclasses.** A `RunLoop` makes batches of the blocks of a `TransitionSource`. A subclass
-    provides the source in three steps: :meth:`__init__` opens the storage, :meth:`_begin_run`
-    gives the run its seed and its ledger once the number of lanes is known, and :meth:`_drive`
-    starts to take blocks.
+    **Subclasses.** A `RunLoop` makes batches from the blocks of a `TransitionSource`. A subclass
+    provides the source in three steps: :meth:`__init__` opens the storage, :meth:`_begin_run` gives
+    the run its seed and its ledger once the number of lanes is known, and :meth:`_drive` starts
+    taking blocks.
     """
 
     _options: Options
     _ticks: int | None
-    """Simulator ticks of a transition, as the environment reports them; None: unknown."""
+    """Simulator ticks per transition, as the environment reports them; None if unknown."""
     _ledger: Ledger
     _restarting: Restart
     _episodes: EpisodeLog
@@ -75,6 +80,8 @@ class Collector(EnvCalls, ABC):
     _rollout: TransitionSource
     _watched: Policy | None = None
     """The policy whose live weights are compared before each batch; None after a warning."""
+    _progress: "RunProgress | None" = None
+    """The display of ``progress=True``."""
     _release: Callable[[], None] | None = None
     """Releases workers when an error ends the run; it holds no reference to the collector."""
 
@@ -109,9 +116,9 @@ class Collector(EnvCalls, ABC):
         torchrl: TorchrlLayout | None = None,
         **call: Any,
     ) -> None:
-        """Start to take blocks from ``rollout``, and store ``call`` as provenance.
+        """Prepare to take blocks from ``rollout``, and store ``call`` as provenance.
 
-        ``torchrl`` lays batches out in TorchRL's layout.
+        ``torchrl`` lays out batches in TorchRL's layout; None for other layouts.
         """
         notes = plan.notes
         if plan.fault is not None:
@@ -122,6 +129,7 @@ class Collector(EnvCalls, ABC):
             warnings.warn(note, stacklevel=4)
         source = RowSource(plan)
         call["unobserved"] = [list(key) for key in source.unobserved]
+        call["exclude"] = sorted({format_key(without_next(key)) for key in plan.excluded})
         self._rollout = rollout
         self._ticks = plan.ticks
         if self._options.columns.frame_skip is None:
@@ -144,12 +152,18 @@ class Collector(EnvCalls, ABC):
         self._fast_collect, self._episodes = self._loop.fast_collect, self._run.episodes
         self._ready = self._run.ready
         self._ledger.publish()
+        if self._options.progress:  # rich takes a moment to import
+            from tallyroll.collector.ext.progress import RunProgress
+
+            self._progress = RunProgress(self._options, self._ledger.stored)
+            show = partial(self._progress.show, weakref.proxy(self))
+            self._loop.call_after_commits(show)
 
     # --- attributes -------------------------------------------------------------------------------
 
     @property
     def restarting(self) -> Restart:
-        """The state of the run, as `save_checkpoint` and `load_checkpoint` use it."""
+        """Access to the state of the run for `save_checkpoint` and `load_checkpoint`."""
         return self._restarting
 
     @property
@@ -160,9 +174,9 @@ class Collector(EnvCalls, ABC):
 
     @property
     def ledger(self) -> Ledger:
-        """The balanced count of the run: a snapshot, which does not change later.
+        """The balanced count of the run, as a snapshot that does not change later.
 
-        Any thread may take one. During a call it has the counts of the last commit.
+        Any thread may take a snapshot. During a call, it has the counts of the last commit.
         """
         return self._ledger.snapshot()
 
@@ -173,22 +187,22 @@ class Collector(EnvCalls, ABC):
 
     @property
     def lanes(self) -> int:
-        """Number of lanes, over all workers; for a shard, those of the shard."""
+        """Number of lanes of all workers together; for a shard, number of lanes of the shard."""
         return self._lanes
 
     @property
     def shard(self) -> ShardOfRun | None:
-        """The part of a run that this collector makes; None: it makes all of it."""
+        """The part of a run that this collector makes; None if it makes the whole run."""
         return self._options.part
 
     @property
     def frames_per_batch(self) -> int:
-        """Transitions per batch."""
+        """Number of transitions per batch."""
         return self._frames_per_batch
 
     @property
     def frame_skip(self) -> int | str | None:
-        """Simulator ticks per transition, or the info key that counts them; None: unknown."""
+        """Simulator ticks per transition, or the info key that counts them; None if unknown."""
         given = self._options.columns.frame_skip
         return self._ticks if given is None else given
 
@@ -199,34 +213,34 @@ class Collector(EnvCalls, ABC):
 
     @property
     def last_rows(self) -> range | None:
-        """Row numbers, over all rows ever stored, of the last :meth:`collect`.
+        """Row numbers of the last :meth:`collect`, counted over all rows ever stored.
 
-        None before the first call, if only a replay buffer over another storage knows them, and
-        with ``sharded=True``, because row numbers change while shards grow.
+        None before the first call. Also None if a replay buffer writes to a storage of another
+        library, which does not report row numbers, and with ``sharded=True``, because row numbers
+        change while shards grow.
         """
         return None if self._options.in_shards else self._last_rows
 
     @property
     def plan(self) -> RunPlan:
-        """The implementation chosen for each part of the run, and why no faster one applies.
+        """The implementation of each part of the run, with the reason why no faster one applies.
 
-        Print it.
-        Decisions that may change during the run are updated at each access.
+        Print it to read it. Decisions that may change during the run are updated at each access.
         """
-        storing = vars(self._loop.plan)
+        storing = {**vars(self._loop.plan), "frames": frames_in(self._writer.storage)}
         return RunPlan(**self._stepping(), counts=self._rollout.counts, **storing)
 
     @abstractmethod
     def _stepping(self) -> dict[str, Decision]:
-        """Return the decisions of the plan on acting and stepping."""
+        """Return the decisions of the plan about acting and stepping."""
 
     # --- iteration --------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """Yield batches until the budget is met or :meth:`stop` was called.
+        """Yield batches until the budget is met or :meth:`stop` is called.
 
         After an exception, iterating continues or raises `StateError`, as the class documentation
-        describes. It never ends as if the budget were met.
+        describes. Iteration never ends as if the budget were met.
         """
         return BatchIterator(self._ready, self._make_ready)
 
@@ -234,32 +248,42 @@ class Collector(EnvCalls, ABC):
         """Make the next batch ready; return False if the run is over."""
         if self._watched is not None:
             self._watch(self._watched, self._frames_per_batch)
-        return self._guard.make_ready()
+        if (progress := self._progress) is None:
+            return self._guard.make_ready()
+        try:
+            progress.show(self)
+            more = self._guard.make_ready()
+            progress.show(self, last=self._run.over)
+        except BaseException:
+            progress.close()
+            raise
+        return more
 
     def collect(self, n: int) -> int:
         """Step until exactly ``n`` more transitions are committed to the storage; yield nothing.
 
         This is the interface for off-policy loops, with ``n`` as small as one step of all lanes.
-        With ``surplus="carry"`` the rows are those that iterating would store, each lane's in order
-        of time, and both can be mixed. The other kinds of ``surplus`` and ``reset_at_each_iter``
-        treat one call as a batch. Surplus transitions of the last step wait for the next call.
-        ``n`` may exceed the capacity of a ring. A replay buffer or a postproc gets batches of at
-        most ``frames_per_batch``. With ``durability="power"`` each call waits for the disk.
+        With ``surplus="carry"``, a call stores the same rows as iterating would, in order of time
+        within each lane, and both can be mixed. Surplus transitions of the last step wait for the
+        next call. The other kinds of ``surplus``, and ``reset_at_each_iter``, treat one call as a
+        batch. ``n`` may exceed the capacity of a ring. A replay buffer or a postproc gets batches
+        of at most ``frames_per_batch`` transitions. With ``durability="power"``, each call waits
+        for the disk.
 
         Args:
-            n: transitions, 1 or more.
+            n: number of transitions, 1 or more.
 
         Returns:
             The number of transitions stored: ``n``, or fewer if the budget was met or the run
-            stopped. :attr:`last_rows` are their row numbers, also after an error, before which all
-            complete and valid transitions are stored.
+            stopped. :attr:`last_rows` are their row numbers. If an error is raised, all complete
+            and valid transitions are stored first, and :attr:`last_rows` includes them.
 
         Raises:
             ArgumentError: there is neither a storage nor a replay buffer.
-            StateError: called within another call, as by the policy, or after an exception that
-                ended the run.
+            StateError: the method was called within another call, for example by the policy, or
+                after an exception ended the run.
 
-        Errors of iterating are raised too.
+        The errors that iterating raises are raised too.
 
         Examples:
             >>> from tallyroll.collector import SyncCollector
@@ -278,13 +302,16 @@ class Collector(EnvCalls, ABC):
         writer, fast_collect = self._writer, self._fast_collect
         if not writer.stores:
             raise ArgumentError(
-                "collect(n) stores transitions: give the collector a storage=, or iterate over it"
+                "collect(n) stores transitions, but the collector has no storage. Give the "
+                "collector a storage=, or iterate over it."
             )
         if type(n) is not int or n < 1:
             n = positive("n", n)
         if self._watched is not None:
             self._watch(self._watched, n)
         before, refused = self._ledger.stored, self._guard.refuses
+        if self._progress is not None and not self._run.over:
+            self._progress.show(self)
         try:
             if self._run.over:
                 self._run.refuse_ended()
@@ -292,6 +319,8 @@ class Collector(EnvCalls, ABC):
                 with self._guard:
                     self._loop.collect(n)
         except BaseException as error:
+            if self._progress is not None:
+                self._progress.close()
             self._guard.leave(error, was_refused=refused)
             if isinstance(error, ENDS):  # raised by a signal handler
                 raise user_code.error("a call of user code", error) from error
@@ -299,17 +328,20 @@ class Collector(EnvCalls, ABC):
         finally:
             stored = self._ledger.stored
             self._last_rows = writer.stored_run.rows_of(before, stored)
+        if self._progress is not None:
+            self._progress.show(self, last=self._run.over)
         return stored - before
 
     def __repr__(self) -> str:
-        said = _said_of(self._run, self.lanes) if hasattr(self, "_run") else "not begun"
+        said = _summary_of(self._run, self.lanes) if hasattr(self, "_run") else "not begun"
         return f"{type(self).__name__}({said})"
 
     def __len__(self) -> int:
-        """Number of batches still to come in a run with ``total_frames``.
+        """Return the number of batches still to come in a run with ``total_frames``.
 
-        Before the first batch of a new run this is the total number. Rows that an earlier process,
-        an earlier iteration or :meth:`collect` stored are not counted again.
+        Before the first batch of a new run, this is the total number. Rows that were already
+        stored, by an earlier process, an earlier iteration or :meth:`collect`, are not counted
+        again.
         """
         if self._options.by_agent:
             raise TypeError("a collector whose total_frames are agent transitions has no length")
@@ -328,7 +360,7 @@ class Collector(EnvCalls, ABC):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Shut down. If ``error`` is already raised, add errors of the shutdown to it as a note."""
+        """Shut down. If ``error`` is being raised, add errors of the shutdown to it as a note."""
         try:
             self.shutdown()
         except Exception as again:
@@ -337,7 +369,7 @@ class Collector(EnvCalls, ABC):
             add_end_note(error, again)
 
     def stop(self) -> None:
-        """End the run after the step in progress; complete rows make a last, shorter batch.
+        """End the run after the step in progress; the complete rows form a last, shorter batch.
 
         Safe to call from a signal handler or another thread.
         """
@@ -345,15 +377,17 @@ class Collector(EnvCalls, ABC):
         self._rollout.stop()
 
     def shutdown(self) -> None:
-        """End the run, and close the environment and the storage if they were made here.
+        """End the run, and close the environment and the storage if this collector made them.
 
-        Idempotent.
-        If a storage of the caller is closed already, rows that could not be written are a warning.
+        Idempotent. If a storage of the caller is already closed, warn about rows that could not be
+        written.
         """
-        with user_code("shutdown"), deferred():
+        with user_code("shutdown"), defer_signals():
             try:
+                if self._progress is not None:
+                    self._progress.show(self, last=True)
                 if hasattr(self, "_loop"):
-                    let_go(self._loop)
+                    release_stand_ins(self._loop)
                     if not self._run.over:
                         self._loop.end()
             except StorageClosed as error:
@@ -366,20 +400,20 @@ class Collector(EnvCalls, ABC):
 
     @abstractmethod
     def _close_source(self) -> None:
-        """Close the environments that were made here. Idempotent."""
+        """Close the environments that this collector made. Idempotent."""
 
     # --- policy and metrics -----------------------------------------------------------------------
 
     @property
     def _acts_here(self) -> bool:
-        """True if this process's policy, and not a copy of it, chooses the actions."""
+        """True if the policy of this process, and not a copy of it, chooses the actions."""
         return True
 
     def _watch(self, policy: Policy, rows: int) -> None:
         """Warn, once per run, if live weights changed before a batch without a new version."""
         if policy.looks_unchanged(rows):
             return
-        with deferred():  # a signal handler's exception is not one of the policy
+        with defer_signals():  # a handler's exception must not look like the policy's
             changed = policy.changed_unversioned()
         ledger = self._ledger
         if changed and ledger.stored > ledger.random:  # the policy has acted before
@@ -388,10 +422,10 @@ class Collector(EnvCalls, ABC):
                 {UNVERSIONED: {"at": ledger.stored, "policy_version": policy.version}}
             )
             warnings.warn(
-                "policy: its parameters changed and update_policy_weights_() was not called: it "
-                "acts with the new weights, and rows still get policy_version "
-                f"{policy.version}. Call collector.update_policy_weights_() after each change, so "
-                "that each version names one set of weights",
+                "policy: its parameters changed without a call of update_policy_weights_(). It "
+                f"acts with the new weights, but rows still get policy_version {policy.version}. "
+                "Call collector.update_policy_weights_() after each change, so that each version "
+                "names one set of weights",
                 stacklevel=4,
             )
 
@@ -399,9 +433,9 @@ class Collector(EnvCalls, ABC):
     def policy_version(self) -> int:
         """Number of updates of the policy's weights, or of all policies; -1 if actions are random.
 
-        With ``resume=True`` it starts one above the largest stored by the run, so that no number
-        names two sets of weights. A loaded state restores its version. Another run in a storage
-        starts with 0.
+        With ``resume=True``, it starts one above the largest version that the run has stored, so
+        that no version names two sets of weights. A loaded state restores its version. Another run
+        in the same storage starts with 0.
         """
         return RANDOM_VERSION if self._policy is None else self._policy.version
 
@@ -413,7 +447,7 @@ class Collector(EnvCalls, ABC):
         Args:
             weights: a TensorDict of parameters, a state dict or a module; None takes the current
                 weights of the policy given at construction.
-            policy_id: the policy to update, if there are several.
+            policy_id: the policy to update, if there are several policies.
         """
         if self._policy is None:
             raise ArgumentError("this collector draws random actions: it has no weights to update")
@@ -421,12 +455,12 @@ class Collector(EnvCalls, ABC):
             self._policy.update_weights(weights, policy_id)
 
     def metrics(self, window: int = 100) -> dict[str, float]:
-        """Return a flat dict for any logger: counts of the run, and means over its last episodes.
+        """Return a flat dict for any logger: counts of the run, and means over the last episodes.
 
         ``frames`` (stored transitions), ``ticks``, ``reset_slots``, ``discarded`` and ``episodes``
-        (complete ones) are from :attr:`ledger`; unknown ticks are NaN. ``policy_version`` is the
-        current one. The means are over the last ``window`` episodes that ended in this collector;
-        NaN before the first.
+        (complete episodes) are from :attr:`ledger`; unknown ticks are NaN. ``policy_version`` is
+        the current version. The means are over the last ``window`` episodes that ended in this
+        collector, and NaN before the first episode.
         """
         positive("window", window)
         recent, ledger = self.episodes[-window:], self.ledger
@@ -444,7 +478,7 @@ class Collector(EnvCalls, ABC):
         }
 
     def _publish(self) -> None:
-        """Publish the policy's weights to workers, which act by copies; by default do nothing."""
+        """Publish the policy's weights to workers that act with copies; by default do nothing."""
 
     # --- seeds and state --------------------------------------------------------------------------
 
@@ -461,8 +495,8 @@ class Collector(EnvCalls, ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a later collector needs to continue.
 
-        It has the budget, ids, seeds, policy and generators. Environments cannot be saved: after
-        loading, every lane starts a new trajectory, from a seed that was not used before.
+        The state has the counts, ids, seeds, policy and generators. Environments cannot be saved:
+        after loading, every lane starts a new trajectory, from a seed that was not used before.
         Transitions that wait for the next batch are discarded.
         """
         with user_code("state_dict"):
@@ -472,7 +506,7 @@ class Collector(EnvCalls, ABC):
         """Continue from a result of :meth:`state_dict`; call it before iterating.
 
         Raises:
-            StateError: this collector has collected already, or the state has other parts.
+            StateError: this collector has already collected, or the state does not fit it.
         """
         with user_code("load_state_dict"):
             self._restarting.go_on_from(state)
@@ -488,7 +522,7 @@ def _of_agents(ledger: Ledger) -> dict[str, float]:
     return {name: getattr(ledger, name) for name in names}
 
 
-def _said_of(run: RunState, lanes: int) -> str:
+def _summary_of(run: RunState, lanes: int) -> str:
     total = None if run.options.by_agent else run.options.total_frames
     storage = run.writer.storage
     of = "" if total in (None, -1) else f" of {total:,}"

@@ -1,4 +1,4 @@
-"""Private parts of other libraries that collectors use; an upgrade may break only this file.
+"""Private parts of other libraries that collectors use. An upgrade can break only this file.
 
 `tests/project/test_compat.py` reports parts that are missing.
 """
@@ -28,7 +28,7 @@ import tensordict
 import torch
 from numpy._core import multiarray
 
-# Processes that only share weights need neither Gymnasium nor TorchRL, which take seconds.
+# Processes that only share weights need neither Gymnasium nor TorchRL, whose imports take seconds.
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import FrameType
@@ -53,7 +53,7 @@ OWN_OBSERVATIONS: Final = "_env_obs"
 
 
 def own_observations(env: VectorEnv) -> Sequence[Any]:
-    """Return the last observation of each lane of a `SyncVectorEnv`; empty for others."""
+    """Return the last observation of each lane of a `SyncVectorEnv`; empty for other vectors."""
     return getattr(env.unwrapped, OWN_OBSERVATIONS, None) or ()
 
 
@@ -64,14 +64,14 @@ def widen_rewards(env: SyncVectorEnv, shape: tuple[int, ...]) -> None:
 
 
 def replace_values(env: SyncVectorEnv, make: Callable[[str, Any], Any]) -> None:
-    """Replace each array of rewards and flags by ``make(name, array)``."""
+    """Replace each array of rewards and flags with ``make(name, array)``."""
     env._rewards = make("reward", env._rewards)
     env._terminations = make("terminated", env._terminations)
     env._truncations = make("truncated", env._truncations)
 
 
 def states_of_lanes(wrapper: VectorWrapper) -> tuple[str, ...]:
-    """Return the names of arrays ``[lane, ...]`` that a reset by mask clears for all lanes."""
+    """Return the names of arrays ``[lane, ...]`` that even a reset by mask clears for all lanes."""
     from gymnasium.wrappers.vector import NormalizeReward, RecordEpisodeStatistics
 
     names: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ def states_of_lanes(wrapper: VectorWrapper) -> tuple[str, ...]:
 
 
 def begin_lanes(wrapper: VectorWrapper, name: str, lanes: NDArray[np.bool_]) -> None:
-    """Reset ``lanes`` of one of these states to their initial values, and no others."""
+    """Reset only ``lanes`` of a result of `states_of_lanes` to their initial values."""
     state = getattr(wrapper, name)
     if state.dtype == np.bool_:
         state = state.copy()  # the infos of the last step share the array
@@ -92,15 +92,15 @@ def begin_lanes(wrapper: VectorWrapper, name: str, lanes: NDArray[np.bool_]) -> 
 
 
 def statistics_key(wrapper: VectorWrapper) -> str:
-    """Return the key that `RecordEpisodeStatistics` adds to infos; empty for others."""
+    """Return the key that `RecordEpisodeStatistics` adds to infos; empty for other wrappers."""
     return str(getattr(wrapper, "_stats_key", ""))
 
 
 def mend_joint_types() -> None:
     """Fix the detection of hinge joints in gymnasium-robotics.
 
-    It tests whether a NumPy integer is ``in`` members of an enumeration. MuJoCo 3.8.1 returns True
-    for equal values, and 3.13 returns False.
+    The detection tests whether a NumPy integer is ``in`` a tuple of members of an enumeration. For
+    equal values, this is True with MuJoCo 3.8.1 and False with 3.13.
     """
     utils: Any = import_module("gymnasium_robotics.utils.mujoco_utils")
     kinds = utils.mujoco.mjtJoint
@@ -129,7 +129,7 @@ def set_info_merge(env: VectorEnv, merge: Any) -> None:
 def lane_in(frame: FrameType, *kinds: type) -> int | None:
     """Return the lane that a vector, or an object of ``kinds``, steps or resets in ``frame``.
 
-    It is in a variable there; None in any other frame.
+    The frame has it in a variable. Return None for any other frame.
     """
     from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
@@ -154,19 +154,22 @@ def is_waiting(vector: Any) -> bool:
 
 
 def trace_of_process(frame: FrameType) -> str:
-    """Return the traceback in a lane's process of the error that `AsyncVectorEnv` re-raises."""
+    """Return the traceback, in a lane's process, of the error that `AsyncVectorEnv` re-raises."""
     names = frame.f_locals
     raises = frame.f_code.co_name == "_raise_if_errors"
     return str(names.get("trace", "")) if raises else ""
 
 
 _SAYS_WHY_SECONDS: Final = 5.0
-"""Seconds that a process that ends may take to report its error."""
+"""Seconds within which a process that ends must report its error."""
 
 
 def call_lane(env: AsyncVectorEnv, lane: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of one lane's environment in its process, which ends if that raises."""
-    pipe, ended = env.parent_pipes[lane], "its process has ended, and the lane cannot be stepped on"
+    """Call a method of one lane's environment in its process, which ends if the method raises."""
+    pipe, ended = (
+        env.parent_pipes[lane],
+        "its process has ended, so the lane cannot be stepped again",
+    )
     try:
         pipe.send(("_call", (name, args, kwargs)))
         result, good = pipe.recv()
@@ -177,7 +180,9 @@ def call_lane(env: AsyncVectorEnv, lane: int, name: str, /, *args: Any, **kwargs
     try:
         _, _, raised, trace = env.error_queue.get(timeout=_SAYS_WHY_SECONDS)
     except Empty:
-        raise RuntimeError(f"the lane's process did not say what it raised; {ended}") from None
+        raise RuntimeError(
+            f"the lane did not report the exception that it raised; {ended}"
+        ) from None
     raised.add_note(f"{trace}\n{ended}")
     raise raised
 
@@ -186,20 +191,20 @@ def call_lane(env: AsyncVectorEnv, lane: int, name: str, /, *args: Any, **kwargs
 
 
 def seed_next_reset(env: Any, seeds: Sequence[int]) -> None:
-    """Set one seed per lane for the next reset of a `VecEnv`; its ``seed`` counts up from one."""
+    """Set one seed per lane for the next reset of a `VecEnv`, whose ``seed`` takes only one."""
     env.unwrapped._seeds = list(seeds)
 
 
 # --- NumPy ---------------------------------------------------------------------------------------
 
-# `numpy.count_nonzero` wraps it in three Python functions.
+# `numpy.count_nonzero` wraps this function in three Python functions.
 count_true: Callable[[NDArray[Any]], int] = multiarray.count_nonzero
 
 
 def state_reader(generator: np.random.Generator) -> Callable[[], Any]:
-    """Return a function that reads a part of the state of ``generator`` which each draw changes.
+    """Return a function that reads a part of the state of ``generator`` that each draw changes.
 
-    The state itself is a dictionary of large numbers, which takes 50 times as long.
+    The whole state is a dictionary of large numbers, and reading it takes 50 times as long.
     """
     bits = generator.bit_generator
     if type(bits) is np.random.PCG64:
@@ -215,9 +220,9 @@ def state_reader(generator: np.random.Generator) -> Callable[[], Any]:
 
 
 def gym_like_info(frame: FrameType) -> Any:
-    """Return the value that a reset of `GymWrapper` in ``frame`` used as an info.
+    """Return the invalid value that a reset of `GymWrapper` in ``frame`` used as an info.
 
-    None if it is one.
+    Return None if the value is a valid info.
     """
     name, function = frame.f_globals.get("__name__"), frame.f_code.co_name
     if (name, function) != ("torchrl.envs.gym_like", "_reset"):
@@ -247,8 +252,8 @@ def serial_envs(env: SerialEnv) -> Sequence[EnvBase]:
 def ended_process(error: Exception) -> RuntimeError:
     """Return the error for a lane's process that ended because a call raised in it."""
     return RuntimeError(
-        f"the lane's process raised, wrote why to stderr and ended ({error!r}), and the lane "
-        "cannot be stepped on"
+        f"the lane's process raised an exception, wrote it to stderr and ended ({error!r}), so the "
+        "lane cannot be stepped again"
     )
 
 
@@ -271,12 +276,12 @@ def call_in_worker(
 
 
 def resets_itself(env: EnvBase) -> bool:
-    """Return True if ``env`` was made with ``auto_reset=True`` in TorchRL's own way."""
+    """Return True if ``env`` resets itself in the way of TorchRL's ``auto_reset=True``."""
     return bool(env.__dict__.get("_torchrl_native_autoreset", False))
 
 
 def splits(env: EnvBase) -> bool:
-    """Return True if ``env`` steps and then resets as :class:`EnvBase` does, by two calls."""
+    """Return True if ``env`` steps and then resets in two calls, as :class:`EnvBase` does."""
     from torchrl.envs import EnvBase
 
     kind = type(env)
@@ -298,12 +303,13 @@ def steps_in_buffers(env: EnvBase) -> bool:
 
 
 def network_of(module: TensorDictModule) -> Callable[[], Any]:
-    """Return a function that returns the network that calls of ``module`` call.
+    """Return a function that returns the network of ``module`` for a direct call.
 
-    It returns None if calls do more than pass inputs to a network in order and write its one
-    output, because the module, its class or all modules were changed or hooked. This may happen at
-    any time, so the function is called before each call of the network. It therefore tests
-    everything in one expression. Backward hooks are ignored, because nothing has gradients here.
+    A plain call of ``module`` passes its inputs to the network in order and writes the one output.
+    The function returns None if a call does more than that, because the module, its class or all
+    modules were changed or hooked. A change may happen at any time, so the function is called
+    before each call of the network. To be fast, it tests everything in one expression. Backward
+    hooks are ignored, because nothing has gradients in a rollout.
     """
     from tensordict.nn import TensorDictModule
 
@@ -352,7 +358,7 @@ _CALLED: Final = (
     "out_keys",
     "out_keys_source",
 )
-"""Names that a call of a `TensorDictModule` looks up in its class."""
+"""Names that a call of a `TensorDictModule` looks up in the class of the module."""
 
 
 def _is_of_a_library(found: Any) -> bool:
@@ -364,7 +370,7 @@ def _is_of_a_library(found: Any) -> bool:
 
 # --- torch and Python -----------------------------------------------------------------------------
 
-# Functions of `signal` look handlers up in an enumeration, which takes 40 times as long.
+# The functions of `signal` look up handlers in an enumeration, which takes 40 times as long.
 get_handler: Callable[[int], Any] = _signal.getsignal
 set_handler: Callable[[int, Any], Any] = _signal.signal
 
@@ -377,7 +383,7 @@ Raises `RuntimeError` if the tensor has no counter.
 
 
 def places_in(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the dictionaries of children and parameters of ``module`` itself, not copies."""
+    """Return the own dictionaries of children and parameters of ``module``, not copies."""
     return module._modules, module._parameters
 
 
@@ -386,13 +392,13 @@ set_gradients: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 class ExplorationPlace:
-    """TorchRL's exploration type, without the lock that `set_exploration_type` takes each time."""
+    """Access to TorchRL's exploration type without the lock that `set_exploration_type` takes."""
 
     def __init__(self) -> None:
         from tensordict.nn import probabilistic
 
-        # Its dictionary, because no signal handler may run in a write. After a call of
-        # `use_own_exploration_type` the attribute is Python code.
+        # Use the dictionary, because no signal handler may run during a write. After a call of
+        # `use_own_exploration_type`, writing the attribute runs Python code.
         place = vars(probabilistic._interaction_type)
         self.get: Callable[[], Any] = partial(place.__getitem__, "_mode")
         self.put: Callable[[Any], None] = partial(place.__setitem__, "_mode")
@@ -420,7 +426,7 @@ _own = threading.local()
 
 
 def use_own_exploration_type() -> None:
-    """Give this thread its own exploration type; TorchRL has one for all threads."""
+    """Give this thread its own exploration type; TorchRL has one type for all threads."""
     from tensordict.nn import probabilistic
 
     place = probabilistic._interaction_type
@@ -431,34 +437,67 @@ def use_own_exploration_type() -> None:
     _own.mode = place._mode
 
 
-def gpus_in_use() -> range:
-    """Return the GPUs that this process uses.
+def accelerators_in_use() -> list[torch.device]:
+    """Return the devices of torch's accelerator (CUDA, XPU, MPS) if this process uses them.
 
-    A query of others allocates their memory and is slow.
+    Querying an unused accelerator is slow and allocates memory on it.
     """
-    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return range(torch.cuda.device_count() if begun else 0)
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return []
+    module = torch.get_device_module(accelerator)
+    begun = getattr(module, "is_initialized", module.is_available)  # MPS starts with the process
+    return [
+        torch.device(accelerator.type, n) for n in range(module.device_count() if begun() else 0)
+    ]
 
 
-def generator_states(devices: Sequence[int] = ()) -> list[torch.Tensor]:
-    """Return the states of torch's generators: the CPU's, and those of CUDA ``devices``.
+def generator_states(devices: Sequence[torch.device] = ()) -> list[torch.Tensor]:
+    """Return the states of torch's generators for the CPU and for ``devices``.
 
     Torch makes these tensors while it holds the mutex of the generator. If Python 3.11 collects
-    garbage meanwhile, finalizers may let another thread run. If that thread waits for the mutex
-    too, without releasing the interpreter, both are blocked for ever.
+    garbage at that time, finalizers may let another thread run. If that thread then waits for the
+    mutex without releasing the interpreter, both threads are blocked forever.
     """
     with _reading:
         collects = gc.isenabled()
         try:
             gc.disable()
-            return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+            modules = map(torch.get_device_module, devices)
+            of_devices = [m.get_rng_state(d) for m, d in zip(modules, devices, strict=True)]
+            return [torch.get_rng_state(), *of_devices]
         finally:
             if collects:
                 gc.enable()
 
 
+def saved_generators() -> dict[str, Any]:
+    """Return the states of torch's global generators in the form for :func:`load_generators`.
+
+    ``"torch"`` holds the state of the CPU's generator. If this process uses an accelerator, the key
+    of its type, such as ``"cuda"``, holds a list with the state of each device.
+    """
+    devices = accelerators_in_use()
+    own, *of_devices = generator_states(devices)
+    return {"torch": own} | ({devices[0].type: of_devices} if devices else {})
+
+
+def load_generators(states: Mapping[str, Any]) -> None:
+    """Restore torch's global generators, except those of devices that this machine lacks.
+
+    ``states`` is a result of :func:`saved_generators`. `torch.load` may have moved its tensors.
+    """
+    torch.set_rng_state(states["torch"].cpu())
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not (found := states.get(accelerator.type)):
+        return
+    module = torch.get_device_module(accelerator)
+    for n, state in enumerate(found[: torch.accelerator.device_count()]):
+        module.set_rng_state(state.cpu(), torch.device(accelerator.type, n))
+
+
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy in one call, which no signal handler interrupts."""
+    """Copy ``sources`` to ``targets`` in one call, which no signal handler interrupts."""
     torch._foreach_copy_(targets, sources)
 
 
@@ -468,7 +507,7 @@ def preloaded_modules() -> list[str]:
 
 
 def set_openblas_threads(threads: int) -> None:
-    """Set the threads of NumPy's OpenBLAS, which reads its variable only when it is loaded."""
+    """Set the number of threads of NumPy's OpenBLAS, which reads its variable only when loaded."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split(maxsplit=5)[5] for line in maps if "openblas" in line}
     for library in map(ctypes.CDLL, sorted(paths)):
@@ -484,7 +523,7 @@ _OPENBLAS_THREADS = (
     "scipy_openblas_set_num_threads",
     "openblas_set_num_threads",
 )
-"""Names of one function, which depend on the package."""
+"""The names of the same function in different packages of OpenBLAS."""
 
 
 def interpreter_flags() -> list[str]:
@@ -496,7 +535,8 @@ def interpreter_flags() -> list[str]:
 def run_sent(content: int, tracker: int, *files: int) -> int:
     """Run a multiprocessing process that arrives through a pipe; return its exit status.
 
-    ``tracker`` is the pipe of the resource tracker; the process was pickled with ``files``.
+    ``tracker`` is the pipe of the resource tracker, and ``files`` are the files with which the
+    process was pickled.
     """
     resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]
     forkserver._forkserver._inherited_fds = [*files]  # type: ignore[attr-defined]
@@ -525,7 +565,7 @@ def run_exit_functions() -> None:
 
 
 def keeps_in_shared_memory(normaliser: Any) -> bool:
-    """Return True if other processes see the statistics of a `VecNorm` or `VecNormV2` change."""
+    """Return True if a `VecNorm` or `VecNormV2` shares its statistics with other processes."""
     own = vars(normaliser)
     found = own.get("_td", own.get("_loc"))
     return found is not None and bool(found.is_shared() or found.is_memmap())
@@ -535,7 +575,7 @@ def keeps_in_shared_memory(normaliser: Any) -> bool:
 
 
 def service_backend() -> str | None:
-    """Return the backend that an enclosing `torchrl.service_backend` chose for collectors."""
+    """Return the backend for collectors that an enclosing `torchrl.service_backend` chose."""
     from torchrl._comm.backends import _get_service_backend
 
     found: str | None = _get_service_backend()
@@ -543,13 +583,13 @@ def service_backend() -> str | None:
 
 
 def transport_of(updater: Any) -> Any:
-    """Return the function by which a weight updater, or a class of them, reaches a worker."""
+    """Return the function with which a weight updater, or a class of updaters, reaches a worker."""
     kind: Any = updater if isinstance(updater, type) else type(updater)
     return kind._sync_weights_with_worker
 
 
 def server_weights(updater: Any, weights: Any) -> Any:
-    """Return ``weights`` as a weight updater maps them; None: the weights of its server."""
+    """Return ``weights`` as a weight updater maps them; None means the weights of its server."""
     weights = updater._get_server_weights() if weights is None else weights
     return None if weights is None else updater._maybe_map_weights(weights)
 

@@ -28,7 +28,7 @@
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 __all__ = [
     "ArgumentError",
@@ -84,8 +84,8 @@ class EnvironmentUnknown(EnvironmentRefused):
 class SilentReset(EnvironmentRefused):
     """The environment resets itself, and returns a first observation as the final one.
 
-    Raised while collecting, before the batch that shows it is stored. The message names the rows
-    that are stored already.
+    The error is raised while collecting, before the batch that shows the reset is stored. The
+    message names the rows that are already stored.
     """
 
 
@@ -93,11 +93,12 @@ class EnvironmentDied(CollectorError):
     """A process of an ``AsyncVectorEnv`` or a ``SubprocVecEnv`` exited or was killed.
 
     The cause is the exception of the vector environment. Committed rows are safe. The other
-    processes of the vector environment are ended too.
+    processes of the vector environment end too.
 
     Attributes:
         lanes: the lanes of the processes that ended, numbered over the run.
-        exitcodes: the exit status of each (negative: the signal; None: not known).
+        exitcodes: the exit status of each of these processes; negative for a signal, None if
+            unknown.
     """
 
     def __init__(
@@ -120,20 +121,29 @@ class TransitionError(CollectorError):
 
 
 class ValueRefused(TransitionError):
-    """A value that one lane returned, and that its column cannot hold unchanged.
+    """A value that one lane returned and that its column cannot hold unchanged.
 
-    The attributes locate it as far as known: ``key``, ``lane``, numbered over the run, and ``step``
-    of its trajectory.
+    The attributes locate the value as far as it is known: ``key``, ``lane`` (numbered over the
+    run), and ``step`` within the trajectory.
     """
 
     lane: int | None = None
     step: int | None = None
     slot: int | None = None
-    """The slot of the slab, while the step is not known."""
+    """The slot of the slab, while the step is unknown."""
 
     def __init__(self, key: tuple[str, ...], wanted: str, got: str, advice: str) -> None:
         super().__init__(key, wanted, got, advice)
         self.key, self.wanted, self.got, self.advice = key, wanted, got, advice
+
+    def locate(
+        self, *, lane: int | None = None, step: int | None = None, slot: int | None = None
+    ) -> Self:
+        """Set the lane, the step or the slot of the value; None keeps the current one."""
+        self.lane = self.lane if lane is None else lane
+        self.step = self.step if step is None else step
+        self.slot = self.slot if slot is None else slot
+        return self
 
     def __str__(self) -> str:
         where = "" if self.lane is None else f" at lane {self.lane}"
@@ -145,21 +155,22 @@ class ValueRefused(TransitionError):
 class UserStopIteration(CollectorError):
     """Code of the user, such as an environment or a policy, raised StopIteration.
 
-    A loop over batches would end as if the budget were met. The message begins with the place of
-    the call. The cause is the original exception (``StopAsyncIteration`` is treated alike). In a
-    worker this error becomes :class:`WorkerRaised`, like any other exception there.
+    This error replaces StopIteration, with which a loop over batches would end as if the budget
+    were met. The message begins with the place of the call. The cause is the original exception;
+    ``StopAsyncIteration`` is treated in the same way. In a worker, this error becomes
+    :class:`WorkerRaised`, like any other exception.
     """
 
 
 class EnvCallError(CollectorError):
-    """A call of an environment by ``env_call``, ``env_get`` or ``env_set`` raised there.
+    """A call of an environment by ``env_call``, ``env_get`` or ``env_set`` raised an exception.
 
     The cause is the original exception, if a worker could send it. The run continues.
 
     Attributes:
         lane: the first lane in which the call raised.
-        failed: all lanes in which it raised.
-        done: the lanes in which it succeeded.
+        failed: all lanes in which the call raised.
+        done: the lanes in which the call succeeded.
         traceback: the traceback of the original exception.
     """
 
@@ -186,7 +197,7 @@ class StateError(CollectorError):
 
 
 class ItemsDiffer(StateError):
-    """Rows do not form items of the length of those in a TorchRL buffer."""
+    """Rows do not form items of the same length as the items in a TorchRL buffer."""
 
 
 class MissingExtra(CollectorError, ImportError):
@@ -202,12 +213,12 @@ class WorkerError(CollectorError):
 
     Attributes:
         worker: the number of the worker.
-        lanes: the lanes that it steps.
+        lanes: the lanes that the worker steps.
         lane: the lane that failed, if known.
         seeds: the seeds of the lanes' last start.
         action: the last action (of ``lane``, or of all ``lanes``).
         worker_traceback: the traceback in the worker.
-        exitcode: the exit status of its process, if known (negative: the signal).
+        exitcode: the exit status of the worker's process, if known; negative for a signal.
     """
 
     def __init__(
@@ -228,11 +239,11 @@ class WorkerError(CollectorError):
 
 
 class WorkerRaised(WorkerError):
-    """Code that runs in a worker raised: an environment, a policy, a factory."""
+    """Code in a worker, such as an environment, a policy or a factory, raised an exception."""
 
 
 class WorkerDied(WorkerError):
-    """A worker exited or was killed; ``exitcode`` is its exit status (negative: the signal)."""
+    """A worker exited or was killed; ``exitcode`` is its exit status, negative for a signal."""
 
 
 class WorkerHung(WorkerError):

@@ -86,14 +86,14 @@ if TYPE_CHECKING:
 
 Factory = Callable[[], EnvBase | VectorEnv]
 _SEGMENTS = 2
-"""Segments per worker in async mode: the worker fills one while the other is read."""
+"""Number of segments per worker in async mode: the worker fills one while the other is read."""
 
 
 class MultiprocessCollector(Collector):
     """Collects exactly ``total_frames`` transitions with environments in worker processes.
 
     Examples:
-        In a file, which workers import, below ``if __name__ == "__main__":``::
+        In a file that workers import, below ``if __name__ == "__main__":``::
 
             with MultiprocessCollector(
                 "CartPole-v1", num_envs=8, num_workers=2, frames_per_batch=100, total_frames=250
@@ -102,51 +102,54 @@ class MultiprocessCollector(Collector):
                     print(len(batch))
 
     It yields, counts and stores the same transitions as :class:`SyncCollector`, whose documentation
-    describes the arguments that are missing here. Workers step their lanes and fill shared memory;
-    only this process counts and writes.
+    describes the arguments that are missing here. Workers step their lanes and fill shared memory.
+    Only this process counts and writes.
 
-    With ``mode="sync"`` all workers advance by the same number of slots, and batches are those of a
-    single process. They are equal bit for bit if the policy is deterministic and chooses a lane's
-    action from that lane alone. Every action that is chosen after :meth:`update_policy_weights_`
-    returns uses the new weights.
+    With ``mode="sync"``, all workers advance by the same number of slots, and batches have the same
+    transitions as in a single process. Batches are equal bit for bit if the policy is deterministic
+    and chooses a lane's action from that lane alone. Every action that is chosen after
+    :meth:`update_policy_weights_` returns uses the new weights.
 
-    With ``mode="async"`` workers wait neither for one another nor for the consumer, until they are
+    With ``mode="async"``, workers wait neither for one another nor for the consumer, until they are
     two leases ahead. Rows arrive in any order across lanes, but in order within a lane, and their
     number is still exact.
 
     Args:
         create_env_fn: a Gymnasium id, ``SYSTEM:ID`` or a function that makes one Gymnasium
-            environment, whose ``num_envs`` lanes (None: one per worker) are split over the workers;
-            or a factory that every worker calls, or a list of factories, one per worker.
+            environment, whose ``num_envs`` lanes (None means one per worker) are split over the
+            workers; or a factory that every worker calls; or a list of factories, one per worker.
             Environments and policies are sent with cloudpickle.
         policy: as for :class:`SyncCollector`. Workers get the weights of an ``nn.Module``, buffers
             included, through shared memory; other policies cannot be updated. With
             ``policy_placement="central"`` the policy acts here, for the lanes of many workers in
             one call; see :class:`Devices`.
-        num_workers: number of processes or threads; with a list of factories, their number.
+        num_workers: number of processes or threads; with a list of factories, it must be the number
+            of factories, or None.
         mode: ``"sync"`` or ``"async"``.
-        sharded: each worker stores its rows in its own storage, and answers with counts only, so
-            that the cost of a row in this process does not depend on its size. ``storage`` is a
-            path with a manifest of the valid rows; ``open_storage`` reads all shards as one
-            storage. It needs ``mode="async"``, and ``collect(n)`` instead of iterating.
-        transport: ``"process"``, or ``"thread"``: workers are threads of this process. Threads
-            start at once and pay off if environments wait (for a simulator, a network) and release
-            the interpreter; otherwise one blocks the others. Random actions and deterministic
-            policies give the same rows as processes. A policy that draws from torch's generator
-            shares it with the other threads, in any order. A thread cannot be ended: one that
-            completes no step within ``step_timeout`` ends the run and is not replaced, and
-            :meth:`shutdown` waits up to 10 seconds for steps in progress, then warns. A function is
-            also accepted: it returns a custom transport for pickled jobs, one per worker, in
-            separate processes.
-        processes: start method and threads of worker processes; see :class:`Processes`. By
-            default they are forks of a server that has imported torch and TorchRL once.
+        sharded: True if each worker stores its rows in its own storage and replies only with
+            counts, so that the cost of a row in this process does not depend on its size.
+            ``storage`` is then a path with a manifest of the valid rows, and ``open_storage`` reads
+            all shards as one storage. This needs ``mode="async"``, and ``collect(n)`` instead of
+            iterating.
+        transport: ``"process"``, or ``"thread"`` if workers are threads of this process. Threads
+            start at once. They pay off if environments wait, for a simulator or a network, and
+            release the interpreter; otherwise one thread blocks the others. With random actions and
+            deterministic policies, threads give the same rows as processes. A policy that draws
+            from torch's generator shares the generator with the other threads, in any order. A
+            thread cannot be ended: if it completes no step within ``step_timeout``, the run ends
+            and the thread is not replaced, and :meth:`shutdown` waits up to 10 seconds for steps in
+            progress, then warns. A function is also accepted. It takes pickled jobs, one per
+            worker, and returns a custom transport that runs them in separate processes.
+        processes: start method and threads of worker processes; see :class:`Processes`. By default,
+            the processes are forks of a server that has imported torch and TorchRL once.
         supervision: time limits and replacement of workers; see :class:`Supervision`.
-        more: the fields of such objects as keywords: ``on_worker_death="respawn"``.
+        more: the fields of these objects as keywords, such as ``on_worker_death="respawn"``.
 
     Raises:
-        ArgumentError, EnvironmentRefused, PolicyError, StorageError: before any file changes.
-        SilentReset: while iterating: the environment resets itself; see :class:`Checks`.
-        WorkerError: a worker failed, here or while iterating; committed rows are safe.
+        ArgumentError, EnvironmentRefused, PolicyError, StorageError: raised before any file
+            changes.
+        SilentReset: the environment resets itself; raised while iterating. See :class:`Checks`.
+        WorkerError: a worker failed, at the start or while iterating; committed rows are safe.
     """
 
     _options: SupervisedOptions
@@ -181,6 +184,7 @@ class MultiprocessCollector(Collector):
         devices: Devices | None = None,
         resets: Resets | None = None,
         shard: Shard | str | None = None,
+        progress: bool = False,
         transport: TransportName | MakesTransport = "process",
         processes: Processes | None = None,
         supervision: Supervision | None = None,
@@ -235,7 +239,7 @@ class MultiprocessCollector(Collector):
             raise
 
     def _threads_of(self, options: Any) -> int | None:
-        """Return the number of threads of each worker's libraries; None: workers are threads."""
+        """Return the number of threads of each worker's libraries; None if workers are threads."""
         if options.transport == "thread":
             return None
         cores = len(os.sched_getaffinity(0))
@@ -259,24 +263,25 @@ class MultiprocessCollector(Collector):
         if isinstance(self._policy, SeveralPolicies):
             self._policy.bind_whole(sum(self._startup.lanes), self._options.part)
         self._begin_run(sum(self._startup.lanes), self._startup)
-        self._startup.ledger = self._ledger
+        self._startup.count_in(self._ledger)
         plan, called = self._startup.planned.plan, self._startup.planned.called
         if self._options.acts_centrally:
             assert self._policy is not None and called is not None
             exploration, in_step = self._options.exploration_type, self._mode == "sync"
-            self._worker_pool.central = CentralPolicy(
-                self._policy, called, exploration, in_step=in_step
+            self._worker_pool.act_by(
+                CentralPolicy(self._policy, called, exploration, in_step=in_step)
             )
         _check_part_stepping(self._options, plan.reset_slots, self.num_workers)
         if plan.arrivals and (self._mode == "sync" or self._options.total_episodes is not None):
             raise EnvironmentRefused(
-                "lanes that come back in any order fill no slots in step, and workers have no "
-                'episodes of them in turn: pass mode="async" and total_frames, or SyncCollector'
+                'workers support lanes that come back in any order only with mode="async" and '
+                "total_frames. Pass both, or use SyncCollector."
             )
         if plan.arrivals and self._options.init_random_frames:
             raise EnvironmentRefused(
-                "init_random_frames: where lanes come back in any order, those of workers are not "
-                "the first ones; leave it out, or use SyncCollector"
+                "init_random_frames: expected 0, because with lanes that come back in any order "
+                "workers cannot know which frames are the first. Leave init_random_frames out, or "
+                "use SyncCollector."
             )
         if self._startup.apart:
             refuse_separate_statistics(
@@ -358,7 +363,7 @@ class MultiprocessCollector(Collector):
     def _leases(self) -> TransitionSource:
         plan, most = self._startup.planned.plan, max(self._startup.lanes)
         whole = self._options.layout.name == "torchrl"
-        # A batch takes one lease of every worker, or, in TorchRL's layout, one of any.
+        # A batch takes one lease of every worker, or one lease of any worker in TorchRL's layout.
         frames = self.frames_per_batch if whole else ceil(self.frames_per_batch / self.num_workers)
         slots = plan.slots(most, frames, slabs=_SEGMENTS * self.num_workers)
         if whole:
@@ -369,7 +374,8 @@ class MultiprocessCollector(Collector):
             self._ledger,
             workers=self.num_workers,
             frames=frames,
-            # Agent transitions are counted on arrival, and those stepped ahead are discarded.
+            # Agent transitions are counted on arrival, and transitions beyond the budget are
+            # discarded.
             budget=Budget(None if self._options.by_agent else self._options.total_frames),
             episodes=self._options.total_episodes,
             openings=openings_of(self._policy)
@@ -387,17 +393,18 @@ class MultiprocessCollector(Collector):
         if lost := lost_since(self._startup, self._writer.storage):
             shown = "; ".join(lost[:3]) + ("" if len(lost) <= 3 else f"; and {len(lost) - 3} more")
             warnings.warn(
-                f"{len(lost)} shards are lost, whose rows are collected again: {shown}",
+                f"{len(lost)} shards are lost, and their rows are collected again: {shown}",
                 stacklevel=4,
             )
 
     def _refuse_unsharded(self, plan: SlabPlan) -> None:
         if plan.arrivals:
             raise EnvironmentRefused(
-                "sharded=True does not go with lanes that come back in any order; leave it out"
+                "sharded=True does not go with lanes that come back in any order. Leave sharded "
+                "out."
             )
         if isinstance(self._policy, SeveralPolicies):
-            raise ArgumentError("sharded=True does not go with several policies; give one")
+            raise ArgumentError("sharded=True does not go with several policies. Give one policy.")
 
     def _sharded_leases(self) -> ShardedLeases:
         from tallyroll.collector.ext.sharded_leases import ShardedLeases
@@ -422,7 +429,7 @@ class MultiprocessCollector(Collector):
     def env(self) -> NoReturn:
         """Not available: the environments are in the workers."""
         raise AttributeError(
-            "env: environments are in the workers; env_call, env_get and env_set reach them"
+            "env: environments are in the workers. Use env_call, env_get and env_set to reach them."
         )
 
     @property
@@ -447,14 +454,14 @@ class MultiprocessCollector(Collector):
     ) -> None:
         """Use new weights, and increment the version.
 
-        With ``mode="sync"`` every action chosen after this returns uses them; with ``"async"`` a
-        worker loads them before its next action. ``policy_version`` of each row names the weights
-        that chose its action.
+        With ``mode="sync"``, every action chosen after this method returns uses the new weights.
+        With ``"async"``, a worker loads them before its next action. ``policy_version`` of each row
+        names the weights that chose its action.
 
         Args:
             weights: a TensorDict of parameters, a state dict or a module; None takes the current
                 weights of the policy given at construction. Buffers are sent too.
-            policy_id: the policy to update, if there are several.
+            policy_id: the policy to update, if there are several policies.
         """
         policy = self._policy
         if isinstance(policy, SeveralPolicies):
@@ -462,9 +469,9 @@ class MultiprocessCollector(Collector):
         central = self._options.acts_centrally
         if policy is not None and not (central or isinstance(policy.module, nn.Module)):
             raise ArgumentError(
-                f"update_policy_weights_: the policy is a {type(policy.source).__name__}, "
-                "whose copies in the workers no weights can reach; make it an nn.Module "
-                "(TensorDictModule)"
+                "update_policy_weights_: expected an nn.Module (TensorDictModule) as the policy, "
+                f"got a {type(policy.source).__name__}. Only the weights of a module can be sent "
+                "to the copies in the workers."
             )
         acts = self._worker_pool.central
         with nullcontext() if acts is None else acts.turn:
@@ -472,7 +479,7 @@ class MultiprocessCollector(Collector):
         try:
             self._publish()
         except BaseException:
-            if self._policy is not None:  # no worker has them
+            if self._policy is not None:  # no worker has the new weights
                 self._policy.take_back(policy_id)
             raise
 
@@ -485,7 +492,7 @@ class RayCollector(MultiprocessCollector):
     """Collects exactly ``total_frames`` transitions with environments in Ray actors, on any node.
 
     Examples:
-        On this machine alone; ``address="auto"`` is for a cluster::
+        On this machine alone; pass ``address="auto"`` for a cluster::
 
             with RayCollector(
                 "CartPole-v1", num_envs=8, num_workers=2, frames_per_batch=100, total_frames=250
@@ -496,20 +503,21 @@ class RayCollector(MultiprocessCollector):
     It yields, counts and stores the same transitions as :class:`MultiprocessCollector`, whose
     workers are processes of this machine and whose documentation describes the arguments that are
     missing here. Either of them can resume a storage that the other wrote. Rows arrive through
-    Ray's object store, with the answer to each lease; only this process counts and writes. This
-    process knows few of the steps of a worker that died: ``ledger.lost`` is a lower bound.
+    Ray's object store, with the reply to each lease. Only this process counts and writes. It knows
+    only a part of the steps of a worker that died, so ``ledger.lost`` is a lower bound.
 
-    Each node needs the same versions of the packages as this process. Other versions are refused,
-    and the error names the packages.
+    Each node needs the same package versions as this process. Other versions are refused, and the
+    error names the packages.
 
     Args:
-        create_env_fn: as for :class:`MultiprocessCollector`; it is called on the nodes.
+        create_env_fn: as for :class:`MultiprocessCollector`; a function is called on the nodes.
         policy: as for :class:`MultiprocessCollector`; weights are put into the object store once
             per version, and each action is chosen by one version.
-        num_workers: number of actors; with a list of factories, their number.
+        num_workers: number of actors; with a list of factories, it must be the number of factories,
+            or None.
         mode: ``"sync"`` or ``"async"``.
-        sharded: as for :class:`MultiprocessCollector`: each actor writes to the disk of its node,
-            at the path of ``storage`` there.
+        sharded: as for :class:`MultiprocessCollector`; each actor writes to the disk of its node,
+            at the path ``storage``.
         actors: address of Ray, and resources of the actors; see :class:`Actors`.
         supervision: time limits and replacement of workers; see :class:`Supervision`.
         more: the fields of such objects as keywords: ``address="auto"``.
@@ -517,8 +525,8 @@ class RayCollector(MultiprocessCollector):
     Raises:
         MissingExtra: Ray is not installed.
         ArgumentError: an argument is not valid, or no cluster answers at the address.
-        EnvironmentRefused, PolicyError, StorageError: before any file changes.
-        WorkerError: a worker failed, here or while iterating; committed rows are safe.
+        EnvironmentRefused, PolicyError, StorageError: raised before any file changes.
+        WorkerError: a worker failed, at the start or while iterating; committed rows are safe.
     """
 
     _options: ActorOptions
@@ -554,6 +562,7 @@ class RayCollector(MultiprocessCollector):
         devices: Devices | None = None,
         resets: Resets | None = None,
         shard: Shard | str | None = None,
+        progress: bool = False,
         actors: Actors | None = None,
         supervision: Supervision | None = None,
         **more: Unpack[MoreOfActors],
@@ -580,7 +589,7 @@ class RayCollector(MultiprocessCollector):
 def _release(pool: WorkerPool, engine: Transport[Any]) -> None:
     """End the workers of a run that an error ended.
 
-    `shutdown` handles a thread that is still in a step, for which it waits.
+    If a thread is still in a step, do nothing: `shutdown` waits for it.
     """
     if pool.has_stuck:
         return
@@ -593,6 +602,7 @@ def _release(pool: WorkerPool, engine: Transport[Any]) -> None:
 def _check_part_stepping(options: SupervisedOptions, reset_slots: bool, workers: int) -> None:
     if options.surplus == "never_step" and reset_slots and workers > 1:
         raise ArgumentError(
-            'surplus="never_step" with several workers needs autoreset to be disabled: a lane that '
-            'waits would lose its reset slot; use surplus="carry", or AutoresetMode.DISABLED'
+            'surplus="never_step" with several workers needs autoreset to be disabled, because a '
+            'lane that waits would lose its reset slot. Use surplus="carry", or '
+            "AutoresetMode.DISABLED."
         )

@@ -1,17 +1,17 @@
-"""The plan of a run: the implementation of each of its parts, and why no faster one applies.
+"""The plan of a run: the implementation of each part, and the reason why no faster one applies.
 
-This module contains all conditions that are known when a run begins. Each function takes the
-traits of environment, policy, storage and options as plain values, and chooses. A few conditions
-can change during a run, and are tested where they change:
+This module contains all conditions that are known when a run begins. Each function takes traits of
+the environment, the policy, the storage and the options as plain values, and chooses. A few
+conditions can change during a run, and are tested in the places named here:
 
-* a policy's module is hooked or changed, or newer weights arrive (`direct_forward`,
-  `Rollout.fill`);
+* the module of a policy is hooked or changed, or newer weights arrive (`direct_forward`,
+  `FewSlots.fill`);
 * the step of a vector environment is replaced (`SequentialStep.are_alone`);
-* a value outside its space was accepted, so that the bounds changed (`RangeChecks.eased`);
+* a value outside its space is accepted, so that the bounds change (`RangeChecks.eased`);
 * final observations are not judged yet (`FinalsWatch.undecided`);
-* a call asks for more than few slots, or for partial ones (`FastCollect.collect`);
+* a call requests more than a few slots, or a part of a slot (`FastCollect.collect`);
 * random actions at the beginning of a run are over (`Rollout.make_ready`);
-* the budget ends, the run was stopped, or the storage was closed (`FastCollect.collect`);
+* the budget ends, the run is stopped, or the storage is closed (`FastCollect.collect`);
 * the extension finds different arrays, a full file or a lost lock (`store_slots`).
 """
 
@@ -22,15 +22,16 @@ from dataclasses import dataclass, fields
 
 from tallyroll.storage import fast_paths
 from tallyroll.storage.rows.keys import Key, format_key
+from tallyroll.storage.rows.pages import Page, PageSource
 
 FEW_SLOTS = 4
-"""Maximum number of slots that are numbered and checked one by one, which is faster for few."""
+"""Maximum number of slots that are numbered and checked one by one, which is faster for a few."""
 FEW_REWARDS = 7
 """Maximum number of rewards of a lane that NumPy adds one after another, as the extension does."""
 TWICE_NBYTES = 2**6
 """Row size in bytes below which checking for a duplicate takes longer than sending it."""
 POOLED_NBYTES = 2**20
-"""Size in bytes from which memory is pooled; the kernel would map new memory page by page."""
+"""Size in bytes from which memory is pooled, because the kernel maps new memory page by page."""
 
 _NOT_BUILT = "not built, for there was no C compiler"
 
@@ -40,7 +41,7 @@ Obstacle = tuple[bool, str]
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The implementation chosen for a part of a run, and why no faster one applies."""
+    """The implementation chosen for a part of a run, and the reason why no faster one applies."""
 
     way: str
     because: str = ""
@@ -50,7 +51,7 @@ class Decision:
 
 
 def choose(fast: str, slow: str, *obstacles: Obstacle, way: str = "") -> Decision:
-    """Choose ``fast``, unless ``way`` is given and switched off or an obstacle exists."""
+    """Choose ``fast``, or ``slow`` if an obstacle exists or the fast path ``way`` is off."""
     if way and not fast_paths.is_on(way):
         return Decision(slow, f"-{way} switches it off")
     for stands, why in obstacles:
@@ -64,32 +65,34 @@ def choose(fast: str, slow: str, *obstacles: Obstacle, way: str = "") -> Decisio
 
 @dataclass(frozen=True, slots=True)
 class PolicyTraits:
-    """Traits of a policy that determine whether its network can be called without TensorDicts."""
+    """The traits that determine whether a policy's network can be called without TensorDicts."""
 
     kind: str
-    """Name of its type."""
+    """Name of the type."""
     is_module: bool
     """True for a `TensorDictModule`, but not for a subclass."""
     does_more: bool
-    """True if its module was changed or hooked."""
+    """True if the module was changed or hooked."""
     elsewhere: bool
-    """True if it runs on its own device."""
+    """True if the policy runs on its own device."""
     unseen: Sequence[Key]
-    """Keys that the policy reads and that are no observations in the slab."""
+    """Keys that the policy reads and that are not observations in the slab."""
     writes: Sequence[Key]
     actions: Sequence[Key]
     """Keys of the environment's actions."""
     central: bool = False
-    """True if it is called in the parent of this worker."""
+    """True if the policy is called in the parent of this worker."""
 
 
 def acting(policy: PolicyTraits | None, *, fills_slab: bool, extra: Sequence[Key]) -> Decision:
-    """Choose the actor: ``network``, ``module`` (the policy as given), ``drawn`` or ``central``.
+    """Choose how actions are made: ``network``, ``module``, ``drawn`` or ``central``.
 
-    ``drawn`` actions are random. ``central`` is the policy in the parent, for lanes of all workers.
+    ``network`` is a direct call of the policy's network, and ``module`` a call of the policy as
+    given. ``drawn`` actions are random. ``central`` is a call of the policy in the parent, for
+    lanes of all workers.
 
     Args:
-        policy: traits of the policy; None draws random actions.
+        policy: traits of the policy; None if all actions are random.
         fills_slab: True if the environment writes observations to the slab.
         extra: keys that the policy writes and that become columns, in addition to the action.
     """
@@ -103,9 +106,12 @@ def acting(policy: PolicyTraits | None, *, fills_slab: bool, extra: Sequence[Key
         (not fills_slab, "the environment does not write to the slab"),
         (bool(extra), f"the policy writes {_listed(extra)} beside the action"),
         (policy.elsewhere, "policy_device= is not the environment's"),
-        (not policy.is_module, f"the policy is a {policy.kind}, and no TensorDictModule"),
+        (not policy.is_module, f"the policy is a {policy.kind}, not a TensorDictModule"),
         (policy.does_more, "the policy's module was changed or hooked"),
-        (bool(policy.unseen), f"the policy reads {_listed(policy.unseen)}, no observation"),
+        (
+            bool(policy.unseen),
+            f"the policy reads {_listed(policy.unseen)}, which is not an observation",
+        ),
         (
             len(policy.actions) != 1 or [*policy.writes] != [*policy.actions],
             f"the policy writes {_listed(policy.writes)}, and the action is "
@@ -118,7 +124,7 @@ def acting(policy: PolicyTraits | None, *, fills_slab: bool, extra: Sequence[Key
 def masking(*, infos: bool, observations: bool) -> Decision:
     """Choose the source of masks for random actions: ``infos`` or ``observations``.
 
-    ``none`` if every value of the action space may be drawn.
+    Choose ``none`` if every value of the action space may be drawn.
     """
     if infos:
         return Decision("infos", "an action_mask is in the infos of the first reset")
@@ -129,29 +135,29 @@ def masking(*, infos: bool, observations: bool) -> Decision:
 
 @dataclass(frozen=True, slots=True)
 class VectorTraits:
-    """Traits of a Gymnasium vector environment that determine whether we can step its lanes."""
+    """The traits that determine whether we can step the lanes of a Gymnasium vector environment."""
 
     kind: str
-    """Name of its type."""
+    """Name of the type."""
     bare: bool
     """True for a `SyncVectorEnv` without a wrapper, but not for a subclass."""
     patched: bool
-    """True if ``step`` or ``reset`` is not Gymnasium's, or its lanes are stored differently."""
+    """True if ``step`` or ``reset`` is not Gymnasium's, or if the lanes are stored differently."""
     known: bool
-    """True if Gymnasium itself defines how to batch its observations and actions."""
+    """True if Gymnasium itself defines how to batch the observations and actions."""
     many_rewards: bool
     """True if a lane's reward is not a single number."""
 
 
 def stepping_vector(vector: VectorTraits) -> Decision:
-    """Choose how lanes are stepped: ``in turn`` by us, or by the ``vector`` itself."""
+    """Choose how lanes are stepped: by us ``in turn``, or by the ``vector`` itself."""
     return choose(
         "in turn",
         "vector",
-        (not vector.bare, f"the environment is a {vector.kind}, and no bare SyncVectorEnv"),
+        (not vector.bare, f"the environment is a {vector.kind}, not a bare SyncVectorEnv"),
         (vector.patched, "the SyncVectorEnv was changed"),
         (not vector.known, "its observations or actions are of a space that is not Gymnasium's"),
-        (vector.many_rewards, "a lane's reward is no single number"),
+        (vector.many_rewards, "a lane's reward is not a single number"),
         way="sequential",
     )
 
@@ -159,11 +165,12 @@ def stepping_vector(vector: VectorTraits) -> Decision:
 def stepping_wrapped(wrapped: Decision, inner: Decision, others: Sequence[str]) -> Decision:
     """Choose how wrapped lanes are stepped: in turn within the wrappers, or by the ``vector``.
 
-    In turn means ``through`` wrappers that only use rewards and ends, or ``within`` any other ones.
+    If lanes are stepped in turn, the decision is ``through`` for wrappers that only use rewards and
+    ends, and ``within`` for any other wrappers.
 
     Args:
-        wrapped: the decision for the wrappers, which are no bare vector.
-        inner: the decision for the vector inside them.
+        wrapped: the decision for the wrapped environment, which is not a bare vector.
+        inner: the decision for the vector inside the wrappers.
         others: wrappers that may use more than rewards and ends.
     """
     if inner.way != "in turn":
@@ -184,33 +191,33 @@ def writing(*, single: bool, compiled: bool, looks_behind: bool, lost_finals: bo
         single: True if there is one column of actions, and one of rewards.
         compiled: True if the extension is used and supports the type of the rewards.
         looks_behind: True if groups of agents, contexts or skipped slots are read after each step.
-        lost_finals: True if some final observations are lost, and marked.
+        lost_finals: True if some final observations are lost and marked.
     """
     return choose(
         "at once",
         "columns",
         (not single, "actions or rewards are several columns"),
-        (looks_behind, "more than observations, rewards and ends is looked at after a step"),
+        (looks_behind, "groups of agents, contexts or skipped slots are read after a step"),
         (lost_finals, "some final observations are lost"),
-        (not compiled, "the extension is not used, or a lane's reward is no float"),
+        (not compiled, "the extension is not used, or a lane's reward is not a float"),
         way="step-write",
     )
 
 
 def counting(*, ends_tell: bool, episodes: bool, several: bool = False) -> Decision:
-    """Choose how the transitions of slots are counted: ``by ends``, ``by lane``.
+    """Choose how the transitions of slots are counted: ``by ends`` or ``by lane``.
 
     Args:
-        ends_tell: True if all slots are transitions, or all but the one after an end.
+        ends_tell: True if all slots are transitions, or all except the slots after an end.
         episodes: True if the budget counts episodes.
         several: True if several policies act, whose versions differ within a slot.
     """
     return choose(
         "by ends",
         "by lane",
-        (several, "several policies act, each with a version of its own"),
-        (episodes, "total_episodes= wants those of its episodes alone"),
-        (not ends_tell, "the environment says of each slot whether it is a transition"),
+        (several, "several policies act, each with its own version"),
+        (episodes, "total_episodes= needs only the transitions of its episodes"),
+        (not ends_tell, "the environment reports for each slot whether it is a transition"),
     )
 
 
@@ -219,7 +226,7 @@ def counting(*, ends_tell: bool, episodes: bool, several: bool = False) -> Decis
 
 @dataclass(frozen=True, slots=True)
 class StoringTraits:
-    """Traits of a run that determine how its rows get from the slab to a storage."""
+    """The traits that determine how the rows of a run get from the slab to a storage."""
 
     postproc: bool
     replay_buffer: bool
@@ -227,8 +234,10 @@ class StoringTraits:
     """Type name of the storage that is written to directly; empty if there is none."""
     has_engine: bool
     """True if the extension writes to the storage's files."""
+    stores_once: bool
+    """True if the storage stores the frames of some columns once."""
     waits_for_disk: bool
-    """True with ``durability="power"``."""
+    """True if ``durability="power"``."""
     elsewhere: Sequence[Key]
     """Columns that NumPy cannot represent, or that are on another device."""
     by_lane: str
@@ -240,7 +249,7 @@ class StoringTraits:
     few_float_rewards: bool
     """True if a lane's rewards are one column of at most `FEW_REWARDS` float32 or float64."""
     surplus: str
-    """The fate of surplus transitions of a call; empty if they start the next one."""
+    """The handling of surplus transitions of a call; empty if they start the next call."""
     counts_agents: bool
     """True if the budget counts agent transitions."""
     counts_ticks: bool
@@ -248,11 +257,11 @@ class StoringTraits:
     follows_flags: bool
     """True if TorchRL's layout uses flags below the root."""
     resets_batches: bool
-    """True with ``reset_at_each_iter=True``."""
+    """True if ``reset_at_each_iter=True``."""
     computed: Sequence[Key]
     """Columns that are computed in Python and not by the extension."""
     wide_bounds: bool
-    """True if the rows of a slot are too large to be compared with their space slot by slot."""
+    """True if slots are too large to be compared with their spaces one by one."""
     slots_of_batch: int
     """Minimum number of slots of a batch."""
     yields_large: bool
@@ -275,14 +284,14 @@ def placing(run: StoringTraits) -> Decision:
 def batching(run: StoringTraits, placed: Decision, committed: Decision) -> Decision:
     """Choose how yielded batches are laid out.
 
-    They are made by the ``one call`` that stores their rows, later from the ``slab``, or from
-    ``gathered`` copies.
+    They are laid out in the ``one call`` that stores their rows, or later from the ``slab``, or
+    from ``gathered`` copies.
     """
     source = choose(
         "slab",
         "gathered",
         (placed.way != "slab", placed.because),
-        (run.yields_large, "rows of 4 KiB and more are yielded; yield_large=False spares that"),
+        (run.yields_large, "rows of 4 KiB and more are yielded; yield_large=False avoids that"),
         (
             run.slots_of_batch > FEW_SLOTS,
             f"a batch has {run.slots_of_batch:,} slots; above {FEW_SLOTS}, copying all of them "
@@ -301,10 +310,10 @@ def batching(run: StoringTraits, placed: Decision, committed: Decision) -> Decis
 
 
 def committing(run: StoringTraits, placed: Decision) -> Decision:
-    """Choose how ``collect(n)`` of few slots is stored.
+    """Choose how a ``collect(n)`` of a few slots is stored.
 
-    The rows are stored in ``one call``, or as ``rows``, or added to a ``buffer``; or nothing stores
-    them (``none``).
+    The rows are stored in ``one call``, stored as ``rows``, added to a ``buffer``, or not stored
+    (``none``).
     """
     if not run.storage:
         return Decision("buffer" if run.replay_buffer else "none")
@@ -316,6 +325,7 @@ def committing(run: StoringTraits, placed: Decision) -> Decision:
         (not run.extension, f"the extension was {_NOT_BUILT}"),
         (bool(run.by_lane), run.by_lane),
         (run.arrivals, "lanes come back in any order"),
+        (run.stores_once, "frames are stored once"),
         (not run.has_engine, f"a {run.storage} has no files that the extension writes to"),
         (run.waits_for_disk, 'durability="power" waits for the disk'),
         (
@@ -334,9 +344,9 @@ def committing(run: StoringTraits, placed: Decision) -> Decision:
 
 
 def sending(*, one_memory: bool, arrivals: bool, nbytes: int) -> Decision:
-    """Choose how often a worker that sends its rows sends an observation.
+    """Choose how often a worker that sends its rows sends each observation.
 
-    ``once``, although it ends one slot and starts the next, or ``twice``.
+    An observation that ends one slot and starts the next is sent ``once`` or ``twice``.
 
     Args:
         one_memory: True if observations and next observations share memory.
@@ -358,10 +368,11 @@ def sending(*, one_memory: bool, arrivals: bool, nbytes: int) -> Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class RunPlan:
+class RunPlan(PageSource):
     """The decisions of a run: `SyncCollector.plan` and `MultiprocessCollector.plan`.
 
-    Printed, it has a line per decision, with the reason why no faster implementation applies::
+    When printed, it has one line per decision, with the reason why no faster implementation
+    applies::
 
         acts     network
         steps    vector, because the environment is a NormalizeObservation, and no bare ...
@@ -370,8 +381,10 @@ class RunPlan:
     acts: Decision
     """How actions are chosen: ``network``, ``module``, ``drawn``, ``central``."""
     steps: Decision
-    """How lanes are stepped: ``in turn``, ``through`` or ``within`` wrappers, by the ``vector`` or
-    ``system``, ``arriving``, by the ``environment``.
+    """How lanes are stepped.
+
+    It is ``in turn``, ``through`` or ``within`` wrappers, by the ``vector``, the ``system`` or the
+    ``environment``, or ``arriving`` in any order.
     """
     writes: Decision
     """How a step is written to its slot: ``at once``, ``columns``, ``tensors``."""
@@ -382,7 +395,7 @@ class RunPlan:
     batches: Decision
     """How yielded batches are laid out: in ``one call``, from the ``slab``, ``gathered``."""
     commits: Decision
-    """How a ``collect`` of few slots is stored: ``one call``, ``rows``, ``buffer``, ``none``."""
+    """How a ``collect`` of a few slots is stored: ``one call``, ``rows``, ``buffer``, ``none``."""
     extension: Decision
     """Use of the compiled C functions: ``yes``, ``no``."""
     sends: Decision = Decision("none")
@@ -393,14 +406,24 @@ class RunPlan:
 
     masks: Decision = Decision("none")
     """Source of masks for random actions: ``infos``, ``observations``, ``none``."""
+    frames: Decision = Decision("none")
+    """How the storage stores large observations: ``once``, ``whole``.
+
+    The reason has the bytes a row, and the size of the full ring. It is ``none`` if the run has no
+    storage on disk, or none with columns yet.
+    """
 
     def __str__(self) -> str:
         names = [each.name for each in fields(self)]
         width = max(map(len, names))
         return "\n".join(f"{name:{width}}  {getattr(self, name)}" for name in names)
 
+    def _show_on_(self, page: Page) -> None:
+        rows = [(name, *each.values()) for name, each in self.as_json().items()]
+        page.table(("part", "way", "because"), rows)
+
     def as_json(self) -> dict[str, dict[str, str]]:
-        """Return the implementation and the reason of each decision, by its name."""
+        """Return the implementation and the reason of each decision, by name of the decision."""
         return {
             each.name: {"way": decision.way, "because": decision.because}
             for each in fields(self)

@@ -7,6 +7,6 @@ __all__ = ["ENDS", "user_code"]
 
 
 class user_code(UserCode):
-    """Context that replaces ``StopIteration`` by :class:`UserStopIteration`; see `UserCode`."""
+    """Context that replaces ``StopIteration`` with :class:`UserStopIteration`; see `UserCode`."""
 
     raises = UserStopIteration

@@ -1,9 +1,9 @@
 """Check each page of the built site with Debian's chromium: `./check.sh --browser`.
 
-Also checks the report page that `report_page.py` makes. At the widths of a phone and of a desktop,
-in light and dark mode, it looks for errors, for resources that are missing or come from the
-network, for content that is cut off, too small to read or not drawn, and for a search without
-results. Needs playwright.
+Also checks the report page that `report_page.py` makes, and the pages of `tallyroll view` for the
+storages of `viewed.py`. At the widths of a phone and of a desktop, in light and dark mode, it looks
+for errors, for resources that are missing or come from the network, for content that is cut off,
+too small to read or not drawn, and for a search without results. Needs playwright.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def chromium() -> str:
 class Looker:
     """A page of the browser, and the errors that it reported."""
 
-    def __init__(self, browser: Any, scheme: str, device: str) -> None:
-        self.desk = device == "desk"
+    def __init__(self, browser: Any, scheme: str, device: str, server: str = "file:") -> None:
+        self.desk, self._server = device == "desk", server
         size = {"width": WIDTHS[device], "height": 900}
         self.context = browser.new_context(viewport=size, color_scheme=scheme)
         self.page = self.context.new_page()
@@ -92,19 +92,29 @@ class Looker:
         self.page.on("console", self._console)
         self.page.on("pageerror", lambda error: self.said.append(f"error: {error}"))
         self.page.on("request", self._request)
+        self.page.on("dialog", self._dialog)
 
     def _console(self, message: Any) -> None:
-        if message.type in ("error", "warning"):
+        refused = "Failed to load resource: the server responded with a status of 4"
+        if message.type in ("error", "warning") and not message.text.startswith(refused):
             self.said.append(f"console: {message.text}")
 
     def _request(self, request: Any) -> None:
-        if not request.url.startswith(("file:", "data:")):
+        if not request.url.startswith(("file:", "data:", self._server)):
             self.said.append(f"from the network: {request.url}")
+
+    def _dialog(self, dialog: Any) -> None:
+        self.said.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
 
     def look(self, file: Path) -> list[str]:
         """Open a file, and return its faults."""
         self.said.clear()
         self.page.goto(file.as_uri())
+        return self.faults()
+
+    def faults(self) -> list[str]:
+        """Return the faults of the open page, and the errors that it reported."""
         return [*self.page.evaluate(FAULTS, [self.desk, SMALLEST]), *self.said]
 
     def search(self, site: Path, word: str) -> list[str]:
@@ -150,6 +160,83 @@ def look_at(
             looker.context.close()
 
 
+VIEWED = ("", "#/0", "#/0/episode/first", "#/1", "#/1/episode/first", "#/2", "#/2/episode/0", "#/9")
+"""The pages of the viewer for the storages of `viewed.py`."""
+
+
+def look_at_viewer(browser: Any, folder: Path, url: str, shots: Path | None) -> Iterator[str]:
+    """Yield the faults of the viewer's pages, one per line. Move a storage of ``folder`` away."""
+    base = url.partition("?")[0]
+    for device in WIDTHS:
+        for scheme in SCHEMES:
+            looker = Looker(browser, scheme, device, base)
+            looker.page.goto(url)
+            if looker.page.url != base:
+                yield f"viewer, {device}, {scheme}: the token is still in {looker.page.url}"
+            for place in VIEWED:
+                open_view(looker, base + place)
+                for summary in looker.page.query_selector_all("summary"):
+                    summary.click()
+                looker.page.wait_for_timeout(500)  # for histograms and frames
+                for fault in looker.faults():
+                    yield f"viewer{place}, {device}, {scheme}: {fault}"
+                if shots is not None:
+                    name = "-".join(("view", *place.strip("#/").split("/"), device, scheme))
+                    looker.page.screenshot(path=shots / f"{name}.png", full_page=True)
+            if (device, scheme) == ("desk", "light"):
+                for fault in use_viewer(looker, folder, base):
+                    yield f"viewer: {fault}"
+            looker.context.close()
+
+
+def open_view(looker: Looker, url: str) -> None:
+    """Open a page of the viewer, and wait until it is drawn."""
+    looker.said.clear()
+    looker.page.goto(url)
+    looker.page.reload()  # because a page that differs only behind # is not loaded again
+    looker.page.wait_for_selector('#page[aria-busy="false"]', timeout=10_000)
+
+
+def use_viewer(looker: Looker, folder: Path, base: str) -> Iterator[str]:
+    """Yield the faults of the viewer's controls, one per line."""
+    page = looker.page
+    open_view(looker, f"{base}#/1/episode/first")
+    step = page.locator("output", has_text="step ").first
+    page.get_by_role("button", name="Play").click()
+    page.wait_for_timeout(1000)
+    page.get_by_role("button", name="Pause").click()
+    if step.text_content().startswith("step 0 "):
+        yield "the film does not play"
+    page.get_by_role("slider").press("End")
+    at, last = step.text_content().removeprefix("step ").split(" of ")
+    if at != last:
+        yield f"the key End shows step {at} of {last}"
+    page.get_by_label("Flag").fill("<b>odd")
+    page.get_by_role("button", name="Save").click()
+    page.wait_for_timeout(500)
+    if '"<b>odd"' not in (folder / "flags.jsonl").read_text(encoding="utf-8"):
+        yield "a flag is not saved"
+    open_view(looker, f"{base}#/0")
+    condition = page.get_by_role("searchbox")
+    condition.fill("return > 3 and")
+    condition.press("Enter")
+    page.wait_for_selector(".wrong", timeout=5_000)
+    condition.fill("length > 20")
+    condition.press("Enter")
+    heading = page.get_by_role("button", name="length")
+    heading.click()
+    page.wait_for_timeout(500)
+    lengths = page.locator("tbody tr td:nth-child(3)").all_text_contents()
+    if not lengths or int(lengths[0]) <= 20 or [*map(int, lengths)] != sorted(map(int, lengths)):
+        yield f"the table is not filtered and sorted by length: {lengths[:5]}"
+    if looker.said:
+        yield f"using the viewer: {looker.said}"
+    (folder / "moved").rename(folder / "away")
+    open_view(looker, f"{base}#/3")
+    if "does not exist any more" not in page.locator("article").inner_text():
+        yield "a storage that was moved away is not named"
+
+
 def main() -> None:
     """Check the site. Exit with 1 if a page has a fault."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -157,12 +244,18 @@ def main() -> None:
     parser.add_argument(
         "--page", type=Path, action="append", default=[], help="a page to look at beside the site"
     )
+    parser.add_argument(
+        "--viewer",
+        nargs=2,
+        metavar=("FOLDER", "URL"),
+        help="storages of viewed.py, and the viewer that shows them; nothing else is checked",
+    )
     parser.add_argument("--shots", type=Path, help="a folder for pictures of all pages")
     args = parser.parse_args()
     browser_path = chromium()
-    if args.site is None:
+    if args.site is None and args.viewer is None:
         return  # only checks that there is a browser
-    if not (args.site / "index.html").is_file():
+    if args.viewer is None and not (args.site / "index.html").is_file():
         sys.exit(f"no site is in {args.site}: python -m sphinx -b html docs {args.site} makes it")
     try:
         from playwright.sync_api import sync_playwright
@@ -174,9 +267,12 @@ def main() -> None:
     with sync_playwright() as driver:
         # Chromium refuses to start its sandbox as root, and the pages are ours.
         browser = driver.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
-        for fault in look_at(
-            browser, args.site.resolve(), args.shots, [each.resolve() for each in args.page]
-        ):
+        if args.viewer is None:
+            more = [each.resolve() for each in args.page]
+            found = look_at(browser, args.site.resolve(), args.shots, more)
+        else:
+            found = look_at_viewer(browser, Path(args.viewer[0]), args.viewer[1], args.shots)
+        for fault in found:
             faults += 1
             sys.stdout.write(f"{fault}\n")
         browser.close()

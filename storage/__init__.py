@@ -8,7 +8,7 @@ from typing import Any
 from tallyroll.storage.package.moved_paths import moved_modules
 from tallyroll.storage.package.public_names import homes_of_names
 
-if __name__ != "tallyroll.storage":  # from the root of a checkout, where its folder lies
+if __name__ != "tallyroll.storage":  # imported from the root of a checkout
     raise ImportError(
         f"expected the name tallyroll.storage, got {__name__}; import tallyroll.storage"
     )

@@ -1,9 +1,14 @@
-"""Public names, stated here alone (`package/public_names.py`). Every error is one."""
+"""The public names, which only this file lists: see `package/public_names.py`.
 
+Every error class is public.
+"""
+
+from tallyroll.storage.engine.frame_pools import PoolUsage as PoolUsage
 from tallyroll.storage.errors import *  # noqa: F403
 from tallyroll.storage.ext.card.export_card import export_card as export_card
 from tallyroll.storage.ext.card.page import Card as Card
 from tallyroll.storage.ext.dataset_checks.verify_dataset import verify_dataset as verify_dataset
+from tallyroll.storage.ext.device.device_storage import DeviceStorage as DeviceStorage
 from tallyroll.storage.ext.exchange.dataset_export import ExportReport as ExportReport
 from tallyroll.storage.ext.exchange.dataset_import import ImportReport as ImportReport
 from tallyroll.storage.ext.exchange.dataset_import import import_dataset as import_dataset
@@ -11,8 +16,8 @@ from tallyroll.storage.ext.exchange.followed_export import Follow as Follow
 from tallyroll.storage.ext.exchange.lerobot.options import (
     LeRobotOptions as LeRobotOptions,
 )
+from tallyroll.storage.ext.notebook.film import Video as Video
 from tallyroll.storage.ext.overlays.overlay import Overlay as Overlay
-from tallyroll.storage.ext.packed.column_writers import FrameStack as FrameStack
 from tallyroll.storage.ext.packed.pack import PackReport as PackReport
 from tallyroll.storage.ext.remote.options import S3Options as S3Options
 from tallyroll.storage.ext.remote.pull import PullReport as PullReport
@@ -48,6 +53,7 @@ from tallyroll.storage.ext.views.trajectories import (
 from tallyroll.storage.readers.row_reader import ReusedRows as ReusedRows
 from tallyroll.storage.readers.row_reader import RowReader as RowReader
 from tallyroll.storage.replay.loader import Loader as Loader
+from tallyroll.storage.rows.frame_stacks import FrameStack as FrameStack
 from tallyroll.storage.rows.schema import Schema as Schema
 from tallyroll.storage.sampling.n_steps import n_step as n_step
 from tallyroll.storage.sampling.trajectory_slices import (

@@ -23,21 +23,26 @@ entries_of: Callable[[TensorDict], dict[str, Any]] = attrgetter("_tensordict")
 names_of: Callable[[TensorDict], Any] = attrgetter("_td_dim_names")
 """The dimension names of a TensorDict, or None if its dimensions have no names."""
 new_tensordict: Callable[..., TensorDict] = TensorDict._new_unsafe
-"""Make a TensorDict without checking the shapes. The checks take five times as long."""
+"""Make a TensorDict without checking the shapes. With the checks, this takes five times as long."""
 
 
-def plain_tensordict(entries: dict[str, Any], batch_size: torch.Size) -> TensorDict:
+def plain_tensordict(
+    entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None = None
+) -> TensorDict:
     """Return an unlocked TensorDict that uses ``entries`` without a copy.
 
     This takes a third of the time of the public constructor.
     """
     made = TensorDict.__new__(TensorDict)
-    made._device, made._td_dim_names = None, None
+    made._device, made._td_dim_names = device, None
     made._tensordict, made._batch_size = entries, batch_size
     return made
 
 
 # --- torch ----------------------------------------------------------------------------------------
+
+wrapper_tensor: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+"""Make a tensor of a subclass that has a shape and a dtype, but no memory."""
 
 
 def tensor_guards() -> Any:
@@ -58,12 +63,21 @@ def tensor_guards() -> Any:
         return None
 
 
+def takes_pinned_memory(device: torch.device) -> bool:
+    """Return True if copies from pinned memory to ``device`` are asynchronous.
+
+    `Tensor.pin_memory` pins for the accelerator of the process. It does not support MPS.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and device.type == accelerator.type != "mps"
+
+
 # --- TorchRL's replay buffers ---------------------------------------------------------------------
 
 CURSOR: Final = "_cursor"
 """Attribute of a writer: the index of its next write."""
 WRITER: Final = "_writer"
-"""Attribute of a buffer: its writer. A buffer has none before it is initialised."""
+"""Attribute of a buffer: its writer. A buffer has no writer before it is initialised."""
 WRITER_MAKER: Final = "_init_writer"
 """Attribute of a buffer before initialisation: its writer, a factory for it, or None."""
 COLLATE: Final = "_init_collate_fn"
@@ -77,7 +91,7 @@ STORED: Final = "_len"
 LAST_INDEX: Final = "_last_cursor"
 """Attribute of a `TensorStorage`: the index of the last write."""
 INITIALISE: Final = "_init"
-"""Method of a `TensorStorage` that allocates its rows like the row that it receives."""
+"""Method of a `TensorStorage` that allocates the rows, given one row as a pattern."""
 
 
 def attached_buffers(storage: Any) -> list[Any]:

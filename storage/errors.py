@@ -4,55 +4,55 @@
 
     StorageError
     ├── OpenError                     the path cannot be opened or created as asked
-    │   ├── StorageExists             create: a storage is already there
-    │   ├── DirectoryNotEmpty         create: something else is already there
-    │   ├── PathIsTaken               create: another program's file is already there
+    │   ├── StorageExists             create: a storage already exists there
+    │   ├── DirectoryNotEmpty         create: something else already exists there
+    │   ├── PathIsTaken               create: a file of another program already exists there
     │   ├── PathIsFile                a file where a directory is wanted
     │   ├── PathIsDirectory           a directory where a file is wanted
-    │   ├── NotWritable               the file system does not let us write there
-    │   ├── StorageMissing            append, read: nothing is there
-    │   ├── InvalidAddress            (a ValueError) no s3:// address, or one with secrets
-    │   ├── NotAStorage               append, read: something else is there
+    │   ├── NotWritable               the file system does not allow writing there
+    │   ├── StorageMissing            append, read: nothing exists there
+    │   ├── InvalidAddress            (a ValueError) not an s3:// address, or one with credentials
+    │   ├── NotAStorage               append, read: something else exists there
     │   ├── FormatVersionMismatch     written by another version of the format
     │   ├── CopyOfOpenStorage         a copy that was made while a writer had the original open
-    │   ├── StorageLocked             another writer holds it
+    │   ├── StorageLocked             another writer holds the storage
     │   ├── RowsDoubled               two members of a union have the same rows
-    │   ├── CapacityMissing           create: the format must know how many rows there will be
+    │   ├── CapacityMissing           create: the format needs to know the number of rows
     │   ├── MissingLibrary            the format needs a library that is not installed
-    │   └── UnsupportedPlatform       no locks, shared maps or fallocate here
-    ├── ExtensionMismatch             (an ImportError) the extension is of another version
+    │   └── UnsupportedPlatform       the platform lacks locks, shared maps or fallocate
+    ├── ExtensionMismatch             (an ImportError) the C extension is from another version
     ├── CorruptStorage                the files contradict each other
-    ├── InvalidDataset                a source of an import is damaged, hostile, or another thing
+    ├── InvalidDataset                the source of an import is damaged, hostile or of another kind
     ├── InvalidSchema                 columns that a storage cannot hold
-    ├── SchemaMismatch                other columns than the storage has
-    ├── InvalidProvenance             not JSON
+    ├── SchemaMismatch                columns that differ from those of the storage
+    ├── InvalidProvenance             provenance that JSON cannot represent
     ├── DiskFailed                    the system cannot read or write, or files are gone
     ├── TooManyFiles                  this process, or the system, may open no more files
-    ├── WriteError                    a write that was refused; committed rows are as before
+    ├── WriteError                    a write that was refused; committed rows are unchanged
     │   ├── RowsMismatch              rows that do not fit the schema
     │   ├── BatchTooLong              more rows at once than a ring has
     │   ├── RunUnderWay               rows from elsewhere while a collector writes a run
-    │   ├── TrajectoryIdTaken         trajectory ids that are stored already, or cannot be
+    │   ├── TrajectoryIdTaken         trajectory ids that are already stored, or cannot be stored
     │   ├── NotAnAppend               a write anywhere but at the end
     │   ├── CursorOverflow            TorchRL's writer counts in 32 bits
     │   ├── RecordTooLarge            a commit record beyond its slot
     │   ├── StorageFull               the disk has no room for the rows
-    │   ├── ForeignContent            a file to be replaced holds what another program added
+    │   ├── ForeignContent            a file to be replaced holds data that another program added
     │   ├── ReadOnlyStorage           opened with mode="read"
     │   └── WriterForked              a forked child used its parent's writer
     ├── CallbackStopIteration         a transform, callback, reader or format raised StopIteration
-    ├── ObjectStoreFailed             an object store refuses, or does not answer in time
+    ├── ObjectStoreFailed             an object store refuses a request, or does not answer in time
     ├── ObjectChanged                 an object was replaced while it was read
     ├── NotInitialised                no schema yet
     ├── StorageClosed                 used after close()
     ├── StateMismatch                 a state or checkpoint of other rows
     ├── NotEnoughMemory               (a MemoryError) less memory is left than is needed
-    ├── NotPicklable                  a storage was sent to another process
+    ├── NotPicklable                  a storage was saved, or sent to another process
     ├── Overrun                       a ring's writer is faster than this reader
-    ├── InvalidExpression             (a ValueError) no condition on trajectories
+    ├── InvalidExpression             (a ValueError) not a condition on trajectories
     ├── ColumnsMissing                rows that do not say which trajectory they belong to
     ├── UnknownTrajectory             (a KeyError) no row of that trajectory
-    ├── NoSlices                      no trajectory is as long as the slices asked for
+    ├── NoSlices                      no trajectory is as long as the requested slices
     ├── ShortTrajectory               a trajectory shorter than the slices, and short="error"
     ├── RateStalled                   the other side of a rate limit has not moved
     ├── LoaderForked                  a forked child takes batches of its parent's loader
@@ -207,7 +207,7 @@ class UnsupportedPlatform(OpenError):
 
 
 class ExtensionMismatch(StorageError, ImportError):
-    """The compiled extension was built from the sources of another Tallyroll version."""
+    """The compiled extension was built from the sources of another version of Tallyroll."""
 
 
 class CorruptStorage(StorageError):
@@ -271,15 +271,15 @@ class TrajectoryIdTaken(WriteError):
 
 
 class RunUnderWay(WriteError):
-    """Rows were written from elsewhere while a collector writes a run and counts its rows."""
+    """Other code wrote rows while a collector was writing a run and counting its rows."""
 
 
 class NotAnAppend(WriteError):
-    """A write was not directly after the last row."""
+    """A write did not start directly after the last row."""
 
 
 class CursorOverflow(WriteError):
-    """The 32-bit cursor of a TorchRL writer cannot count that far."""
+    """The rows are beyond the range of a TorchRL writer's 32-bit cursor."""
 
 
 class RecordTooLarge(WriteError):
@@ -311,7 +311,7 @@ class StorageClosed(StorageError):
 
 
 class StateMismatch(StorageError):
-    """A state dict or checkpoint belongs to other rows than those of the storage."""
+    """A state dict or checkpoint does not belong to the rows of the storage."""
 
 
 class NotEnoughMemory(StorageError, MemoryError):
@@ -319,7 +319,7 @@ class NotEnoughMemory(StorageError, MemoryError):
 
 
 class NotPicklable(StorageError):
-    """A storage that cannot be shared was pickled or copied."""
+    """A storage that cannot be shared was pickled, copied or saved."""
 
 
 class Overrun(StorageError):
@@ -353,7 +353,7 @@ class RateStalled(StorageError):
 
 
 class LoaderForked(StorageError):
-    """A forked child took a batch from its parent's loader, whose threads it does not have."""
+    """A forked child took a batch from its parent's loader, whose threads run in the parent."""
 
 
 class SlotsMayChange(StorageError):

@@ -18,14 +18,14 @@ from typing import Final
 VARIABLE: Final = "TALLYROLL_PLAN"
 
 FAST_PATHS: Final = {
-    "kernel": "the extension in C does what Python and NumPy do otherwise",
+    "kernel": "the C extension replaces Python and NumPy code",
     "network": "a policy's network is called without the TensorDicts around it",
-    "sequential": "the lanes of a bare SyncVectorEnv are stepped one after the other",
-    "wrappers": "wrappers that look at rewards and ends alone are handed nothing else",
-    "step-write": "a step is written to its slot in one call of the extension",
-    "fast-collect": "few slots are stored, and laid out as a batch, in one call of the extension",
-    "once": "an observation of two slots comes once from workers that send their rows",
-    "address": "TensorDicts of one layout are copied to a storage by address",
+    "sequential": "the collector itself steps the lanes of a bare SyncVectorEnv, one by one",
+    "wrappers": "wrappers that use only rewards and ends get nothing else",
+    "step-write": "one call of the extension writes a step to its slot",
+    "fast-collect": "one call of the extension stores few slots, and lays them out as a batch",
+    "once": "workers that send their rows send an observation that two slots share only once",
+    "address": "TensorDicts with the same layout are copied to a storage by address",
 }
 """Each fast path and a description of its effect."""
 
@@ -38,13 +38,13 @@ def parsed(setting: str) -> frozenset[str]:
     """Return the fast paths that ``setting``, such as ``-kernel,-network``, switches off.
 
     Raises:
-        UnknownWay: a word of the setting is not a fast path with a minus sign.
+        UnknownWay: a word of the setting is not a minus sign followed by the name of a fast path.
     """
     words = [word.strip() for word in setting.split(",") if word.strip()]
     for word in words:
         if not word.startswith("-") or word[1:] not in FAST_PATHS:
             raise UnknownWay(
-                f"{VARIABLE}: expected ways to switch off, of "
+                f"{VARIABLE}: expected the fast paths to switch off, one or more of "
                 f"{', '.join(f'-{w}' for w in FAST_PATHS)}, got {word!r}"
             )
     return frozenset(word[1:] for word in words)

@@ -69,9 +69,9 @@ class H5Storage(DiskStorage):
     """Storage in the datasets of an HDF5 file, with space for ``capacity`` rows from the start.
 
     See `DiskStorage` for the arguments. ``path`` is a file, and creation requires ``capacity``. If
-    the storage is opened with a larger capacity, a larger file replaces the file. h5py can open the
-    file at any time: the attribute ``rows`` counts the visible rows that are committed. No other
-    program may write to the file.
+    the storage is opened with a larger capacity, a larger file replaces it. h5py can open the file
+    at any time: the attribute ``rows`` counts the visible rows that are committed. No other program
+    may write to the file.
     """
 
     _format_class = H5Format
@@ -137,11 +137,12 @@ def open_storage(
     Args:
         path: the path of the storage, or a list of paths and patterns.
         mode: ``"read"`` or ``"append"``.
-        options: further arguments of the storage class, such as ``accept_copy``. Several storages
-            take ``columns``, the columns to read, which all of them must have (None: all columns),
-            and ``ids``. With ``ids="offset"``, if an earlier storage already has some of the
-            trajectory ids of a later one, the ids of the later one are moved above all earlier ids
-            (``storage.reader.ids_moved_by`` has the offset). ``ids="keep"`` raises instead.
+        options: further arguments of the storage class, such as ``accept_copy``. Two arguments are
+            only for several storages. ``columns`` names the columns to read, which all of the
+            storages must have (None: all columns). With ``ids="offset"``, the default, if an
+            earlier storage already has some of the trajectory ids of a later one, the ids of the
+            later one are moved above all earlier ids (``storage.reader.ids_moved_by`` has the
+            offset). ``ids="keep"`` raises instead.
 
     Raises:
         StorageMissing: nothing exists at the path.
@@ -206,7 +207,7 @@ def storage_class(path: str | os.PathLike[str], format: str | None = None) -> ty
         format: the required format, a key of `FORMATS`.
 
     Raises:
-        ValueError: the format does not exist, or ``path`` has another one.
+        ValueError: the format does not exist, or the storage at ``path`` has another format.
     """
     place = user_path(path)
     try:
@@ -234,8 +235,8 @@ def _name_of_directory(place: Path) -> str:
         for file in _OTHER_ZARR:
             if (place / file).exists():
                 raise NotAStorage(
-                    f"{place} is Zarr ({file}), and not a Tallyroll storage: another program wrote "
-                    "it, or its creation was interrupted. Open it with zarr-python; if it was to "
+                    f"{place} is Zarr ({file}), but not a Tallyroll storage: another program wrote "
+                    "it, or its creation was interrupted. Open it with zarr-python. If it should "
                     "be a storage, create it again."
                 )
     manifest = (zarr if zarr.stands() else memmap).read_manifest()
@@ -244,6 +245,6 @@ def _name_of_directory(place: Path) -> str:
             return name
     known = ", ".join(files.name for files in FILES.values())
     raise NotAStorage(
-        f"{place} is of format {manifest['format']}, and this Tallyroll knows {known}. Use a newer "
-        "Tallyroll."
+        f"{place} has the format {manifest['format']}, but this Tallyroll knows only {known}. Use "
+        "a newer Tallyroll."
     )

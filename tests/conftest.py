@@ -32,6 +32,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # The contracts that ship are no test modules, whose assertions pytest explains.
 pytest.register_assert_rewrite("tallyroll.collector.testing")
 
+UNTIL = float(os.environ.get("TALLYROLL_CHECK_UNTIL", "inf"))
+"""The time after which no long test begins, in seconds since 1970."""
+
 # Shared machines are slow at times: pytest's own watchdog is the deadline. Examples are the same in
 # each run, so that a change does not fail for an example that it has nothing to do with.
 # TALLYROLL_EXAMPLES=20 draws others, 20 times as many.
@@ -96,7 +99,7 @@ def pytest_collection(session: pytest.Session) -> None:
 
 def _print_no_progress() -> None:
     """A command prints a line after some seconds, which only a slow machine takes."""
-    from tallyroll.collector.cli import progress
+    from tallyroll.collector.ext import progress
 
     progress.LINE_SECONDS = math.inf
 
@@ -121,6 +124,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             own = getattr(function, "_hypothesis_internal_use_settings", None) or settings.default
             more = settings(own, max_examples=MORE_EXAMPLES * own.max_examples, derandomize=False)
             function._hypothesis_internal_use_settings = more
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Begin no long test once the time of ``check.sh`` has passed."""
+    if time.time() > UNTIL and item.get_closest_marker("slow") is not None:
+        pytest.skip("no time is left for long tests: TALLYROLL_CHECK_UNTIL")
 
 
 def pytest_collection_finish() -> None:

@@ -12,7 +12,8 @@ class BatchIterator(Generator[Any, None, None]):
 
     A generator is exhausted after an exception, so that a second loop over it would end as if the
     budget were met. This iterator continues. A batch stays ready until it is yielded: a signal
-    handler may raise at any call, and there is none between taking and returning the batch.
+    handler may raise at any call, and no call comes between taking the batch from the list and
+    returning it.
 
     Args:
         ready: batches to yield; all iterators of a run take from this list.
@@ -32,7 +33,7 @@ class BatchIterator(Generator[Any, None, None]):
                 return batch
             try:
                 more = self._make()
-            except ENDS as error:  # it would end the loop as if the budget were met
+            except ENDS as error:  # StopIteration would end the loop as if the budget were met
                 raise user_code.error("a call of user code for a batch", error) from error
             if not more:
                 break

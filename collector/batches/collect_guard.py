@@ -1,4 +1,4 @@
-"""Guard of calls that collect: a call completes, or it ends the run."""
+"""Guard for collecting calls: a call completes, or it ends the run."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,16 +8,18 @@ from types import TracebackType
 from tallyroll.collector.batches.run_loop import RunLoop
 from tallyroll.collector.batches.state.run_state import Phase, RunState
 from tallyroll.collector.errors import StateError
-from tallyroll.collector.rollout.os_signals import deferred, keep_for, let_go
+from tallyroll.collector.interrupts import defer_signals, keep_stand_ins, release_stand_ins
 from tallyroll.collector.user_code import ENDS, user_code
 
-OWN_INSTANCE = "make an environment for each collector, or shut this one down before"
+OWN_INSTANCE = (
+    "Make an environment for each collector, or shut one collector down before you use the next."
+)
 
 
-class CollectGuard(deferred):
+class CollectGuard(defer_signals):
     """Defers signal handlers during a call, and ends the run if the call raises.
 
-    An exception that is raised at a safe point (`RunState.at_safe_point`) leaves the run as it is.
+    An exception that is raised at a safe point (`RunState.at_safe_point`) does not change the run.
     """
 
     __slots__ = ("_fast_collect", "_kept", "_loop", "_release", "_run", "_thread")
@@ -27,7 +29,7 @@ class CollectGuard(deferred):
     ) -> None:
         self._run, self._loop = run, loop
         self._release = release
-        """Releases what no call needs after an error ended the run; None if there is nothing."""
+        """Releases resources after an error ended the run; None if there is nothing to release."""
         self._fast_collect, self._kept = loop.fast_collect, False
         self._inner = self._outer = False
         self._thread: int | None = None
@@ -44,7 +46,9 @@ class CollectGuard(deferred):
         return self.is_entered or self._run.lost
 
     def __enter__(self) -> None:
-        """Defer signal handlers, and keep the stand-ins for them until the run ends.
+        """Defer signal handlers until the call ends.
+
+        The objects that replace the handlers stay installed until the run ends.
 
         Raises:
             StateError: a call is under way, or another collector drives the environment.
@@ -52,17 +56,18 @@ class CollectGuard(deferred):
         run = self._run
         if run.lost:
             raise StateError(
-                "another collector drove the environment since, and what followed here would "
-                f"be rows that never were; {OWN_INSTANCE}"
+                "another collector has driven the environment since the last call, so the next "
+                f"rows would not continue the trajectories of this run. {OWN_INSTANCE}"
             )
         if self.is_entered:
             raise StateError(
-                "the collector is collecting already: it was called from within, by its policy or "
-                "its environment, or from another thread; let the call under way return before"
+                "the collector is already collecting: its policy, its environment or another "
+                "thread called it again. Wait until the call in progress returns."
             )
-        # If the run ends from here on, the message is about this call, not an earlier one.
+        # If the run ends from here on, the message describes this call, not an earlier one.
         run.note_stored()
-        # Values of the last call, which __exit__ must not use if this call is interrupted here.
+        # Clear the values of the last call: __exit__ must not use them if this call is interrupted
+        # here.
         self._inner, self._outer = False, False
         run.reach_safe_point()
         self._thread = get_ident()
@@ -72,7 +77,7 @@ class CollectGuard(deferred):
             run.leave_safe_point()
             run.look_outside()
             if not self._kept:
-                self._kept = keep_for(self._loop)
+                self._kept = keep_stand_ins(self._loop)
             if self._fast_collect is not None:
                 self._fast_collect.settle()
         except BaseException as error:
@@ -103,7 +108,7 @@ class CollectGuard(deferred):
                     except Exception as again:  # noqa: BLE001  `error` is raised
                         add_end_note(error, again)
             if run.over:
-                let_go(self._loop)
+                release_stand_ins(self._loop)
             self._thread = None  # a handler's exception, from here on, loses nothing
         finally:
             run.ledger.publish()
@@ -112,7 +117,7 @@ class CollectGuard(deferred):
             raise error from original
 
     def _end_run(self, error: BaseException) -> None:
-        """End the run because ``error`` was raised within it."""
+        """End the run because a call raised ``error``."""
         try:
             if not self._run.over:
                 self._loop.finish()
@@ -120,16 +125,16 @@ class CollectGuard(deferred):
             self._run.ended_by(error)
 
     def leave(self, error: BaseException, *, was_refused: bool) -> None:
-        """Exit after ``error``, if it was raised before or after the guarded code.
+        """Leave the guard after ``error``, if it was raised just before or after the guarded code.
 
         An asynchronous exception, such as one that another thread injects, can be raised at any
-        instruction, even before the interpreter calls :meth:`__exit__`. ``was_refused``: the guard
-        refused this call, which changed nothing.
+        instruction, even before the interpreter calls :meth:`__exit__`. ``was_refused`` is True if
+        the guard refused this call, which changed nothing.
         """
         if was_refused:
             return
         try:
-            if self._run.outside is not None:  # steps of this call are not the program's
+            if self._run.outside is not None:  # the program did not make the steps of this call
                 self._run.outside.remember()
             if self._fast_collect is not None:
                 self._fast_collect.leave()
@@ -178,11 +183,11 @@ class CollectGuard(deferred):
             raise
 
     def restart(self, then: Callable[[], None] | None = None) -> None:
-        """Start new trajectories; discard transitions that wait for the next batch."""
+        """Start new trajectories, and discard transitions that wait for the next batch."""
         refused = self.refuses
         try:
             with self:
-                self._run.moved = ""
+                self._run.forget_moved()
                 self._loop.discard()
                 self._loop.restart_lanes()
                 if then is not None:
@@ -193,5 +198,7 @@ class CollectGuard(deferred):
 
 
 def add_end_note(error: BaseException, again: Exception) -> None:
-    """Add a note to ``error``, which is raised, on further errors at the end of the run."""
-    error.add_note(f"tallyroll: and at the end of the run: {type(again).__name__}: {again}")
+    """Add a note to ``error``, the raised exception, about another error at the end of the run."""
+    error.add_note(
+        f"tallyroll: another error at the end of the run: {type(again).__name__}: {again}"
+    )

@@ -1,12 +1,12 @@
-"""Counts that a ledger adds when rows are stored."""
+"""The counts that the ledger adds when rows are stored."""
 
 from functools import lru_cache
 
 import numpy as np
 import torch
 
-from tallyroll.collector.batches.rows.rows import Part
-from tallyroll.collector.batches.rows.slab_rows import SlabPart
+from tallyroll.collector.batches.rows.rows import ArrayBatch
+from tallyroll.collector.batches.rows.slab_rows import SlabBatch
 from tallyroll.collector.counting.ledger import NOTHING, LedgerEntry
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options import Options
@@ -22,12 +22,12 @@ class DeliveredCounts:
     """Counts transitions, ticks, episodes and agents in rows that are about to be stored.
 
     Args:
-        options: of the run.
-        plan: the columns of its rows.
-        draws: True if some actions are random, and these are counted.
+        options: the options of the run.
+        plan: the columns of the rows.
+        draws: True if some actions are random and are counted.
 
     Raises:
-        ArgumentError: ``frame_skip`` names no column.
+        ArgumentError: there is no column with the name ``frame_skip``.
     """
 
     def __init__(self, options: Options, plan: SlabPlan, *, draws: bool) -> None:
@@ -38,10 +38,10 @@ class DeliveredCounts:
         self.most_agents = self._agents + masked
         """The most agent transitions of a row; 0 if there are no groups of agents."""
         self.column = self._ticks if isinstance(self._ticks, tuple) else None
-        """The column that counts ticks; None if every transition has equally many."""
+        """The column that counts ticks; None if every transition has the same number."""
         self._looks = draws or self.column is not None or bool(self.masks)
 
-    def of(self, part: Part | SlabPart, count: int) -> LedgerEntry:
+    def of(self, part: ArrayBatch | SlabBatch, count: int) -> LedgerEntry:
         """Return the counts of ``part``, which has ``count`` rows."""
         if not self._looks:
             return _delivered(count, 0, count * self._ticks, part.ends, count * self._agents)
@@ -56,7 +56,7 @@ class DeliveredCounts:
             ticks = int((after - before).sum())
         return _delivered(count, drawn, ticks, part.ends, self.agents_of(part, count))
 
-    def agents_of(self, part: Part | SlabPart, count: int) -> int:
+    def agents_of(self, part: ArrayBatch | SlabBatch, count: int) -> int:
         """Return the number of agent transitions in ``part``, which has ``count`` rows."""
         agents = count * self._agents
         for mask in self.masks:
@@ -74,12 +74,12 @@ class DeliveredCounts:
         return agents
 
     def of_rows(self, count: int) -> LedgerEntry:
-        """Return the counts of ``count`` rows, none of whose columns has to be read."""
+        """Return the counts of ``count`` rows, if they do not depend on the values in the rows."""
         assert isinstance(self._ticks, int)
         return _delivered(count, 0, count * self._ticks, 0, count * self._agents)
 
-    def of_resets(self, part: Part | SlabPart) -> LedgerEntry:
-        """Return the ticks of the resets before the episodes that begin in ``part``."""
+    def of_resets(self, part: ArrayBatch | SlabBatch) -> LedgerEntry:
+        """Return the ticks used by the resets before the episodes that begin in ``part``."""
         if self.column is None:
             return NOTHING
         ticks = sum(int(part.at(self.column, begun).sum()) for begun in part.begun)
@@ -94,7 +94,7 @@ def _delivered(count: int, drawn: int, ticks: int, ends: int, agents: int) -> Le
 
 
 def _agents(options: Options, plan: SlabPlan) -> tuple[list[Key], int]:
-    """Return the masks of groups of agents, and the number of agents in groups without one."""
+    """Return the masks of groups of agents, and the number of agents in groups without a mask."""
     masks, others = [], 0
     for key in plan.dones:
         mask = new_name((*key[1:-1], "mask"), options.rename, plan.layout)
@@ -106,10 +106,10 @@ def _agents(options: Options, plan: SlabPlan) -> tuple[list[Key], int]:
 
 
 def _ticks(options: Options, plan: SlabPlan) -> int | Key:
-    """Return the ticks of a transition, or the column that counts them.
+    """Return the number of ticks in each transition, or the column that counts them.
 
     Raises:
-        ArgumentError: there is no such column.
+        ArgumentError: ``frame_skip`` names a column that does not exist.
     """
     if options.columns.frame_skip is None:
         return 0 if plan.ticks is None else plan.ticks  # see `Ledger.ticks`
@@ -118,7 +118,7 @@ def _ticks(options: Options, plan: SlabPlan) -> int | Key:
     key = new_name(split(options.columns.frame_skip), options.rename, plan.layout)
     if key not in plan.layout:
         raise ArgumentError(
-            f"frame_skip: expected a number, or the info key that counts ticks, got "
-            f"{options.columns.frame_skip!r}; there is no such column"
+            "frame_skip: expected a number, or the info key that counts ticks, got "
+            f"{options.columns.frame_skip!r}. No column has this name."
         )
     return key

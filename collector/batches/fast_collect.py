@@ -1,11 +1,11 @@
-"""Fast path for few slots, by ``collect(n)`` or as a batch: one C call stores their rows.
+"""Fast path for a few slots, in ``collect(n)`` or for a batch: one C call stores their rows.
 
-It does the work of the run loop in few lines. Between the steps of an environment, and more so
-after a gradient step, the code has left the caches, and each line costs several times more.
+It does the work of the run loop in few lines. After a step of the environment, and even more after
+a gradient step, the code is no longer in the CPU caches, and each line takes several times longer.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from threading import get_ident
 from typing import Any
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from tallyroll.collector.batches.checks.final_observations import FinalsWatch
+from tallyroll.collector.batches.checks.final_observation_checks import FinalsWatch
 from tallyroll.collector.batches.checks.value_checks import RangeChecks
 from tallyroll.collector.batches.delivered_counts import DeliveredCounts
 from tallyroll.collector.batches.layouts.small_batches import SmallBatches
-from tallyroll.collector.batches.rows.compiled_rows import CompiledRows
+from tallyroll.collector.batches.rows.compiled_rows import CompiledSlabTable
 from tallyroll.collector.batches.rows.slab_output import SlabOutput
 from tallyroll.collector.batches.state.run_state import Phase, RunState
 from tallyroll.collector.batches.stored.sinks import stores_slots
@@ -26,11 +26,11 @@ from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.episode_ring import EpisodeRing
 from tallyroll.collector.counting.ledger import COUNTS, amounts
 from tallyroll.collector.counting.numbering import LaneState
+from tallyroll.collector.interrupts import defer_signals, signal_waits
 from tallyroll.collector.native.kernel import require_names
 from tallyroll.collector.native.slot_rows import SlotRows
 from tallyroll.collector.policies.action_context import ActionContext
 from tallyroll.collector.rollout.few_slots import FewSlots
-from tallyroll.collector.rollout.os_signals import deferred, waits
 from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.run_plan import FEW_SLOTS
 from tallyroll.collector.slab.progress import FILLED, HALT
@@ -45,12 +45,15 @@ require_names("LEDGER", COUNTS)
 class FastPath:
     """The objects that fill and store the slots of a slab by the fast path."""
 
+    # Hot path: `fill` and `store` assign attributes of `acting` and `rows` directly, because a step
+    # takes microseconds and each method call would add to it.
+
     rows: SlotRows
-    """Rows for this ``state``, ``eased`` and ``seed``."""
+    """The rows to store, prepared for this ``state``, ``eased`` and ``seed``."""
     few: FewSlots
     writer: RowWriter
     reader: FileReader
-    """The reader of the storage; its ``engine`` is None after the storage was closed."""
+    """The reader of the storage. Its ``engine`` is None once the storage is closed."""
     episodes: EpisodeLog
     ring: EpisodeRing
     """The ring in which ``rows`` note episodes, and from which ``episodes`` takes them."""
@@ -59,20 +62,21 @@ class FastPath:
     eased: int
     seed: int | None
     masks: Callable[[int], bool] | None
-    """A check of all masks of legal actions in slots; None if there are none to check."""
+    """Checks all masks of legal actions in the first slots; None if there are no masks to check."""
     batches: SmallBatches | None
     """Lays out the batches that are yielded; None if rows are only stored."""
 
     def was_made_for(self, state: LaneState, eased: int, seed: int | None) -> bool:
-        """Return whether ``rows`` were made for these values."""
+        """Return True if ``rows`` were made for these values."""
         return state is self.state and (eased, seed) == (self.eased, self.seed)
 
     def fill(self, want: int) -> None:
-        """Step all lanes until ``want`` rows are there; a signal handler may raise at any point.
+        """Step all lanes until there are ``want`` rows; a signal handler may raise at any point.
 
-        The caller raises the exception again within the run's guard, which leaves ``acting`` too.
+        The caller raises the handler's exception again within the guard of the run, which also
+        leaves ``acting``.
         """
-        acting = self.acting  # not by `with`, which makes two calls more
+        acting = self.acting  # not by `with`, which would add two calls
         before = acting.before = torch.is_grad_enabled(), acting.place.get()
         try:
             set_gradients(False)
@@ -84,9 +88,10 @@ class FastPath:
             acting.before = None
 
     def store(self, want: int, finals: FinalsWatch, batch: Any = None) -> bool:
-        """Check, number, count and store ``want`` rows; if refused, do nothing and return False.
+        """Check, number, count and store ``want`` rows; if a check fails, only return False.
 
-        With an empty ``batch`` of `SmallBatches`, fill it, and store the rows lane by lane.
+        If ``batch`` is an empty batch of `SmallBatches`, fill it too, and store the rows lane by
+        lane.
         """
         few, rows, append = self.few, self.rows, self.writer.append
         used = few.board[FILLED]
@@ -97,28 +102,46 @@ class FastPath:
         if self.writer.tell is None:
             stored = append(rows)
         else:
-            with deferred():  # replay buffers are notified of all rows that are stored
+            with defer_signals():  # so that replay buffers are notified of all stored rows
                 stored = append(rows)
         if self.ring.counts.due:
             self.episodes.take()
         return bool(stored)
 
 
-class FastCollect:
-    """Fast path for few slots: one C call numbers, stores and commits their rows.
+@dataclass(slots=True)
+class PendingCall:
+    """Work that a call of the fast path left for the run loop: slots, a batch, an exception."""
 
-    If a call needs anything else, :meth:`collect` returns False and the run loop takes over. Slots
-    that were filled and not stored, and an exception that was raised meanwhile, stay here until
-    the loop takes them (:meth:`settle`, :meth:`take_raised`).
+    # Hot path: `FastCollect` assigns the attributes in each call.
+
+    path: FastPath | None
+    """The path that filled the slots, whose rows may be unstored; None after the loop took them."""
+    batches: list[TensorDictBase] = field(default_factory=list)
+    """The batch that becomes ready when its rows are stored."""
+    complete_at: int = 0
+    """Number of stored rows at which the batch is complete."""
+    error: BaseException | None = None
+    """The exception that was raised while the slots were filled or stored."""
+    stepped: bool = False
+    """True if ``error`` was raised after all lanes were stepped."""
+
+
+class FastCollect:
+    """Fast path for a few slots: one C call numbers, stores and commits their rows.
+
+    If a call needs anything else, :meth:`collect` returns False, and the run loop finishes the
+    call: it calls :meth:`settle`, then :meth:`take_raised`.
 
     Args:
         run: the state of the run.
         rollout: fills slots.
         in_slab: the row tables of slabs.
-        counts: the changes of the ledger when rows are stored.
-        checks: of values.
-        finals: must see rows in which an episode begins or ends, until they are judged.
-        acting: the context of steps.
+        counts: computes what the ledger adds when rows are stored.
+        checks: the checks of values.
+        finals: the watch on final observations, which must see the rows at ends of episodes until
+            it has decided.
+        acting: the context in which steps are made.
         batch: number of rows of a batch; 0 if the loop makes all batches.
     """
 
@@ -140,24 +163,16 @@ class FastCollect:
         self._only = rollout.lanes if run.options.surplus != "carry" else 0
         """The only number of rows that leaves no surplus; 0 if a surplus is carried."""
         self.batch = batch
-        self._batches: list[TensorDictBase] = []
-        """The batch that becomes ready when its rows are stored."""
-        self._stored_then = 0
-        """Number of stored rows at which the batch in ``_batches`` is complete."""
         self._made: FastPath | None = None
         self.ready: FastPath | None = None
-        """The path that the next call may take; None if the loop has to make the call."""
-        self._left: FastPath | None = None
-        """The path whose slots were filled and may not be stored yet."""
-        self.raised: BaseException | None = None
-        """The exception that was raised while these were filled or stored."""
-        self._by_store = False
-        """True if it was raised after all lanes were stepped."""
+        """The path that the next call may take; None if the next call has to use the loop."""
+        self._pending: PendingCall | None = None
+        """The work of the call under way, or that an earlier call left; None if complete."""
         self._thread: int | None = None
         """The thread of the last call."""
 
     def collect(self, want: int, *, yields: bool = False) -> bool:
-        """Store ``want`` rows, also as a batch if ``yields``; return False if the loop has to.
+        """Store ``want`` rows; with ``yields``, also make a batch. Return False if the loop has to.
 
         An exception may be raised at any instruction. If it comes before the C call that stores
         the rows, :meth:`settle` keeps the slots for the next block. If it comes after that call,
@@ -166,7 +181,7 @@ class FastCollect:
         path, total, run = self.ready, self._total, self._run
         if path is None or run.phase is not Phase.IDLE or want > FEW_SLOTS * self._lanes:
             return False
-        if run.lost or self._left is not None:
+        if run.lost or self._pending is not None:
             return False
         if total is not None and self._ledger.stored + want >= total:
             return False
@@ -174,22 +189,27 @@ class FastCollect:
             return False
         outside = run.outside
         if outside is not None and outside.find():
-            return False  # the loop raises
+            return False  # the loop raises the error
         self._thread = get_ident()
+        pending = PendingCall(path)
         try:
-            self._by_store, self._left = False, path
+            self._pending = pending
             run.begin_call()
             if yields:
                 with self._rollout.interruptible:
                     path.fill(want)
             else:
                 path.fill(want)
-            self._by_store = True
-            if self._store_batch(path, want) if yields else path.store(want, self._finals):
-                self._left = None
+            pending.stepped = True
+            if yields:
+                stored = self._store_batch(pending, path, want)
+            else:
+                stored = path.store(want, self._finals)
+            if stored:
+                self._pending = None
                 return yields or not run.stopped
-        except BaseException as error:  # noqa: BLE001  raised by the loop
-            self.raised = error
+        except BaseException as error:  # noqa: BLE001  the loop raises it again
+            pending.error = error
         finally:
             if outside is not None:
                 outside.remember()
@@ -197,25 +217,24 @@ class FastCollect:
         self.ready = None
         return False
 
-    def _store_batch(self, path: FastPath, want: int) -> bool:
-        """Store the rows and make their batch ready; return False if the loop has to."""
+    def _store_batch(self, pending: PendingCall, path: FastPath, want: int) -> bool:
+        """Store the rows and make their batch ready; return False if the loop has to do it."""
         if path.few.board[HALT]:  # the loop ends the run, or calls signal handlers
             return False
         assert path.batches is not None
         batch = path.batches.empty(want)
-        self._stored_then = self._ledger.stored + want
-        # Set last: until then `_stored_then` is the present count, and the batch would be yielded.
-        self._batches = [batch[2]]
+        pending.complete_at = self._ledger.stored + want
+        pending.batches.append(batch[2])  # after `complete_at`, which says when it is complete
         stored = path.store(want, self._finals, batch)
-        self._hand_over()
+        self._hand_over(pending)
         return stored
 
-    def _hand_over(self) -> None:
-        """Make the batch ready if its rows are stored."""
-        if self._batches and self._ledger.stored == self._stored_then:
-            # One instruction moves it from list to list, so that no exception can come between.
-            self._run.ready.extend(map(self._batches.pop, (0,)))
-        self._batches = []
+    def _hand_over(self, pending: PendingCall) -> None:
+        """Make the batch ready if its rows are stored; drop it otherwise."""
+        if pending.batches and self._ledger.stored == pending.complete_at:
+            # One instruction moves the batch from list to list: no exception can interrupt it.
+            self._run.ready.extend(map(pending.batches.pop, (0,)))
+        pending.batches.clear()
 
     def leave(self) -> None:
         """End this thread's call, which an exception left at any instruction."""
@@ -223,29 +242,42 @@ class FastCollect:
             self._run.end_call()
 
     def settle(self) -> None:
-        """Make the slots that :meth:`collect` left unstored the next block."""
+        """Queue the slots that :meth:`collect` left unstored as the next block."""
         self.ready = None
-        self._hand_over()
-        left, self._left = self._left, None
-        if left is not None:
-            self._rollout.put_back()
-            self._run.episodes.take()  # makes room for those of the block
+        pending = self._pending
+        if pending is None:
+            return
+        self._hand_over(pending)
+        if pending.path is not None:
+            pending.path = None
+            self._rollout.requeue()
+            self._run.episodes.take()  # makes room for the episodes of the block
+        if pending.error is None:
+            self._pending = None
+
+    @property
+    def has_raised(self) -> bool:
+        """True if an exception waits for :meth:`take_raised`."""
+        return self._pending is not None and self._pending.error is not None
 
     def take_raised(self) -> BaseException | None:
-        """Return the exception that was raised while lanes stepped; raise one that came later."""
-        error, self.raised = self.raised, None
-        if error is not None and self._by_store:
-            raise error
-        return error
+        """Return the exception that was raised while lanes stepped; raise a later one.
+
+        Return None if there was no exception. Call this method after :meth:`settle`.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None and pending.error is not None and pending.stepped:
+            raise pending.error
+        return None if pending is None else pending.error
 
     def prepare(self) -> None:
-        """Let the next call take the fast path, if it only has to fill and store slots."""
+        """Let the next call take the fast path if filling and storing slots is all it has to do."""
         slab = self._rollout.slab
         if not self._finals.undecided and self._rollout.make_ready():
             self.ready = self._path_of(slab)
 
     def _path_of(self, slab: Slab) -> FastPath | None:
-        """Return the fast path of ``slab``; None if it has none."""
+        """Return the fast path of ``slab``, or None if the path cannot be used."""
         path, checks, seed = self._made, self._checks, self._ledger.seed
         writer, state, few = self._run.writer, self._run.lanes, self._rollout.few
         if path is not None and path.was_made_for(state, checks.eased, seed):
@@ -254,7 +286,7 @@ class FastCollect:
         bounds = checks.table(slab)
         if bounds is None or few is None:
             return None
-        assert isinstance(table, CompiledRows)  # as the plan says
+        assert isinstance(table, CompiledSlabTable)  # as the plan says
         assert storage is not None
         files = storage.writer
         assert stores_slots(files)
@@ -286,8 +318,8 @@ class FastCollect:
         return path
 
 
-class _Guard(deferred):
-    """A deferral of signal handlers that may be left before it was entered."""
+class _Guard(defer_signals):
+    """A deferral of signal handlers that a caller may leave without having entered it."""
 
     __slots__ = ()
 
@@ -296,16 +328,17 @@ class _Guard(deferred):
 
 
 class FastCollectOfWorkers(FastCollect):
-    """A `FastCollect` during which signal handlers wait until the step of workers is stored.
+    """A `FastCollect` that defers signal handlers until the step of the workers is stored.
 
-    In the base class they may interrupt a step. The step of workers goes on in other processes.
+    In the base class, handlers may interrupt a step. A step of workers continues in other
+    processes.
     """
 
     _guard: _Guard | None = None
-    """The guard of the call under way, or of one that an exception left."""
+    """The guard of the call under way, or of a call that an exception ended."""
 
     def collect(self, want: int, *, yields: bool = False) -> bool:
-        """Store ``want`` rows; return False if the loop has to."""
+        """Store ``want`` rows; return False if the loop has to do it."""
         assert not yields, "the plan lets the loop make batches"
         if self.ready is None or self._run.phase is not Phase.IDLE:
             return False
@@ -313,7 +346,7 @@ class FastCollectOfWorkers(FastCollect):
         try:
             with guard:
                 done = super().collect(want)
-                if waits():  # workers pause, and the loop lets them go on
+                if signal_waits():  # workers pause until the loop lets them go on
                     self.ready = None
                 return done
         finally:

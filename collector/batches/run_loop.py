@@ -1,7 +1,7 @@
 """The loop of a run: take blocks of transitions, count and commit them, and make batches."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 
 from tallyroll.collector.batches.batch_output import BatchOutput
 from tallyroll.collector.batches.checks.checked_blocks import CheckedBlocks
-from tallyroll.collector.batches.checks.final_observations import FinalsWatch
+from tallyroll.collector.batches.checks.final_observation_checks import FinalsWatch
 from tallyroll.collector.batches.checks.ranges import Range
 from tallyroll.collector.batches.checks.value_checks import RangeChecks
 from tallyroll.collector.batches.delivered_counts import DeliveredCounts
@@ -23,8 +23,8 @@ from tallyroll.collector.batches.state.run_state import Phase, RunState
 from tallyroll.collector.batches.stored.storing_plan import StoringPlan, traits_of
 from tallyroll.collector.counting.ledger import Budget, LedgerEntry, post
 from tallyroll.collector.errors import EnvironmentRefused, LedgerError, SilentReset
+from tallyroll.collector.interrupts import call_waiting, signal_waits
 from tallyroll.collector.policies.action_context import ActionContext
-from tallyroll.collector.rollout.os_signals import call_waiting, waits
 from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block, TransitionSource
@@ -35,19 +35,19 @@ from tallyroll.storage.rows.keys import next_valid_keys
 class RunLoop:
     """Takes blocks of transitions from a source, and makes batches of them.
 
-    Each batch is filled, counted, validated, committed and laid out, in this order.
-    `make_run_loop` chooses the parts by the plan of the run.
+    Each batch is filled, counted, validated, committed and laid out, in this order. `make_run_loop`
+    chooses the parts of the loop according to the plan of the run.
 
     Args:
-        run: its counts, and the trajectory and step of every lane.
-        plan: the decisions on storing its rows.
-        slabs: the columns of its rows.
+        run: the state of the run: its counts, and the trajectory and step of every lane.
+        plan: the decisions about how rows are stored.
+        slabs: the columns of the rows.
         rollout: the source of blocks.
-        checks: of values.
+        checks: the checks of values.
         finals: watches final observations.
         output: numbers rows, stores them and lays them out.
         fast_collect: the fast path for few slots; None if the plan has none.
-        acting: the context of steps.
+        acting: the context in which steps are made.
         apart: True if each batch has the rows of one worker.
     """
 
@@ -77,19 +77,24 @@ class RunLoop:
         """The most rows that :meth:`collect` stores at once."""
         self._few = run.options.total_episodes is not None
         """True if the run ends with its last episode, which only the source knows."""
+        self._yields = True
+        """True if rows are yielded, False if they are only stored."""
         self._iterations = 0
         self._under_way = False
-        """True during a batch or a call of `collect`, and after an exception interrupted it."""
+        """True during a batch or a call of `collect`, and after an exception has interrupted it."""
+        self._committed: Callable[[], object] | None = None
+        """Callback after each commit of :meth:`collect`."""
 
     # --- batches ----------------------------------------------------------------------------------
 
     def batch(self, size: int | None = None) -> TensorDictBase | None:
         """Return the next batch; None if the run ended without one. The last batch ends the run.
 
-        It has ``size`` rows (default: ``frames_per_batch``), fewer if the budget ends before.
+        The batch has ``size`` rows (default: ``frames_per_batch``), or fewer if the budget ends
+        first.
         """
         run, output = self._run, self._output
-        output.lays_out = True
+        self._yields = True
         run.expect_batch()
         most = sys.maxsize if self._apart else size or run.options.frames_per_batch
         size = run.budget.batch(run.counted, most)
@@ -98,16 +103,20 @@ class RunLoop:
         with self._acting:
             self._gather(size)
         short = output.count < size
-        batch = output.deliver(size) if output.count else None
+        batch = output.deliver(size, yields=True) if output.count else None
         self._end(short=short)
         if self.fast_collect is not None and self.fast_collect.batch and not run.over:
             self.fast_collect.prepare()
         return batch
 
+    def call_after_commits(self, committed: Callable[[], object]) -> None:
+        """Call ``committed`` after each commit of :meth:`collect`."""
+        self._committed = committed
+
     def collect(self, want: int) -> None:
-        """Store ``want`` more transitions, fewer if the run ends before."""
+        """Store ``want`` more transitions, or fewer if the run ends first."""
         ledger = self._run.ledger
-        self._output.lays_out = False
+        self._yields = False
         self._raise_pending(want)
         goal = ledger.stored + self._run.budget.batch(self._run.counted, want)
         self._begin(min(self._most, goal - ledger.stored))
@@ -126,14 +135,16 @@ class RunLoop:
             if not output.count:
                 self._take(min(self._most, output.left(goal)), 0)
             if output.count:
-                output.deliver(goal - ledger.stored)
+                output.deliver(goal - ledger.stored, yields=False)
+                if self._committed is not None:
+                    self._committed()
             if output.left(goal):
                 if not output.count and self._rollout.dry:
                     break
                 self._handle_signals()
 
     def _store_gathered(self, goal: int) -> None:
-        """Store blocks together, as a batch has them, until the run has ``goal`` rows."""
+        """Join blocks as a batch does, and store them, until the run has ``goal`` rows."""
         ledger, output, most = self._run.ledger, self._output, self._most
         while ledger.stored < goal:
             if not output.count and (self._rollout.dry or not output.left(goal)):
@@ -141,11 +152,13 @@ class RunLoop:
             with self._acting:
                 self._gather(min(most, goal - ledger.stored))
             if output.count:
-                output.deliver(min(most, goal - ledger.stored))
+                output.deliver(min(most, goal - ledger.stored), yields=False)
+                if self._committed is not None:
+                    self._committed()
 
     def _raise_pending(self, want: int) -> None:
-        """Raise the error of the fast path, before this call saves the gradient mode."""
-        if self.fast_collect is not None and self.fast_collect.raised is not None:
+        """Raise the pending error of the fast path before this call saves the gradient mode."""
+        if self.fast_collect is not None and self.fast_collect.has_raised:
             self._take(want, 0)
 
     def leave(self) -> None:
@@ -166,21 +179,21 @@ class RunLoop:
         rollout = self._rollout
         if self._run.options.reset_at_each_iter and self._iterations:
             # Carried transitions belong to trajectories that the reset cuts: store them first.
-            self._take(min(size, rollout.held), size)
-            if not rollout.held:
+            self._take(min(size, rollout.carried), size)
+            if not rollout.carried:
                 self.restart_lanes()
         self._iterations += 1
 
     def _begin_run(self) -> None:
-        """Claim the storage and the ids for this run, before its first row."""
-        self._run.reach_safe_point()  # after a refusal the run may begin later
+        """Claim the storage and the trajectory ids for this run before its first row."""
+        self._run.reach_safe_point()  # if the storage refuses now, the run may begin later
         first_id = self._run.writer.stored_run.begin(self._run.provenance)
         self._run.leave_safe_point()
         if first_id is not None:
             self._run.lanes.begin_at(first_id)
 
     def _gather(self, size: int) -> None:
-        """Take blocks until ``size`` rows are there; one block if a batch has one worker's rows."""
+        """Take blocks until there are ``size`` rows; one block if each batch is of one worker."""
         output = self._output
         while output.count < size:
             want = output.within(size - output.count)
@@ -195,14 +208,14 @@ class RunLoop:
                 self._handle_signals()
 
     def _handle_signals(self) -> None:
-        """Call the signal handlers that wait: nothing is half done between two blocks."""
+        """Call the signal handlers that wait. Between two blocks, no work is half done."""
         rollout, run = self._rollout, self._run
         if rollout.paused:
             rollout.go_on()
             if run.stopped:
                 rollout.stop()
-        if waits():
-            run.ledger.balance(rollout.held + self._output.count)
+        if signal_waits():
+            run.ledger.balance(rollout.carried + self._output.count)
             run.ledger.publish()
             run.reach_safe_point()
             call_waiting()
@@ -211,7 +224,7 @@ class RunLoop:
     def _end(self, *, short: bool) -> None:
         """End an iteration; end the run too if no more rows will come.
 
-        ``short``: fewer rows came than were wanted.
+        ``short`` is True if fewer rows came than were requested.
         """
         self._under_way = False
         if self._run.options.surplus == "discard":
@@ -231,11 +244,8 @@ class RunLoop:
         """
         fast_collect = self.fast_collect
         try:
-            if fast_collect is None:
-                block = self._blocks.take(want)
-            else:
-                raised = None if fast_collect.raised is None else fast_collect.take_raised()
-                block = self._blocks.take(want, raised)
+            raised = None if fast_collect is None else fast_collect.take_raised()
+            block = self._blocks.take(want, raised)
             self._blocks.check(block)
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             self._store_before(error)
@@ -245,12 +255,16 @@ class RunLoop:
 
     def _add(self, block: Block, count: int, *, more: bool) -> None:
         """Add the rows of ``block`` to the batch; cuts take effect after them."""
-        self._output.add(block, count, more=more)
+        self._output.add(block, count, more=more, yields=self._yields)
         if block.cuts is not None:
-            self._cut_trajectories(block.cuts)
-            self._finals.forget(block.cuts)
+            self.cut(block.cuts)
 
     # --- ends, cuts and errors --------------------------------------------------------------------
+
+    def cut(self, lanes: NDArray[np.bool_]) -> None:
+        """Cut the open trajectories of ``lanes``, because the lanes were reset."""
+        self._cut_trajectories(lanes)
+        self._finals.forget(lanes)
 
     def _cut_trajectories(self, lanes: NDArray[np.bool_]) -> None:
         """Cut the open trajectories of ``lanes``, whose environments start new ones."""
@@ -258,19 +272,19 @@ class RunLoop:
         self._run.lanes.restart(lanes)
 
     def restart_lanes(self) -> None:
-        """Begin a new trajectory in every lane; no transition may be held."""
+        """Begin a new trajectory in every lane; no transition may wait for a batch."""
         self._cut_trajectories(self._everywhere)
         self._run.skip_foreseen(self._everywhere)
-        post(self._run.ledger, self._rollout.discard(()).entry)  # of steps that workers made ahead
+        post(self._run.ledger, self._rollout.discard(()).entry)  # workers may have stepped ahead
         self._rollout.restart_lanes(self._run.ledger)
 
     def discard(self) -> None:
         """Discard the surplus, and cut the trajectories that lose a row."""
-        if not self._rollout.held:
+        if not self._rollout.carried:
             return
         entry, lanes, reward, ended = self._rollout.discard(self._rewards)
         post(self._run.ledger, entry)
-        self._run.ledger.balance(self._rollout.held + self._output.count)
+        self._run.ledger.balance(self._rollout.carried + self._output.count)
         post(self._run.ledger, LedgerEntry(episodes_cut=self._run.lanes.interrupt(lanes)))
         self._run.skip_foreseen(lanes)
         with np.errstate(all="ignore"):  # infinite rewards of both signs
@@ -280,7 +294,7 @@ class RunLoop:
         self._finals.forget(lanes)
 
     def _store_before(self, error: BaseException) -> None:
-        """Store the rows taken before ``error``, and the complete and valid ones after them.
+        """Store the rows taken before ``error``, and the complete and valid rows after them.
 
         If a final observation is false, the ledger does not balance or the storage was closed,
         nothing is stored, and ``error`` gets a note that says so. The caller raises ``error``.
@@ -293,15 +307,15 @@ class RunLoop:
 
     def _store_complete(self) -> None:
         """Store the complete and valid rows, if the run has a storage or a replay buffer."""
-        self._output.lays_out = False
+        self._yields = False
         self._run.stop()
         if self._run.writer.stores:  # otherwise no reader would see the rows
             most = self._output.most
-            for block in self._rollout.salvage(self._blocks.sound, most):
+            for block in self._rollout.recover(self._blocks.valid_slots, most):
                 post(self._run.ledger, block.entry)
                 self._add(block, len(block), more=True)
             if self._output.count:
-                self._output.deliver(self._output.count)
+                self._output.deliver(self._output.count, yields=False)
 
     def end(self) -> None:
         """End the run on request; store the rows of an interrupted batch first."""
@@ -324,7 +338,7 @@ class RunLoop:
         post(ledger, LedgerEntry(discarded=self._output.count, episodes_cut=cut))
         self._output.drop()
         self._run.episodes.forget_after(ledger.stored)
-        ledger.balance(self._rollout.held)
+        ledger.balance(self._rollout.carried)
         ledger.publish()
         self._run.writer.finish(ledger, ledger.discarded - before)
         self._output.warn()
@@ -332,7 +346,7 @@ class RunLoop:
 
 @runtime_checkable
 class KeepsNoRows(Protocol):
-    """A source whose workers store their own rows; its loop only counts them."""
+    """A source whose workers store their own rows, so that the run loop only counts them."""
 
     def run_loop_of(self, run: RunState) -> Any:
         """Return the loop that counts the transitions of ``run``."""
@@ -348,20 +362,20 @@ def make_run_loop(
     draws: bool,
     torchrl: TorchrlLayout | None,
 ) -> RunLoop:
-    """Make the loop of ``run`` by its plan, and open its storage.
+    """Make the run loop that the plan of ``run`` selects, and open the storage of the run.
 
     Args:
-        run: its state.
-        source: makes rows of blocks.
-        rollout: the source of blocks.
-        ranges: the values that are allowed.
+        run: the state of the run.
+        source: converts blocks to rows.
+        rollout: provides the blocks.
+        ranges: the allowed values of each column.
         count_random: True if a policy acts, and random actions are counted.
         draws: True if some actions are random.
-        torchrl: lays batches out for ``layout="torchrl"``.
+        torchrl: lays out batches for ``layout="torchrl"``; None for other layouts.
     """
     options, writer, slabs = run.options, run.writer, source.plan
     if isinstance(rollout, KeepsNoRows):
-        writer.open(source.no_rows, run.provenance, source.behind)
+        writer.open(source.no_rows, run.provenance, source.inner_dims, slabs.excluded)
         counting: RunLoop = rollout.run_loop_of(run)
         return counting
     lanes = options.own_lanes(len(run.lanes.step))
@@ -379,7 +393,7 @@ def make_run_loop(
     finals = FinalsWatch(lanes, slabs.observed if watched else (), valid)
     acting = ActionContext(options.exploration_type)
     if options.postproc is None:
-        writer.open(source.no_rows, run.provenance, source.behind)
+        writer.open(source.no_rows, run.provenance, source.inner_dims, slabs.excluded)
     traits = traits_of(options, source, rollout, writer, counts, checks, torchrl)
     plan = StoringPlan.of(traits)
     in_slab = fast_collect = None
@@ -407,8 +421,8 @@ def make_run_loop(
 def _count_agents(run: RunState, counts: DeliveredCounts) -> None:
     """Count the budget of ``run`` in agent transitions.
 
-    A resumed run counts them in its rows, if the storage still has all of them: the record of its
-    last commit may be older than these.
+    For a resumed run, count them in its stored rows if the storage still has all of them, because
+    the record of the last commit may be older than the rows.
 
     Raises:
         EnvironmentRefused: there are no groups of agents.
@@ -416,12 +430,11 @@ def _count_agents(run: RunState, counts: DeliveredCounts) -> None:
     if not counts.most_agents:
         raise EnvironmentRefused(
             'budget_unit="agent_transitions": expected an environment with groups of agents, got '
-            "one without; leave budget_unit out"
+            "one without. Leave budget_unit out."
         )
-    total, last = run.options.total_frames, run.writer.stored_run.last
-    run.budget = Budget(total, agents=counts.most_agents)
-    run.ledger.agent_budget = total
+    last, counted = run.writer.stored_run.last, None
     if last is not None:
         reader, first = last
         if reader.span.start <= first and reader.head - first == run.ledger.stored:
-            run.ledger.agent_transitions = counts.agents_in(reader, first)
+            counted = counts.agents_in(reader, first)
+    run.count_agents(Budget(run.options.total_frames, agents=counts.most_agents), counted)

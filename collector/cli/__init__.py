@@ -1,10 +1,12 @@
 """Command line interface: ``tallyroll COMMAND``, with a module for each command.
 
-Exit status: 0 done, 1 error, 2 usage, 130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP.
-``verify``: 0 sound, 1 something is wrong with the storage, 2 usage or it could not be checked.
-``repair``: 0 whole, 1 something was lost, 2 usage or nothing could be repaired.
-``diff``: 0 the same, 1 different, 2 usage or they could not be compared.
-``replay``: 0 equal, 1 something differs, 2 usage or something could not be replayed.
+Exit status: 0 success, 1 error, 2 usage error, 130 after SIGINT, 143 after SIGTERM, 129 after
+SIGHUP. Some commands have a status of their own:
+
+``verify``: 0 the storage is sound, 1 it has problems, 2 usage error, or it could not be checked.
+``repair``: 0 the storage is whole, 1 data was lost, 2 usage error, or nothing could be repaired.
+``diff``: 0 the storages are equal, 1 they differ, 2 usage error, or they could not be compared.
+``replay``: 0 all trajectories are equal, 1 one differs, 2 usage error, or one was not replayed.
 """
 
 import atexit
@@ -30,7 +32,7 @@ from tallyroll.collector.errors import WorkerError
 from tallyroll.collector.workers.local.nonblocking_stdio import output_dropped
 from tallyroll.storage.errors import InvalidExpression
 
-_READING = ("diff", "inspect", "replay", "report", "verify")
+_READING = ("diff", "inspect", "replay", "report", "verify", "view", "watch")
 """Commands whose modules are in `inspection`."""
 _OF_DATASETS = {
     **dict.fromkeys(copying.NAMES, "copy"),
@@ -38,13 +40,16 @@ _OF_DATASETS = {
     **dict.fromkeys(("export", "import"), "exchange"),
     **{name: name for name in ("card", "pack", "repair", "split", "stats")},
 }
-"""Commands whose modules are in `datasets`, with the names of the modules."""
+"""Name of the module of each command whose module is in `datasets`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` and return the exit status. None means the process's own."""
+    """Run the command line ``argv`` and return the exit status.
+
+    If ``argv`` is None, the command line of the process is used.
+    """
     reopen_closed()
-    # At exit, the interpreter would collect garbage in all imported modules: half a second.
+    # At exit, the interpreter would collect garbage in all imported modules for half a second.
     atexit.register(gc.freeze)
     with output_dropped("stderr"):
         return _main(argv)
@@ -56,7 +61,7 @@ def _main(argv: Sequence[str] | None) -> int:
         try:
             args = make_parser().parse_args(argv)
         except SystemExit:
-            emit("")  # output of --help and --version in the buffer
+            emit("")  # write the buffered output of --help and --version
             raise
         show = args.traceback or os.environ.get("TALLYROLL_TRACEBACK", "") not in ("", "0")
         status = 2 if args.command in ("diff", "repair", "replay", "verify") else 1
@@ -73,7 +78,7 @@ def _main(argv: Sequence[str] | None) -> int:
     except BrokenPipeError:
         # The reader of the output, such as `| head`, has closed the pipe.
         return status
-    except Exception as error:  # noqa: BLE001  what an environment or a policy raised is theirs
+    except Exception as error:  # noqa: BLE001  environments and policies may raise anything
         _say_error(error, show)
         return 2 if isinstance(error, InvalidExpression) else status
 
@@ -89,8 +94,8 @@ def _say_error(error: Exception, show_traceback: bool) -> None:
     text = f"{type(error).__name__}: {error}" if foreign else str(error)
     if _lacks_memory(error):
         text = (
-            f"there is not enough memory ({text}); give a smaller --num-envs, --frames-per-batch "
-            "or --workers"
+            f"there is not enough memory ({text}). Give a smaller --num-envs, --frames-per-batch "
+            "or --workers."
         )
     # The traceback of a worker, and the position in an expression, span several lines.
     lines = isinstance(error, WorkerError | InvalidExpression)

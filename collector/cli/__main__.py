@@ -4,5 +4,5 @@ import sys
 
 from tallyroll.collector.cli import main
 
-if __name__ == "__main__":  # workers import it under another name
+if __name__ == "__main__":  # workers import this module under another name
     sys.exit(main())

@@ -2,7 +2,6 @@
 
 import argparse
 import atexit
-import math
 import shlex
 import signal
 import threading
@@ -19,15 +18,17 @@ from rich.filesize import decimal
 
 from tallyroll.collector.base import Collector
 from tallyroll.collector.batches.stored.resume import has_begun, last_run_of
+from tallyroll.collector.batches.stored.storing_plan import stored_size
 from tallyroll.collector.cli.output import CommandError, emit, pasteable, say
 from tallyroll.collector.cli.page import Page
 from tallyroll.collector.cli.plan import Plan, imported, load_policy, open_output, part
-from tallyroll.collector.cli.progress import Display, shown_progress
+from tallyroll.collector.counting.ledger import show_ledger
 from tallyroll.collector.envs import registry
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.ext.checkpoints.regular import RegularCheckpoints
 from tallyroll.collector.ext.logs.run_log import EVERY, RunLog
 from tallyroll.collector.ext.logs.target import LogTarget, open_target
+from tallyroll.collector.ext.progress import Display, run_details, shown_progress
 from tallyroll.collector.multiprocess import MultiprocessCollector, RayCollector
 from tallyroll.collector.options.draws import Draw
 from tallyroll.collector.options.draws import parsed as parsed_draw
@@ -41,12 +42,24 @@ from tallyroll.collector.workers.local.nonblocking_stdio import (
 )
 from tallyroll.storage import StorageLocked
 from tallyroll.storage.files.paths import free_bytes
+from tallyroll.storage.rows.keys import format_key
 from tallyroll.storage.storages import DiskStorage
 
 _BATCHES = 8
-"""Batches between two updates of the progress. Workers wait at the last of these batches."""
-_OTHERS = ("append", "format", "durability", "max_size", "finalize", "accept_copy", "checkpoint")
+"""Batches of a sharded run between two progress updates. Workers wait at the last of them."""
+_OTHERS = (
+    "append",
+    "format",
+    "durability",
+    "max_size",
+    "once",
+    "finalize",
+    "accept_copy",
+    "checkpoint",
+)
 """Options that do not apply to a sharded storage."""
+_NO_EFFECT = (None, False, "auto", "no")
+"""Values of these options that change nothing."""
 
 
 def wrong_sharded(plan: Plan, args: argparse.Namespace) -> str | None:
@@ -54,20 +67,25 @@ def wrong_sharded(plan: Plan, args: argparse.Namespace) -> str | None:
     if not plan.sharded:
         return None
     if not plan.workers:
-        return "--sharded is for workers, each of which has a shard; give --workers"
+        return "--sharded needs workers, because each of them writes a shard. Give --workers."
     if plan.mode == "sync":
-        return "--sharded: rows of several shards have no order; leave --mode sync out"
+        return (
+            "--sharded does not go with --mode sync, because rows of several shards have no order. "
+            "Leave --mode out."
+        )
     if plan.frames is None or plan.by_agent or plan.shard is not None:
         return (
-            "--sharded: expected --frames, a number of transitions of the whole run, without "
+            "--sharded: expected --frames, the number of transitions of the whole run, without "
             "--episodes, --budget-unit agent_transitions and --shard"
         )
     if plan.policy_placement == "central":
-        return "--policy-placement central does not go with --sharded; leave it out"
+        return (
+            "--policy-placement central does not go with --sharded. Leave --policy-placement out."
+        )
     for name in _OTHERS:
-        if getattr(args, name):
+        if getattr(args, name) not in _NO_EFFECT:
             option = "--" + name.replace("_", "-")
-            return f"{option} does not go with --sharded; leave it out"
+            return f"{option} does not go with --sharded. Leave {option} out."
     return None
 
 
@@ -98,7 +116,7 @@ class Signals:
         self.received = False
 
     @contextmanager
-    def taken_over(self) -> Iterator[None]:
+    def install(self) -> Iterator[None]:
         """Install the handlers for the duration of the context, if this is the main thread."""
         before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
@@ -138,11 +156,11 @@ class CollectRun:
         if self.resumes:
             if not self.runs or "first_row_of_run" not in self.runs[-1]:
                 raise CommandError(
-                    f"--resume: {self.out} holds no run of a collector; use --append"
+                    f"--resume: {self.out} holds no run of a collector. Use --append."
                 )
             self.first_row = last_run_of(self.runs, storage.path, self.head).first_row
         self.began, self.has_begun = 0, False
-        """Rows that the run had before, and whether the run is in the manifest."""
+        """Rows that the run had before this command, and whether the manifest lists the run."""
         self.plan = self._planned()
         self.frames = self.plan.own_frames
         """Frames of the run, or of its shard; None if the budget is a number of episodes."""
@@ -161,7 +179,7 @@ class CollectRun:
         if plan.env is None or (plan.frames is None and plan.episodes is None):
             missing = "ENV" if plan.env is None else "--frames or --episodes"
             raise CommandError(
-                f"{self.out}: there is nothing to take {missing} from; give {missing}"
+                f"{self.out} has no earlier run to take {missing} from. Give {missing}."
             )
         if self.resumes:
             self._require_fit(given, before, plan)
@@ -169,8 +187,8 @@ class CollectRun:
             raise CommandError(wrong)
         if plan.frames is None and not self.storage.grows:
             raise CommandError(
-                f"{self.out}: an HDF5 file is made for a number of rows, which --episodes does not "
-                "give; use --frames, or --format memmap or zarr"
+                f"{self.out}: an HDF5 file needs a fixed number of rows, but --episodes does not "
+                "give one. Use --frames, or --format memmap or zarr."
             )
         return plan
 
@@ -181,39 +199,43 @@ class CollectRun:
         if env_module or (given.policy is None and before.policy is not None):
             raise CommandError(
                 f"--resume: the manifest in {self.out} names code of yours, or an environment "
-                "system, and neither is run on a storage's word; if it is right, name it again:",
+                "system. Tallyroll does not run code only because a storage names it. If the names "
+                "are right, repeat them:",
                 self._resume_command(plan),
             )
         if given.episodes is not None and before.frames is not None:
             raise CommandError(
-                "--resume: the run was begun with --frames, so that --episodes cannot end it; give "
-                "--frames, or leave both out"
+                "--resume: the run was started with --frames, so --episodes cannot end it. Give "
+                "--frames, or leave both out."
             )
         if given.shard is not None and given.shard != before.shard:
             was = "a whole run" if before.shard is None else f"shard {before.shard}"
             raise CommandError(
-                f"--resume: {self.out} has {was}, and --shard {given.shard} was given; give each "
-                "shard an --out of its own, or leave --shard out"
+                f"--resume: {self.out} has {was}, but --shard {given.shard} was given. Give each "
+                "shard its own --out, or leave --shard out."
             )
         if given.num_envs is not None and given.num_envs != (before.num_envs or 1):
             raise CommandError(
-                f"--resume: the run has {before.num_envs or 1} lanes, and --num-envs "
-                f"{given.num_envs} was given; leave it out, or use --append for a new run"
+                f"--resume: the run has {before.num_envs or 1} lanes, but --num-envs "
+                f"{given.num_envs} was given. Leave --num-envs out, or use --append for a new run."
             )
         policy = part(self.runs[-1], "call").get("policy")
         if policy is not None and plan.policy is None:
             raise CommandError(
-                f"--resume: the run was made with a policy ({policy}), which its manifest cannot "
-                "name; give it with --policy"
+                f"--resume: the run was made with a policy ({policy}) that its manifest cannot "
+                "name. Give the policy with --policy."
             )
         if policy is None and plan.policy is not None:
             raise CommandError(
-                "--resume: the run was made with random actions and --policy was given; leave it "
-                "out, or use --append for a new run"
+                "--resume: the run was made with random actions, but --policy was given. Leave "
+                "--policy out, or use --append for a new run."
             )
 
     def note(self, text: str, below: str = "", *, lines: bool = False) -> None:
-        """Write one line, or ``lines``, to stderr, and a command below, unless --quiet."""
+        """Write ``text``, and a command ``below`` it, to stderr, unless --quiet is given.
+
+        ``lines`` is True if the text may have several lines.
+        """
         if not self.args.quiet:
             say(f"tallyroll: {text}", below=below, lines=lines)
 
@@ -252,7 +274,7 @@ class CollectRun:
         return 0 if done else self.signals.exit_status
 
     def _collect(self) -> tuple[Collector, float]:
-        """Collect; return the collector after its end, and the seconds that it took."""
+        """Collect, and return the closed collector and the duration in seconds."""
         plan = self.plan
         assert plan.env is not None
         module, colon, _ = plan.env.partition(":")
@@ -292,7 +314,7 @@ class CollectRun:
 
     @contextmanager
     def _log_targets(self) -> Iterator[list[LogTarget]]:
-        """Open the targets of --log before the storage has a run."""
+        """Open the targets of --log before the run is added to the storage."""
         with ExitStack() as stack:
             targets = []
             for each in self.args.log or ():
@@ -300,9 +322,9 @@ class CollectRun:
                 stack.callback(target.close)
                 if target.newest is not None and not self.resumes:
                     raise CommandError(
-                        f"--log: {each} has rows of another run already, the last one of "
-                        f"{target.newest.frames:,} transitions; give another --log, or --resume "
-                        "that run"
+                        f"--log: {each} already has rows of another run, the last one at "
+                        f"{target.newest.frames:,} transitions. Give another --log, or --resume "
+                        "that run."
                     )
             yield targets
 
@@ -325,6 +347,7 @@ class CollectRun:
             "shard": plan.shard,
             "info_keys": tuple(parsed(each) for each in plan.info_keys or ()),
             "rename": dict(each.rsplit("=", 1) for each in plan.rename or ()),
+            "exclude": tuple(plan.exclude or ()),
             "resets": Resets(sampler=_sampler(plan.reset), seeds=plan.reset_seeds or False),
         }
         same = ["env_kwargs", "seed", "max_frames_per_traj", "frame_skip", "validate", "finals"]
@@ -352,14 +375,14 @@ class CollectRun:
         return collector.ledger.episodes_complete, self.plan.episodes or 0
 
     def _is_complete(self) -> bool:
-        """Return True, with a note, if the run to continue has its whole budget already."""
+        """Return True, and tell the user, if the resumed run already has its whole budget."""
         run_rows, frames = self.head - self.first_row, self.frames
         if not self.resumes or frames is None or run_rows < frames or self.plan.by_agent:
             return False
         if run_rows > frames:
             raise CommandError(
-                f"--resume: the run in {self.out} has {run_rows:,} frames already, more than the "
-                f"{frames:,} asked for; give a larger --frames, or another --out"
+                f"--resume: the run in {self.out} already has {run_rows:,} frames, more than the "
+                f"{frames:,} asked for. Give a larger --frames, or another --out."
             )
         self.note(f"{self.out} is complete already: it has all {run_rows:,} frames")
         return True
@@ -371,8 +394,8 @@ class CollectRun:
         earlier = [(Plan.of_run(run), run.get("seed")) for run in self.runs]
         if (plan.env, plan.policy, plan.seed) in [(p.env, p.policy, seed) for p, seed in earlier]:
             self.note(
-                f"warning: an earlier run in {self.out} has the seed {plan.seed} too, so this one "
-                "may repeat its data; give another --seed, or leave it out"
+                f"warning: an earlier run in {self.out} also has the seed {plan.seed}, so this run "
+                "may repeat its data. Give another --seed, or leave --seed out."
             )
 
     # --- reporting ----------------------------------------------------------------------------
@@ -380,13 +403,24 @@ class CollectRun:
     def _say_what_it_takes(self) -> None:
         if self.args.resume and not self.resumes:
             self.note(f"{self.out} held no run to resume: starting from the beginning")
-        row_nbytes = self.storage.schema.row_nbytes
+        size, storage = stored_size(self.storage), self.storage
+        row_nbytes = storage.schema.row_nbytes if size is None else size.row_nbytes
         takes = f"{row_nbytes:,} bytes a row"
-        if self.frames is not None and not self.plan.by_agent:
+        if storage.ring:
+            whole = decimal(storage.ring * row_nbytes)
+            takes = f"a full ring of {storage.ring:,} rows of {row_nbytes:,} bytes: {whole}"
+        elif self.frames is not None and not self.plan.by_agent:
             missing = self.frames - self.began
             takes = f"{missing:,} rows of {row_nbytes:,} bytes: {decimal(missing * row_nbytes)}"
+        if size is not None and size.once:
+            names = ", ".join(map(format_key, size.once))
+            less = "" if size.measured else ", or less if frames shrink"
+            takes = f"{takes}{less}, because frames of {names} are stored once"
         free = decimal(free_bytes(self.storage.path))
-        self.note(f"{takes}; {free} are free beside what is reserved for them in {self.out}")
+        self.note(
+            f"{takes}; {free} are free in {self.out}, besides the space already reserved for these "
+            "rows"
+        )
 
     def _show(
         self, progress: Display, collector: Collector, started: float, last: bool = False
@@ -394,13 +428,9 @@ class CollectRun:
         def details() -> list[str]:
             fresh = collector.ledger.stored - self.began
             unit = "" if self.plan.frames and not self.plan.by_agent else " frames"
-            mean = collector.metrics()["return_mean"]
-            return [
-                f"{fresh / max(1e-9, time.monotonic() - started):,.0f}{unit}/s",
-                f"{collector.ledger.episodes_complete:,} ep",
-                *([] if math.isnan(mean) else [f"return {mean:.4g}"]),
-                decimal(self.storage.nbytes),
-            ]
+            rate = f"{fresh / max(1e-9, time.monotonic() - started):,.0f}{unit}/s"
+            size = None if self.storage.stores_once else self.storage.nbytes
+            return run_details(collector, rate, size)
 
         progress(*self._budget(collector), details, last)
 
@@ -408,18 +438,27 @@ class CollectRun:
         page, ledger = Page(), collector.ledger
         fresh = ledger.stored - self.began
         rate = f"{fresh / seconds:,.0f}/s" if seconds > 0 else "at once"
-        already = f" ({self.began:,} of them were there before)" if self.began else ""
+        already = f" ({self.began:,} of them were stored before)" if self.began else ""
+        size, nbytes = stored_size(self.storage), self.storage.nbytes
+        if size is not None and size.once:
+            nbytes = len(self.storage) * size.row_nbytes
         page.print()
         page.print(
             f"{ledger.stored:,} frames of {self.plan.env}{already}, {seconds:.1f} s, {rate}, "
-            f"{decimal(self.storage.nbytes)} in {self.out}"
+            f"{decimal(nbytes)} in {self.out}"
         )
+        if size is not None and size.once and size.ring_nbytes is not None:
+            frames = f"frames of {', '.join(map(format_key, size.once))} are stored once"
+            page.print(
+                f"{frames}: {size.row_nbytes:,} bytes a row, {decimal(size.ring_nbytes)} in the "
+                "full ring"
+            )
         page.print(f"{'seed':<17} {ledger.seed:>15}")
         if (own := collector.shard) is not None:
             first, last = own.lanes[0], own.lanes[-1]
             meaning = f"lanes {first} to {last} of {own.run_lanes}, of {own.asked:,} frames in all"
             page.print(f"{'shard':<17} {own!s:>15}  {meaning}")
-        page.ledger(ledger.counts(), _returns(collector))
+        show_ledger(page, ledger.counts(), _returns(collector))
         if ledger.agent_surplus:
             meaning = "agent transitions of the last row beyond the budget"
             page.print(f"{'agent surplus':<17} {ledger.agent_surplus:>15,}  {meaning}")
@@ -436,10 +475,10 @@ class CollectRun:
 
     def _resume_command(self, plan: Plan) -> str:
         # All other options are in the manifest.
-        options = [*self._kept_options(), *["--finalize"] * self.args.finalize]
+        options = [*self._repeated_options(), *["--finalize"] * self.args.finalize]
         return Plan(env=plan.env, policy=plan.policy).command(self.out, "--resume", *options)
 
-    def _kept_options(self) -> list[str]:
+    def _repeated_options(self) -> list[str]:
         every = [] if self.args.log_every is None else ["--log-every", str(self.args.log_every)]
         logs = [word for each in self.args.log or () for word in ("--log", each)]
         given = [(name, getattr(self.args, name)) for name in _CHECKPOINTS]
@@ -451,27 +490,27 @@ class CollectRun:
         committed = f"{self.storage.head:,} rows are committed in {self.out}"
         resume = self._resume_command(self.plan)
         if not isinstance(error, StorageLocked):
-            self.note(f"{committed}; once the cause of the error is gone, go on with", resume)
+            self.note(f"{committed}. Once the cause of the error is gone, continue with", resume)
             return
         self.note(
-            f"{committed}, perhaps some of another process. Before you go on, see whose the last "
-            "run is:",
+            f"{committed}, perhaps some by another process. Before you continue, check which "
+            "process made the last run:",
             self._inspect_command(),
         )
-        self.note("if it is this one, go on with", resume)
+        self.note("if the last run is this one, continue with", resume)
 
     def _say_what_a_signal_left(self) -> None:
         """Report the state after a signal, and how to continue."""
         name = self.signals.number.name
         has_rows = self.storage.head > self.first_row
-        kept = "what is complete is committed" if has_rows else "nothing was collected yet"
+        kept = "all complete transitions are committed" if has_rows else "nothing was collected yet"
         how = self._resume_command(self.plan)
         if not self.resumes and not self.has_begun:
             options = ["--format", self.args.format] if self.args.format else []
-            options += self._kept_options()
+            options += self._repeated_options()
             options += [f"--{name}" for name in ("append", "finalize") if getattr(self.args, name)]
             how = self.plan.command(self.out, *options)
-        say(f"tallyroll: stopped by {name}; {kept}. Go on with", below=how)
+        say(f"tallyroll: stopped by {name}; {kept}. Continue with", below=how)
 
 
 def _import_module_of(env: str, module: str) -> None:
@@ -482,8 +521,8 @@ def _import_module_of(env: str, module: str) -> None:
         cause = error.__cause__
         if isinstance(cause, ModuleNotFoundError) and cause.name == module.partition(".")[0]:
             raise CommandError(
-                f"{env}: there is neither a module nor an environment system called {module}; "
-                "`tallyroll envs` lists the systems"
+                f"{env}: there is neither a module nor an environment system called {module}. "
+                "`tallyroll envs` lists the systems."
             ) from error
         raise
 
@@ -505,11 +544,14 @@ def wrong_shard(plan: Plan) -> str | None:
         return None
     option = f"--shard {plan.shard}"
     if plan.seed is None:
-        return f"{option}: expected --seed, the same for each of the shards; give --seed 0, say"
+        return (
+            f"{option}: expected the same --seed for each of the shards, got none. Give one, such "
+            "as --seed 0."
+        )
     if plan.episodes is not None or plan.by_agent:
         return (
-            f"{option}: expected --frames, a number of transitions, of which each lane has its "
-            "part; which episodes start first, and how many agents live, depends on all lanes"
+            f"{option}: expected --frames, the number of transitions of all shards. Without it a "
+            "shard cannot know which episodes start first, or how many agents live in other shards."
         )
     try:
         assert plan.own is not None
@@ -524,37 +566,40 @@ def wrong_workers(plan: Plan, args: argparse.Namespace) -> str | None:
     if (plan.workers or 0) > plan.own_lanes:
         of = "" if plan.shard is None else f" in shard {plan.shard}"
         return (
-            f"--workers: expected at most as many as there are lanes{of}, {plan.own_lanes}, got "
-            f"{plan.workers}; give fewer, or a larger --num-envs"
+            f"--workers: expected at most the number of lanes{of}, {plan.own_lanes}, got "
+            f"{plan.workers}. Give fewer workers, or a larger --num-envs."
         )
     names = ("mode", "transport", "address", "respawns", "step_timeout", "policy_placement")
     for name in names:
         if not plan.workers and getattr(args, name) is not None:
             option = "--" + name.replace("_", "-")
-            return f"{option} is for workers, and there are none; give --workers"
+            return f"{option} needs workers. Give --workers."
     if args.address is not None and not plan.by_ray:
-        return "--address is for --transport ray; give it, or leave --address out"
+        return "--address needs --transport ray. Give --transport ray, or leave --address out."
     if plan.policy_placement == "central" and plan.policy is None:
         return (
-            "--policy-placement central says where the policy acts, and there is none; give "
-            "--policy, or leave --policy-placement out"
+            "--policy-placement central needs a policy. Give --policy, or leave --policy-placement "
+            "out."
         )
     if plan.transport == "thread" and plan.respawns and plan.step_timeout:
         return (
-            "--transport thread: a thread that hangs cannot be ended and replaced; leave out "
-            "--step-timeout or --respawns, or use --transport process"
+            "--transport thread: a thread that hangs cannot be ended and replaced. Leave out "
+            "--step-timeout or --respawns, or use --transport process."
         )
     return None
 
 
 def _sampler(resets: list[str] | None) -> dict[str, Draw] | None:
-    """Return the draws of reset options by name; None without any."""
+    """Return the draws of reset options by name; None if there are none."""
     pairs = [each.split("=", 1) for each in resets or ()]
     return {name: parsed_draw(text) for name, text in pairs} or None
 
 
 def default_batch(plan: Plan, ring: int = 0) -> int:
-    """Return the transitions in a commit: 64 per lane, within bounds, a multiple of the lanes."""
+    """Return the number of transitions in a commit.
+
+    It is a multiple of the number of lanes: 64 per lane, within bounds.
+    """
     lanes = plan.own_lanes
     batch = max(lanes, min(max(1024, 64 * lanes), 8192) // lanes * lanes)
     if 0 < ring < batch:
@@ -569,17 +614,17 @@ def run(args: argparse.Namespace) -> int:
     if not args.resume and args.frames is None and args.episodes is None:
         args.usage_error("one of the arguments --frames --episodes is required")
     if args.budget_unit == "agent_transitions" and args.episodes is not None:
-        args.usage_error("--budget-unit is for --frames, and --episodes was given")
+        args.usage_error("--budget-unit needs --frames, but --episodes was given")
     if args.log_every is not None and not args.log:
-        args.usage_error("--log-every is for --log, and there is none; give --log TARGET")
+        args.usage_error("--log-every needs --log. Give --log TARGET.")
     if args.accept_copy and not (args.resume or args.append):
-        args.usage_error("--accept-copy is for --resume and --append, which open a storage")
+        args.usage_error("--accept-copy needs --resume or --append, which open a storage")
     old = [each.rpartition("=")[0] for each in args.rename or ()]
     if twice := [name for name in old if old.count(name) > 1]:
-        args.usage_error(f"--rename: {twice[0]} is given two new names; give one")
+        args.usage_error(f"--rename: {twice[0]} has two new names. Give one.")
     options = [each.partition("=")[0] for each in args.reset or ()]
     if twice := [name for name in options if options.count(name) > 1]:
-        args.usage_error(f"--reset: {twice[0]} is given twice; give it once")
+        args.usage_error(f"--reset: {twice[0]} is given twice. Give it once.")
     # The manifest has the options that a resumed run leaves out.
     plan = Plan.of(args)
     if not args.resume and (
@@ -589,11 +634,11 @@ def run(args: argparse.Namespace) -> int:
     for name in _CHECKPOINTS[1:]:
         if getattr(args, name) is not None and args.checkpoint is None:
             option = "--" + name.replace("_", "-")
-            args.usage_error(f"{option} is for --checkpoint, and there is none; give --checkpoint")
+            args.usage_error(f"{option} needs --checkpoint. Give --checkpoint.")
     if args.checkpoint_rows is not None and not args.resume:
-        args.usage_error("--checkpoint-rows is for --resume, which loads a checkpoint")
+        args.usage_error("--checkpoint-rows needs --resume, which loads a checkpoint")
     signals = Signals([signal.Signals[args.checkpoint_on]] if args.checkpoint_on else [])
-    with signals.taken_over():
+    with signals.install():
         try:
             with open_output(args) as storage:
                 return CollectRun(args, storage, signals).run()

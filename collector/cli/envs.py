@@ -16,8 +16,8 @@ from tallyroll.collector.errors import ArgumentError, MissingExtra
 from tallyroll.storage.package.near_names import did_you_mean
 
 _ABOVE = (
-    "Gymnasium ids (CartPole-v1, or module:Id-v0) need no system. What follows is collected as "
-    "SYSTEM:ID."
+    "Gymnasium ids (CartPole-v1, or module:Id-v0) need no system. Name an environment of the "
+    "systems below as SYSTEM:ID."
 )
 
 PYGAMES = {"pygame", "pygame-ce"}
@@ -51,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
     names = registry.names()
     if unknown := [name for name in args.systems if name not in names]:
         near = did_you_mean(unknown[0], names)
-        raise CommandError(f"no system is called {unknown[0]}; there are {', '.join(names)}{near}")
+        raise CommandError(
+            f"expected one of the systems {', '.join(names)}, got {unknown[0]}{near}"
+        )
     distributions = metadata.packages_distributions()
     found = [look(name, distributions) for name in args.systems or names]
     if args.json:
@@ -81,7 +83,7 @@ def look(name: str, distributions: Mapping[str, Sequence[str]]) -> KnownSystem:
 
 
 def as_text(found: Sequence[KnownSystem], has_both: bool) -> str:
-    """Format the list; ``has_both`` means that pygame and pygame-ce are both installed."""
+    """Format the list. ``has_both`` is True if pygame and pygame-ce are both installed."""
     page = Page()
     page.print(_ABOVE)
     for head, there in (("installed", True), ("not installed", False)):
@@ -99,7 +101,7 @@ def as_text(found: Sequence[KnownSystem], has_both: bool) -> str:
             page.print(f"{each.name}: {each.conflicts}")
     if has_both:
         page.print(
-            "Here pygame and pygame-ce are both installed, and one has written over the other: "
-            "uninstall both, and install the one that is needed."
+            "pygame and pygame-ce are both installed, and one has overwritten the other. Uninstall "
+            "both, and install the one that is needed."
         )
     return page.text

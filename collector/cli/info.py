@@ -76,7 +76,7 @@ def _usable() -> int | None:
 
 
 def _shared_memory() -> dict[str, int] | None:
-    """Return the total and free bytes of /dev/shm, which workers share; None without it."""
+    """Return the total and free bytes of /dev/shm, which workers share; None if it is missing."""
     try:
         found = shutil.disk_usage("/dev/shm")
     except OSError:
@@ -85,7 +85,7 @@ def _shared_memory() -> dict[str, int] | None:
 
 
 def _open_files() -> dict[str, int | None]:
-    """Return the limits of open files of a process, current and largest; None means no limit."""
+    """Return the soft and the hard limit of open files per process; None means no limit."""
     import resource
 
     soft, hard = (
@@ -144,8 +144,9 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[str]:
     devices = facts["devices"]
     yield _line("  cpus", f"{devices['cpus']}, {devices['usable_cpus']} for this process")
     yield _line("  cuda", devices["error"] or ", ".join(devices["cuda"]) or "none that torch sees")
-    if devices["mps"]:
-        yield _line("  mps", "yes")
+    for kind in sorted(devices.keys() - {"cpus", "usable_cpus", "cuda", "error"}):
+        if found := devices[kind]:
+            yield _line(f"  {kind}", "yes" if found is True else ", ".join(found))
     limits = facts["limits"]
     memory = limits["shared_memory"]
     shared = f"{_mib(memory['bytes'])}, {_mib(memory['free'])} free" if memory else "not there"

@@ -14,16 +14,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from tallyroll.collector.errors import CollectorError
+from tallyroll.storage.rows.pages import visible as visible
 
 _MOST_LETTERS = 2000
 _NOT_SHOWN = (
-    "(the command is not shown: a name in it holds control characters; put it together yourself, "
-    "from names that you know)"
+    "(the command is not shown, because a name in it holds control characters; write the command "
+    "yourself, with names that you know)"
 )
 
 
 class CommandError(CollectorError):
-    """The command cannot be carried out. The message says what to do; nothing has changed.
+    """The command cannot be carried out. Nothing has changed, and the message says what to do.
 
     ``command`` is an alternative command to paste, shown below the message.
     """
@@ -35,20 +36,6 @@ class CommandError(CollectorError):
 
 class OutputFailed(CollectorError):
     """Standard output cannot be written. Everything else that the command did is complete."""
-
-
-def visible(text: str, *, lines: bool = False) -> str:
-    r"""Escape characters of ``text`` that are not printable, as in Python: ``\x1b``, ``\u202e``.
-
-    With ``lines``, line breaks and tabs are kept.
-    """
-    if text.isprintable():
-        return text
-    kept = "\n\t" if lines else ""
-    return "".join(
-        each if each.isprintable() or each in kept else each.encode("unicode_escape").decode()
-        for each in text
-    )
 
 
 def shortened(text: str) -> str:
@@ -122,8 +109,8 @@ def visible_warnings() -> Iterator[None]:
 def reopen_closed() -> None:
     """Open replacements for standard streams that are closed.
 
-    Otherwise a file opened later would take their number, and output to stderr would be written to
-    it. Writing to a stdout that was closed remains an error.
+    Otherwise a file opened later would get the file descriptor of a closed stream, and output to
+    stderr would be written to that file. Writing to a stdout that was closed remains an error.
     """
     for number, flags in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         try:

@@ -2,31 +2,16 @@
 
 import io
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tallyroll.collector.cli.output import visible
-from tallyroll.collector.counting.ledger import known_ticks
+from tallyroll.storage.rows.pages import cell, visible
 
 FILE_WIDTH = 160
-_LEDGER = {
-    "slots": ("slots", "= executed + reset slots"),
-    "executed": ("  executed", "= stored + discarded + carried + lost"),
-    "stored": ("    stored", "transitions in the storage"),
-    "discarded": ("    discarded", "beyond the budget or given up"),
-    "carried": ("    carried", "waiting for a next batch"),
-    "lost": ("    lost", "died with a process, uncommitted"),
-    "reset_slots": ("  reset slots", "never stored, never counted"),
-    "ticks": ("ticks", "of the simulator, in stored transitions"),
-    "episodes_complete": ("episodes complete", ""),
-    "episodes_cut": ("episodes cut", "left unfinished"),
-}
-"""Counts that are always shown, with their labels and meanings."""
-_AGENTS = ("agent transitions", "of agents that lived or had their turn, in stored transitions")
 
 
 class Page(Console):
@@ -64,39 +49,11 @@ class Page(Console):
         for value in values:
             table.add_column(value, justify="right", overflow="fold")
         for row in rows:
-            table.add_row(*(f"{each:,}" if type(each) is int else str(each) for each in row))
+            table.add_row(*map(cell, row))
         self.print(table)
-
-    def ledger(self, counts: Mapping[str, int], episodes: str = "") -> None:
-        """Print the counts of a run, one per line; ``episodes`` is the text for complete ones."""
-        shown = {**_LEDGER, "episodes_complete": ("episodes complete", episodes)}
-        for name, count in counts.items():
-            if count and name not in ("incarnation", "respawned"):
-                plain = (name.replace("_", " "), "")
-                shown.setdefault(name, _AGENTS if name == "agent_transitions" else plain)
-        for name, (label, meaning) in shown.items():
-            known = name != "ticks" or known_ticks(counts) is not None
-            shown_count = f"{counts.get(name, 0):,}" if known else "unknown"
-            self.print(f"{label:<17} {shown_count:>15}  {meaning}".rstrip())
-        if respawned := counts.get("respawned", 0):
-            self.print(
-                f"workers were replaced {times(respawned)}; what they had not handed over is lost, "
-                "and was collected again"
-            )
-        # Replacing a worker counts as a start too.
-        if (resumed := counts.get("incarnation", 0) - respawned) > 0:
-            self.print(
-                f"resumed {times(resumed)}; of a process that was killed, the counts are those of "
-                "its last commit"
-            )
 
     @property
     def text(self) -> str:
         """Text printed so far."""
         assert isinstance(self.file, io.StringIO)
         return self.file.getvalue()
-
-
-def times(count: int) -> str:
-    """Format a number of times in words: once, 2 times."""
-    return "once" if count == 1 else f"{count} times"

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from tallyroll.collector.cli import texts
 from tallyroll.collector.cli.datasets import card, exchange, pack, repair, split, stats, store
 from tallyroll.collector.cli.datasets import copy as copying
+from tallyroll.collector.cli.inspection import view
 from tallyroll.collector.cli.output import emit, shortened, visible
 from tallyroll.storage.package.near_names import did_you_mean, in_words
 
@@ -20,7 +21,7 @@ _CHECKS = (
     "zeros, episodes, checksums"
 )
 _CHECKS_OF_OTHERS = "columns, rows, timestamps, tasks, spaces, videos, statistics"
-"""Checks that only apply to datasets of other libraries, besides some of those above."""
+"""Checks that only apply to datasets of other libraries. Some checks above apply to them too."""
 SHELLS = ("bash", "zsh", "tcsh")
 """Shells for which `tallyroll completion` prints a script."""
 _FILE = "file"
@@ -43,10 +44,10 @@ class _Parser(argparse.ArgumentParser):
         emit(self.format_help())
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse an unknown option with the usage of the command that lacks it.
+        """Reject an unknown option, and show the usage of the command to which it was given.
 
-        argparse first reports missing arguments, and reports unknown ones with the usage of the
-        program.
+        argparse itself reports missing arguments first, and reports unknown options with the usage
+        of the whole program.
         """
         words = list(sys.argv[1:] if args is None else args)
         # Collectors accept resume="auto"; "--resume auto" would take "auto" as the environment.
@@ -88,7 +89,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         """Show the versions and exit."""
         from tallyroll.storage.package.versions import (
-            versions,  # here, as metadata takes 30 ms
+            versions,  # imported here because metadata takes 30 ms
         )
 
         found = versions()
@@ -146,7 +147,7 @@ def _mapping(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(f"expected JSON, got {text!r}: {error}") from error
     except RecursionError as error:
         raise argparse.ArgumentTypeError(
-            f"expected JSON that is not nested as deep as {text!r}"
+            f"expected JSON with fewer nested levels, got {text!r}"
         ) from error
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(
@@ -160,7 +161,7 @@ def _checks(text: str) -> list[str]:
     if unknown := [name for name in names if name not in known]:
         near = did_you_mean(unknown[0], known)
         raise argparse.ArgumentTypeError(
-            f"no check is called {unknown[0]!r}; there are {', '.join(known)}{near}"
+            f"expected checks among {', '.join(known)}, got {unknown[0]!r}{near}"
         )
     return names
 
@@ -178,7 +179,7 @@ def _rename(text: str) -> str:
 
 def _shard(text: str) -> str:
     from tallyroll.collector.errors import ArgumentError
-    from tallyroll.collector.options.sharding import Shard  # here, as torch takes seconds
+    from tallyroll.collector.options.sharding import Shard  # here because torch takes seconds
 
     try:
         return str(Shard.parsed(text))
@@ -188,7 +189,7 @@ def _shard(text: str) -> str:
 
 def _reset(text: str) -> str:
     from tallyroll.collector.errors import ArgumentError
-    from tallyroll.collector.options.draws import parsed  # here, as torch takes seconds
+    from tallyroll.collector.options.draws import parsed  # here because torch takes seconds
 
     name, equals, draw = text.partition("=")
     if not equals or not name:
@@ -202,7 +203,7 @@ def _reset(text: str) -> str:
 
 def _infos(text: str) -> list[str]:
     from tallyroll.collector.errors import ArgumentError
-    from tallyroll.collector.slab.info import parsed  # here, as torch takes seconds
+    from tallyroll.collector.slab.info import parsed  # here because torch takes seconds
 
     names = _names(text)
     try:
@@ -221,7 +222,7 @@ def _scale(text: str) -> tuple[str, tuple[float, float]]:
         low = high = math.nan
     if not name or not equals or not low < high or math.inf in (-low, high):
         raise argparse.ArgumentTypeError(
-            f"expected ENV=LOW:HIGH, as CartPole-v1=0:500, got {text!r}"
+            f"expected ENV=LOW:HIGH, such as CartPole-v1=0:500, got {text!r}"
         )
     return name, (low, high)
 
@@ -298,6 +299,9 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "NAME:DTYPE=FILL if some steps lack the entry"),
     "--rename": (_rename, "OLD=NEW",
         "new name for a column whose name collides; may be given several times"),
+    "--exclude": (str, "KEY",
+        "do not store the column KEY and its next/KEY, although the policy sees it; GROUP/NAME for "
+        "a nested column; may be given several times"),
     "--reset": (_reset, "NAME=VALUE",
         "an option to pass to each reset: uniform(LOW, HIGH), choice(A, B), or a JSON value; "
         "numbers become columns collector/context/NAME; may be given several times"),
@@ -338,6 +342,10 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "each commit waits for the disk (default: process)"),
     "--max-size": (_positive, "M",
         "keep the last M rows, and overwrite older ones: a ring (memmap only)"),
+    "--once": (("auto", "yes", "no"), "",
+        "store frames of large observations once, and images as differences from the frame "
+        "before (memmap only). auto: uint8 observations of 1 KiB or more, with --max-size "
+        "(default: auto)"),
     "--finalize": (None, "",
         "when the run is complete, trim the storage to its rows, and add checksums for verify"),
     "--frames-per-batch": (_positive, "F",
@@ -414,7 +422,7 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; its arguments have the command's name in ``command``."""
+    """Return the parser of all commands. Its result has the name of the command in ``command``."""
     parser = _Parser(prog="tallyroll", description=texts.ABOUT, epilog=texts.EXAMPLES)
     parser.add_argument("--version", action=_Version, nargs=0, help="show versions and exit")
     commands = parser.add_subparsers(
@@ -422,7 +430,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
 
     def command(name: str, about: str) -> _Parser:
-        """Add a command with its texts."""
+        """Add a command with its help texts."""
         usage, description, examples = (
             getattr(texts, name.upper() + end) for end in ("_USAGE", "", "_EXAMPLES")
         )
@@ -450,13 +458,7 @@ def make_parser() -> argparse.ArgumentParser:
     exchange.add_to(commands, _path, _FILE)
     info = command("info", "show versions, systems and devices for bug reports")
     _add_output(info, "--json")
-    inspect = command("inspect", "show the contents of one or more storages")
-    _add_paths(inspect)
-    _add(inspect.add_mutually_exclusive_group(), "--runs", "--trajectories")
-    _add(inspect, "--rows", default=5)
-    _add(inspect, "--where")
-    _add(inspect, "--hash", "--accept-copy")
-    _add_output(inspect, "--json")
+    _add_inspect(command("inspect", "show the contents of one or more storages"))
     pack.add_to(commands, _path, _FILE)
     repair.add_to(commands, _path, _FILE)
     replay = command("replay", "replay stored trajectories and compare them bit for bit")
@@ -483,7 +485,29 @@ def make_parser() -> argparse.ArgumentParser:
     _add_paths(verify)
     _add(verify, "--skip", "--accept-copy")
     _add_output(verify, "--json", "--quiet")
+    view.add_to(commands, _path, _FILE)
+    _add_watch(command("watch", "follow a running collection"))
     return parser
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    _add_paths(parser)
+    _add(parser.add_mutually_exclusive_group(), "--runs", "--trajectories")
+    _add(parser, "--rows", default=5)
+    _add(parser, "--where")
+    _add(parser, "--hash", "--accept-copy")
+    _add_output(parser, "--json")
+
+
+def _add_watch(parser: argparse.ArgumentParser) -> None:
+    _add_path(parser)
+    text = "seconds between two updates (default: 2)"
+    parser.add_argument("--interval", type=_seconds, metavar="S", default=2.0, help=text)
+    parser.add_argument("--once", action="store_true", help="show one update, and exit")
+    output = parser.add_argument_group("output")
+    text = "print each update as a line of JSON"
+    output.add_argument("--json", action="store_true", help=text)
+    _add(output, "--traceback")
 
 
 def _add_collect(parser: argparse.ArgumentParser) -> None:
@@ -504,7 +528,7 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
     source = parser.add_argument_group("environment and policy", texts.COLLECT_SOURCE)
     _add(source, "--num-envs", "--seed", "--policy", "--env-kwargs", "--max-frames-per-traj")
     _add(source, "--frame-skip", "--reward-dtype", "--info-keys")
-    _add(source, "--rename", "--reset", action="append")
+    _add(source, "--rename", "--exclude", "--reset", action="append")
     _add(source, "--reset-seeds", default=None)
     _add(parser.add_argument_group("shards", texts.COLLECT_SHARDS), "--shard")
     workers = parser.add_argument_group("workers", texts.COLLECT_WORKERS)
@@ -512,7 +536,8 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
     _add(workers, "--step-timeout", "--policy-placement")
     _add(workers, "--sharded", default=None)
     storage = parser.add_argument_group("storage", texts.COLLECT_STORAGE)
-    _add(storage, "--format", "--durability", "--max-size", "--frames-per-batch", "--finalize")
+    _add(storage, "--format", "--durability", "--max-size", "--once")
+    _add(storage, "--frames-per-batch", "--finalize")
     _add(parser.add_argument_group("checks of what is collected"), "--validate", "--finals")
     logs = parser.add_argument_group("logs", texts.COLLECT_LOGS)
     _add(logs, "--log", action="append")

@@ -30,7 +30,7 @@ from tallyroll.collector.policies.several.entries import are_several
 from tallyroll.storage import CorruptStorage, StorageExists, StorageMissing
 from tallyroll.storage.ext.sharded.sharded_storage import ShardedStorage
 from tallyroll.storage.package.near_names import did_you_mean
-from tallyroll.storage.storages import DiskStorage, is_sharded, storage_class
+from tallyroll.storage.storages import DiskStorage, MemmapStorage, is_sharded, storage_class
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Plan:
     info_keys: list[str] | None = None
     finals: str | None = None
     rename: list[str] | None = None
+    exclude: list[str] | None = None
     reset: list[str] | None = None
     reset_seeds: bool | None = None
     workers: int | None = None
@@ -140,7 +141,7 @@ class Plan:
 
     @property
     def own_frames(self) -> int | None:
-        """Number of frames to collect here; None with an episode budget."""
+        """Number of frames that this process collects; None with an episode budget."""
         own = self.own
         return self.frames if own is None else own.among_first(own.asked)
 
@@ -159,7 +160,7 @@ class Plan:
         for name, value in self.as_dict().items():
             if name == "env":
                 words.append(value)
-            elif name in ("rename", "reset"):
+            elif name in ("rename", "exclude", "reset"):
                 words += [word for each in value for word in (f"--{name}", each)]
             elif value is True:
                 words.append("--" + name.replace("_", "-"))
@@ -169,7 +170,10 @@ class Plan:
 
 
 def _shard_of(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the command options for the shard of a run. The call only has the shard's frames."""
+    """Return the command options for the shard of a run.
+
+    They include the frames of the whole run, because the call only has the frames of the shard.
+    """
     if not said:
         return {}
     return {"shard": f"{said.get('index')}/{said.get('of')}", "frames": said.get("asked")}
@@ -223,8 +227,8 @@ def open_output(args: argparse.Namespace) -> DiskStorage:
     """Open the storage that the command line names, without writing to it.
 
     Raises:
-        CommandError: the storage exists without an option that says how to treat it, or is missing
-            although an option needs it, or its format or suffix does not fit.
+        CommandError: the storage exists although neither --append nor --resume was given, or it
+            does not exist although --append was given, or its format or suffix does not fit.
         StorageError: the storage cannot be opened or created.
     """
     if args.resume:
@@ -233,12 +237,12 @@ def open_output(args: argparse.Namespace) -> DiskStorage:
         return _open(args, "append" if args.append else "create")
     except StorageExists as error:
         raise CommandError(
-            f"{args.out} holds a storage already: --append adds a new run after its rows, "
-            "--resume continues its last run; or give another --out"
+            f"{args.out} holds a storage already. Use --append to add a new run after its rows, "
+            "--resume to continue its last run, or give another --out."
         ) from error
     except StorageMissing as error:
         raise CommandError(
-            f"--append: {args.out} does not exist; leave --append out to create it"
+            f"--append: {args.out} does not exist. Leave --append out to create it."
         ) from error
 
 
@@ -257,8 +261,8 @@ def _open_resumed(args: argparse.Namespace) -> DiskStorage:
 def _open(args: argparse.Namespace, mode: Literal["create", "append"]) -> DiskStorage:
     if args.append and is_sharded(args.out):
         raise CommandError(
-            f"--append: {args.out} is a sharded storage, which has one run: --resume continues it; "
-            "or give another --out"
+            f"--append: {args.out} is a sharded storage, which has one run. Use --resume to "
+            "continue it, or give another --out."
         )
     if wants_shards(args):
         return ShardedStorage(args.out, mode=mode)
@@ -266,20 +270,35 @@ def _open(args: argparse.Namespace, mode: Literal["create", "append"]) -> DiskSt
         kind = storage_class(args.out, args.format)
     except ValueError as error:
         raise CommandError(f"--format: {error}") from error
+    once = {"yes": True, "no": False}.get(args.once)
+    if once and kind is not MemmapStorage:
+        raise CommandError(
+            f"--once: expected a MemmapStorage, got {kind.__name__} at {args.out}. Leave --once "
+            "out, or give another --out."
+        )
     try:
-        return kind(
+        storage = kind(
             args.out,
             mode=mode,
             max_size=args.max_size,
+            once="auto" if once is None or mode == "append" else once,
             durability=args.durability or "process",
             accept_copy=args.accept_copy,
         )
     except ValueError as error:
         raise CommandError(f"--max-size: {error}") from error
+    if once is not None and storage.stores_once is not once:
+        storage.close()
+        stored = "whole observations" if once else "frames once"
+        raise CommandError(
+            f"--once {args.once}: {args.out} stores {stored}, and a storage keeps its layout. "
+            "Leave --once out, or give another --out."
+        )
+    return storage
 
 
 def wants_shards(args: argparse.Namespace) -> bool:
-    """Return True if the storage is a sharded one, or will be."""
+    """Return True if the storage is sharded, or will be created as sharded."""
     return bool(args.sharded or (args.resume and is_sharded(args.out)))
 
 
@@ -318,7 +337,9 @@ def load_policy(spec: str | None) -> Any:
 
 
 def imported(name: str, wanted: str) -> Any:
-    """Import a module, also from the current directory; ``wanted`` names the use in errors.
+    """Import a module, also from the current directory.
+
+    ``wanted`` names the use of the module in error messages.
 
     Raises:
         CommandError: the import failed.
@@ -332,14 +353,14 @@ def imported(name: str, wanted: str) -> Any:
 def _loaded(name: str, spec: str) -> ModuleType:
     """Load a module from a file. Like a script, it can import modules beside it.
 
-    The module has a unique name, and is pickled by value for workers.
+    The module is named after its file, and is pickled by value for workers.
 
     Raises:
         CommandError: the file does not exist, or running it failed.
     """
     path = os.path.abspath(os.path.expanduser(name))
     if not os.path.isfile(path):
-        raise CommandError(f"--policy {spec}: expected a Python file, and {path} is none")
+        raise CommandError(f"--policy {spec}: expected a Python file, but {path} is not a file")
     if (folder := os.path.dirname(path)) not in sys.path:
         sys.path.append(folder)  # last: a random.py in it must not hide the standard one
     called = f"policy_file_{os.path.basename(path).removesuffix('.py')}"

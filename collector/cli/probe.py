@@ -23,7 +23,7 @@ _MOST_LETTERS = 300
 
 
 def answers(questions: Sequence[str]) -> dict[str, Answer]:
-    """Return the answer to each question, ``KIND`` or ``KIND NAME``.
+    """Return the answer to each question. A question has the form ``KIND`` or ``KIND NAME``.
 
     The answer to a question that failed has an ``error``.
     """
@@ -92,8 +92,8 @@ def _extension(_: str) -> Answer:
                 importlib.import_module(f"{each}._kernel")
                 importlib.import_module(f"{each}.kernel")  # checks that it fits the Python sources
             answer["loads"] = True
-        except Exception as error:  # noqa: BLE001  it is the answer
-            answer["error"] = _said(error)
+        except Exception as error:  # noqa: BLE001  the error is the answer
+            answer["error"] = _one_line(error)
     return answer
 
 
@@ -118,8 +118,8 @@ def _system(name: str) -> Answer:
     if found.installed and found.package:
         try:
             importlib.import_module(found.package)
-        except Exception as error:  # noqa: BLE001  it is the answer
-            answer["error"] = _said(error)
+        except Exception as error:  # noqa: BLE001  the error is the answer
+            answer["error"] = _one_line(error)
     return answer
 
 
@@ -127,11 +127,14 @@ def _devices(_: str) -> Answer:
     """Return the accelerators that torch detects."""
     import torch
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return {
-        "cuda": [torch.cuda.get_device_name(each) for each in range(count)],
-        "mps": torch.backends.mps.is_available(),
-    }
+    found: dict[str, Any] = {"cuda": [], "mps": False}
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and torch.accelerator.is_available():
+        name = getattr(torch.get_device_module(accelerator), "get_device_name", None)
+        # MPS has one device, without a name.
+        devices = range(torch.accelerator.device_count())
+        found[accelerator.type] = True if name is None else [name(each) for each in devices]
+    return found
 
 
 _KINDS: dict[str, Callable[[str], Answer]] = {
@@ -143,7 +146,7 @@ _KINDS: dict[str, Callable[[str], Answer]] = {
 }
 
 
-def _said(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """Format an error as one line, truncated to fit a table."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]} …"
@@ -159,8 +162,8 @@ def main(questions: Sequence[str]) -> None:
         kind, _, name = question.partition(" ")
         try:
             answer = _KINDS[kind](name)
-        except BaseException as error:  # noqa: BLE001  it is the answer, SystemExit too
-            answer = {"error": _said(error)}
+        except BaseException as error:  # noqa: BLE001  the error is the answer, even SystemExit
+            answer = {"error": _one_line(error)}
         os.write(out, json.dumps(answer).encode() + b"\n")
 
 

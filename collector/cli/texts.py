@@ -251,3 +251,22 @@ exit status:
   1  the storage or dataset has problems
   2  not checked: no storage, not readable, or an invalid argument
 """
+
+WATCH_USAGE = "%(prog)s PATH [options]"
+WATCH = """\
+Follow a collection that runs in another process: its rate and the time left,
+the returns of its finished episodes, workers, disk space, and the ledger. The
+command reads committed rows only, does not disturb the run, and exits when
+the run ends. On a terminal, the display is updated in place.
+"""
+WATCH_EXAMPLES = """\
+examples:
+  tallyroll watch runs/pole
+  tallyroll watch runs/pole --interval 10
+  tallyroll watch runs/pole --json | jq -c '[.frames, .rate, .return_mean]'
+  tallyroll watch runs/pole --once
+
+exit status:
+  0  the run ended, or --once was given
+  1  no storage, or not readable
+"""

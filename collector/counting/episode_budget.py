@@ -1,4 +1,4 @@
-"""An episode budget: the transitions of the first E episodes that start. Pure."""
+"""Episode budget: the transitions of the first E episodes that start. Pure functions of counts."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,8 +10,8 @@ from tallyroll.storage.trajectories.lane_stretches import LaneOrder
 class EpisodeBudget:
     """Selects exactly the first ``total`` episodes to start, and all of their transitions.
 
-    Episodes are ranked by (slot of their first transition, lane), so the choice does not depend on
-    their length: choosing the first ones to *end* would favour short episodes.
+    Episodes are ranked by the slot of their first transition, then by lane. So the choice does not
+    depend on their length. Choosing the first episodes to *end* would favour short ones.
     """
 
     def __init__(self, total: int, lanes: int) -> None:
@@ -27,7 +27,7 @@ class EpisodeBudget:
         return self.completed >= self.total
 
     def starting(self, lanes: NDArray[np.bool_]) -> int:
-        """Return how many ``lanes``, whose next slot is a transition, begin an episode with it."""
+        """Return how many of ``lanes`` begin an episode in their next slot, a transition."""
         return int((lanes & self._fresh).sum())
 
     def upcoming(self, lanes: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -43,7 +43,7 @@ class EpisodeBudget:
         if not len(index):
             return transitions
         order, over = LaneOrder.of(index, lane), ended.take(index)
-        # An episode begins after the transition that ended the one before it in its lane.
+        # An episode begins after the transition that ended the previous episode in its lane.
         begins = order.carry(over, self._fresh)
         rank = self.started + np.cumsum(_at(index, begins, transitions.shape))
         admitted = order.since(~begins, rank.take(index) <= self.total, self._open)
@@ -52,21 +52,30 @@ class EpisodeBudget:
         self.completed += int((admitted & over).sum())
         return _at(index, admitted, transitions.shape)
 
+    def grant(self, episodes: int) -> None:
+        """Add episodes to the budget."""
+        self.total += episodes
+
     def cut(self, lanes: NDArray[np.bool_]) -> None:
-        """Replace the open episodes of ``lanes``, which a fault cut, by others."""
+        """Replace the open episodes of ``lanes``, which a fault has cut, by later episodes."""
         self.started -= int((lanes & self._open & ~self._fresh).sum())
         self._fresh |= lanes
         self._open &= ~lanes
 
+    def revoke(self) -> None:
+        """Begin a budget without episodes, to which :meth:`grant` adds some."""
+        self.total = 0
+        self.restart(0)
+
     def restart(self, delivered: int) -> None:
-        """Begin a new episode in every lane; all but the ``delivered`` complete ones run again."""
+        """Begin a new episode in every lane; only the ``delivered`` complete ones still count."""
         self.started = self.completed = delivered
         self._fresh[:] = True
         self._open[:] = False
 
 
 def _at(index: NDArray[np.intp], flags: NDArray[np.bool_], shape: tuple[int, ...]) -> Mask:
-    """``[time, lane]``, the flags of the slots ``index``, and False elsewhere."""
+    """Return ``[time, lane]`` with ``flags`` at the slots ``index``, and False elsewhere."""
     slots = np.zeros(shape, np.bool_)
     slots.put(index, flags)
     return slots

@@ -1,4 +1,4 @@
-"""Finished episodes of a run, kept in columns that grow."""
+"""Finished episodes of a run, kept in an array that grows."""
 
 import csv
 import os
@@ -18,18 +18,20 @@ ENDS = ("truncated", "terminated")
 
 @dataclass(frozen=True)
 class Episode:
-    """One episode that ended. ``total_return`` and ``length`` are of the whole episode.
+    """One finished episode; ``total_return`` and ``length`` describe the whole episode.
 
-    ``end`` is ``"terminated"`` or ``"truncated"``; where an environment reports both, it is
-    ``"terminated"``. ``policy_versions`` are those of its first and its last action.
+    ``numbering.py`` computes the return.
 
-    ``ended_at`` is the number of its last transition among all that the run stored, from 1 on, in
-    slot order: earlier slot first, within a slot the lower lane first. So it is the count of stored
-    transitions when that one was counted, whatever the size and the layout of batches, in one
-    process and with workers in ``mode="sync"``. A resumed run counts on from what it has. With
-    ``mode="async"`` transitions are in order of arrival: those of one worker's piece after those
-    that came before, and within a piece in slot order. (An environment that returns its lanes in
-    any order has them in that order within a slot.)
+    ``end`` is ``"terminated"`` or ``"truncated"``; if an environment reports both, it is
+    ``"terminated"``. ``policy_versions`` are the versions that chose the first and the last action.
+
+    ``ended_at`` is the number of the last transition of the episode among all stored transitions of
+    the run, counted from 1 in slot order: earlier slot first, then lower lane. It does not depend
+    on the size or the layout of batches, and it is the same in one process and with workers in
+    ``mode="sync"``. A resumed run continues the count. With ``mode="async"``, transitions are
+    counted in order of arrival: one worker's piece after the other, and in slot order within a
+    piece. If an environment returns its lanes in any order, the order within a slot is the order of
+    return.
     """
 
     traj_id: int
@@ -50,23 +52,23 @@ def episodes_of(*columns: NDArray[Any]) -> NDArray[np.void]:
 
 
 class _LogContent(NamedTuple):
-    """The content of a log. It is replaced as a whole, so that no thread sees it half changed."""
+    """The content of a log, replaced as a whole, so that no thread sees it half changed."""
 
     rows: NDArray[np.void]
     size: int
-    """Number of records that are episodes; they are never overwritten."""
+    """Number of leading records that are episodes; these are never overwritten."""
     total: int
     ring: EpisodeRing | None = None
     taken: int = 0
     """Number of records that were taken from the ring."""
 
     def plus(self, episodes: NDArray[np.void], limit: int | None) -> "_LogContent":
-        """Return the content with further records, and at least the last ``limit`` of all."""
+        """Return the content with further records; at least the last ``limit`` records are kept."""
         new, stop = len(episodes), self.size + len(episodes)
         rows, total = grown(self.rows, stop), self.total + new
         rows[self.size : stop] = episodes
         if limit is not None and stop >= 2 * limit:
-            # As many as if they had come one by one, whatever the size of blocks.
+            # Keep as many as if the records had come one by one, whatever the size of blocks.
             kept = limit + (stop % limit if limit else 0)
             newest = np.empty(2 * limit, EPISODE)
             newest[:kept] = rows[stop - kept : stop]
@@ -75,14 +77,14 @@ class _LogContent(NamedTuple):
 
 
 class EpisodeLog(Sequence[Episode]):
-    """The finished episodes in the order in which they were stored; 53 bytes each.
+    """The finished episodes, in the order in which they were stored; each takes 53 bytes.
 
-    Episodes that the extension records wait in a ring until they are read or it is half full.
+    Episodes that the extension records wait in a ring until they are read or the ring is half full.
 
     Args:
-        limit: the log keeps at least this many of the most recent episodes, and fewer than twice
-            as many, so that the memory of a long run stays flat; None keeps all. A storage holds
-            the rows of every episode.
+        limit: the log keeps at least this many of the most recent episodes, and fewer than twice as
+            many, so that a long run needs a bounded amount of memory; None keeps all episodes. A
+            storage holds the rows of every episode.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -93,7 +95,7 @@ class EpisodeLog(Sequence[Episode]):
     def ring(self, most: int) -> EpisodeRing:
         """Return a ring for calls in which at most ``most`` episodes end.
 
-        The extension no longer writes to an earlier ring.
+        After this, the extension must not write to an earlier ring.
         """
         with self._turn:
             kept = self.take()
@@ -106,8 +108,8 @@ class EpisodeLog(Sequence[Episode]):
     def take(self) -> _LogContent:
         """Take the records that wait in the ring, and return the whole content.
 
-        Threads take turns. A signal handler may run at any point and take the same records; they
-        are kept once.
+        Threads take turns. A signal handler may run at any point and take the same records, but
+        they are kept only once.
         """
         kept = self._kept
         if kept.ring is None or kept.ring.counts.noted == kept.ring.counts.taken:
@@ -116,14 +118,14 @@ class EpisodeLog(Sequence[Episode]):
             kept = self._kept
             assert kept.ring is not None
             episodes = kept.ring.since(kept.taken)
-            if self._kept is kept:  # otherwise they may be others by now
+            if self._kept is kept:  # otherwise a signal handler has taken records
                 after = kept.plus(episodes, self._limit)
                 after = after._replace(taken=kept.taken + len(episodes))
                 if self._kept is kept:
                     self._kept = after
             kept = self._kept
             assert kept.ring is not None
-            kept.ring.counts.taken = kept.taken
+            kept.ring.free(kept.taken)
             return kept
 
     def extend(self, episodes: NDArray[np.void], counted: int) -> None:
@@ -146,7 +148,7 @@ class EpisodeLog(Sequence[Episode]):
     def newest(self, count: int, before: int) -> NDArray[np.void]:
         """Return records of the last ``count`` episodes, for `extend` of another log.
 
-        ``before``: number of transitions that were stored before theirs.
+        ``before`` is the number of transitions that were stored before the lease of these episodes.
         """
         rows = self._rows
         found = rows[max(0, len(rows) - count) :].copy()
@@ -165,7 +167,7 @@ class EpisodeLog(Sequence[Episode]):
         return kept.rows[: kept.size]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the kept episodes; a copy gets no further episodes."""
+        """Support copy and pickle; a copy has the kept episodes and gets no further ones."""
         kept = self.take()
         alone = _LogContent(kept.rows[: kept.size].copy(), kept.size, kept.total)
         return type(self), (self._limit,), {"_kept": alone}
@@ -176,7 +178,7 @@ class EpisodeLog(Sequence[Episode]):
         return f"{type(self).__name__}({len(rows):,} episodes{newest})"
 
     def __len__(self) -> int:
-        """Episodes that are kept."""
+        """Return the number of kept episodes."""
         return self.take().size
 
     @overload
@@ -184,7 +186,7 @@ class EpisodeLog(Sequence[Episode]):
     @overload
     def __getitem__(self, index: slice) -> list[Episode]: ...
     def __getitem__(self, index: int | slice) -> Episode | list[Episode]:
-        """One episode, or a list of them."""
+        """Return one episode, or a list of episodes for a slice."""
         rows = self._rows
         if isinstance(index, slice):
             return [_episode(row) for row in rows[index]]
@@ -203,10 +205,10 @@ class EpisodeLog(Sequence[Episode]):
         return self._rows["length"].copy()
 
     def to_dict(self) -> dict[str, list[Any]]:
-        """Return the episodes as lists by name, as ``pandas.DataFrame`` takes them.
+        """Return the kept episodes as lists by name, in the form that ``pandas.DataFrame`` takes.
 
-        The names are those of :class:`Episode`, with ``first_version`` and ``last_version`` for
-        its ``policy_versions``.
+        The names are the attributes of :class:`Episode`, except that ``first_version`` and
+        ``last_version`` replace ``policy_versions``.
         """
         rows = self._rows
         return {
@@ -224,7 +226,7 @@ class EpisodeLog(Sequence[Episode]):
         """Write the kept episodes to a CSV file with a header line; replace an existing file.
 
         Raises:
-            OSError: it cannot be written; an existing file does not change.
+            OSError: the file cannot be written; an existing file is unchanged.
         """
         columns, place = self.to_dict(), os.fspath(path)
         aside = f"{place}.tmp"

@@ -1,4 +1,4 @@
-"""A ring of finished episodes, from the extension to the log."""
+"""A ring that passes finished episodes from the extension to the log."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,22 +22,27 @@ EPISODE = np.dtype(
 require_names("EPISODE", EPISODE.names or ())
 
 LEAST_ROOM = 256
-"""Least number of records in a ring; more would evict other memory from the caches."""
+"""The minimum number of records in a ring; more would evict other memory from CPU caches."""
 
 
 class EpisodeRing:
     """A ring to which `StepKernel.store_slots` writes records.
 
     Args:
-        most: the most episodes that end in a call; the ring has room for twice as many.
+        most: the maximum number of episodes that end in a call; the ring has room for twice as
+            many.
     """
 
     def __init__(self, most: int) -> None:
         self.counts = LogCounts()
-        """The numbers of records that the extension wrote and that the log has ``taken``."""
+        """The numbers of records that the extension has written and that the log has taken."""
         room = max(2 * most, LEAST_ROOM)
         self._records: NDArray[np.void] = np.zeros(room, EPISODE)
         self.counts.room, self.counts.records = room, self._records.ctypes.data
+
+    def free(self, taken: int) -> None:
+        """Let the extension overwrite the first ``taken`` records, which the log has."""
+        self.counts.taken = taken
 
     def since(self, taken: int) -> NDArray[np.void]:
         """Return copies of the records after the first ``taken`` ones, in their order."""

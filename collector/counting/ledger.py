@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.errors import LedgerError
 from tallyroll.storage.files.counts import Counts, counts_of
+from tallyroll.storage.rows.pages import Page, PageSource, times
 
 
 class LedgerEntry(NamedTuple):
-    """Numbers to add to the counts of a :class:`Ledger` of the same names."""
+    """Numbers to add to the counts of the same names in a :class:`Ledger`."""
 
     slots: int = 0
     executed: int = 0
@@ -47,21 +48,21 @@ class _InWords:
     """An object with a block of counts."""
 
     block: Any
-    """A `LedgerCounts`; in a snapshot, a constant tuple with the same names."""
+    """A `LedgerCounts`, or a constant tuple with the same names in a snapshot."""
     shown: Counts
     """The counts at the last `Ledger.publish`, which any thread may read."""
     _bytes: tuple[memoryview, memoryview]
-    """The memory of both."""
+    """The memory of ``block`` and ``shown``."""
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        made = super().__new__(cls)
+        made = super().__new__(cls)  # not in `__init__`, which a dataclass makes
         made.block, made.shown = LedgerCounts(), LedgerCounts()
         made._bytes = memoryview(made.block).cast("B"), memoryview(made.shown).cast("B")
         return made
 
 
 @dataclass
-class Ledger(_InWords):
+class Ledger(PageSource, _InWords):
     """The balanced count of every slot of a run.
 
     Two equations hold (:meth:`check`)::
@@ -69,8 +70,8 @@ class Ledger(_InWords):
         slots    = executed + reset_slots
         executed = stored + discarded + carried + lost
 
-    ``collector.ledger`` is a snapshot: it does not change later. Any thread may take one at any
-    time. During a call it has the counts of the last commit.
+    ``collector.ledger`` is a snapshot, which does not change later. Any thread may take one at any
+    time. During a call, a snapshot has the counts of the last commit.
 
     All counts are in transitions (one lane, one executed action) unless said otherwise.
 
@@ -91,7 +92,7 @@ class Ledger(_InWords):
     """
 
     slots: int = 0
-    """Number of lanes in all batched step calls, including reset slots."""
+    """Number of slots: the lanes of all batched step calls, including reset slots."""
     executed: int = 0
     """Number of transitions that the environments executed."""
     reset_slots: int = 0
@@ -123,9 +124,10 @@ class Ledger(_InWords):
     respawned: int = 0
     """Number of workers that replaced a failed one; ``incarnation`` includes them."""
     agent_transitions: int = 0
-    """With several agents a lane: agent transitions in the stored transitions.
+    """Number of agent transitions in the stored transitions, if a lane has several agents.
 
-    Only agents that were alive, or whose turn it was, count."""
+    Only agents that were alive, or whose turn it was, count.
+    """
     agent_budget: int | None = None
     """The budget in agent transitions; None if the run has another budget, or none."""
     seed: int | None = None
@@ -134,11 +136,15 @@ class Ledger(_InWords):
     """Versions of the packages that made the data."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the values: a copy has a block of its own."""
+        """Support copy and pickle; a copy has its own block."""
         return type(self), tuple(getattr(self, each.name) for each in fields(self))
 
     def check(self) -> tuple[int, ...]:
         """Raise :class:`LedgerError` unless both equations hold and no count is negative.
+
+        `balance` calls it at each commit, and so do the functions that load a saved state or a
+        checkpoint. `add_to` in ``native/_store.c`` repeats it for small batches, and
+        ``record_checks.py`` for `verify`.
 
         Returns:
             Every count, in the order of `COUNTS`.
@@ -161,9 +167,9 @@ class Ledger(_InWords):
         return values
 
     def publish(self) -> None:
-        """Publish the present counts for snapshots; call it when the counts are consistent.
+        """Publish the current counts for snapshots. The counts must be consistent at this time.
 
-        It makes one copy, which no other thread interrupts. `StepKernel.store_slots` makes it, too.
+        It makes one copy, which no other thread interrupts. `StepKernel.store_slots` publishes too.
         """
         live, shown = self._bytes
         shown[:] = live
@@ -176,7 +182,7 @@ class Ledger(_InWords):
 
     def snapshot(self) -> "Ledger":
         """Return the published counts as a ledger that does not change."""
-        made = object.__new__(Ledger)
+        made = object.__new__(Ledger)  # without its own block
         made.block = _Snapshot._make(self.shown.words.tolist())
         made.agent_budget, made.seed = self.agent_budget, self.seed
         made.versions = dict(self.versions)
@@ -202,14 +208,14 @@ class Ledger(_InWords):
 
     @property
     def agent_surplus(self) -> int:
-        """Number of agent transitions beyond the budget: the last row may have several."""
+        """Number of agent transitions beyond the budget, because the last row may have several."""
         budget = self.agent_budget
         return 0 if budget is None else max(0, self.agent_transitions - budget)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return counts, seed and versions for a report of the run.
+        """Return the counts, the seed and the versions for a report of the run.
 
-        With a budget of agent transitions, also that budget and the surplus.
+        If the budget is in agent transitions, include the budget and the surplus.
         """
         found = asdict(self)
         if self.agent_budget is None:
@@ -217,11 +223,14 @@ class Ledger(_InWords):
             return found
         return {**found, "agent_surplus": self.agent_surplus}
 
+    def _show_on_(self, page: Page) -> None:
+        show_ledger(page, self.counts())
+
     def load(self, counts: Mapping[str, int]) -> None:
         """Load a result of :meth:`counts`; unknown names are an error."""
         unknown = sorted(set(counts) - set(COUNTS))
         if unknown:
-            raise LedgerError(f"unknown counts {unknown}; known are {sorted(COUNTS)}")
+            raise LedgerError(f"expected names of counts among {sorted(COUNTS)}, got {unknown}")
         for name, count in counts.items():
             setattr(self, name, int(count))
 
@@ -239,7 +248,7 @@ class _Snapshot(namedtuple("_Snapshot", COUNTS)):  # type: ignore[misc]  # one l
 
     @property
     def words(self) -> NDArray[np.int64]:
-        """The same numbers, int64 [name]."""
+        """The counts as an int64 array ``[name]``."""
         return np.array(self, np.int64)
 
 
@@ -251,8 +260,8 @@ def _count(name: str) -> property:
             raise LedgerError(f"{name}: expected a count of 64 bits, got {count}")
         if type(ledger.block) is _Snapshot:
             raise AttributeError(
-                f"{name}: the ledger of a collector is a snapshot, whose counts cannot be set. "
-                "Change a copy of it instead (copy.copy)."
+                f"{name}: the ledger of a collector is a read-only snapshot. Change a copy of it "
+                "instead (copy.copy)."
             )
         setattr(ledger.block, name, index(count))
 
@@ -278,7 +287,7 @@ def post(ledger: Ledger, entry: LedgerEntry) -> None:
 def amounts(entry: LedgerEntry) -> NDArray[np.int64]:
     """Return the numbers that ``entry`` adds to `COUNTS`, in their order; do not change them.
 
-    They are cached, because most entries equal the one before.
+    The results are cached, because most entries equal the previous one.
     """
     added = LedgerCounts()
     for name, count in zip(LedgerEntry._fields, entry, strict=True):
@@ -293,7 +302,8 @@ class Budget:
 
     Args:
         total: number of transitions, or of agent transitions.
-        agents: the most agents of a transition, if agent transitions are counted; None otherwise.
+        agents: the maximum number of agents in a transition, if agent transitions are counted; None
+            otherwise.
     """
 
     total: int | None
@@ -313,7 +323,7 @@ class Budget:
     def batch(self, counted: int, frames_per_batch: int) -> int:
         """Return the size of the next batch: ``frames_per_batch``, or the rest; 0 ends the run.
 
-        With a budget of agent transitions, the rest is not known beforehand.
+        With a budget of agent transitions, the rest is unknown, so the size is not reduced to it.
         """
         remaining = self.remaining(counted)
         if remaining is None or (remaining and self.agents is not None):
@@ -322,6 +332,48 @@ class Budget:
 
 
 def known_ticks(counts: Mapping[str, Any]) -> int | None:
-    """Return the ticks among the counts of a ledger; None if some rows have unknown ticks."""
+    """Return the ticks in the counts of a ledger; None if some rows have unknown ticks."""
     ticks = counts.get("ticks", 0)
     return ticks if ticks is not None and ticks >= counts.get("stored", 0) else None
+
+
+_LEDGER = {
+    "slots": ("slots", "= executed + reset slots"),
+    "executed": ("  executed", "= stored + discarded + carried + lost"),
+    "stored": ("    stored", "transitions in the storage"),
+    "discarded": ("    discarded", "beyond the budget or given up"),
+    "carried": ("    carried", "waiting for a next batch"),
+    "lost": ("    lost", "died with a process, uncommitted"),
+    "reset_slots": ("  reset slots", "never stored, never counted"),
+    "ticks": ("ticks", "of the simulator, in stored transitions"),
+    "episodes_complete": ("episodes complete", ""),
+    "episodes_cut": ("episodes cut", "left unfinished"),
+}
+"""Counts that are always shown, with their labels and meanings."""
+_AGENTS = ("agent transitions", "of agents that lived or had their turn, in stored transitions")
+
+
+def show_ledger(page: Page, counts: Mapping[str, Any], episodes: str = "") -> None:
+    """Write the counts of a ledger to a page, one per line.
+
+    ``episodes`` is the text after the count of complete episodes.
+    """
+    shown = {**_LEDGER, "episodes_complete": ("episodes complete", episodes)}
+    for name, count in counts.items():
+        if count and name not in ("incarnation", "respawned"):
+            plain = (name.replace("_", " "), "")
+            shown.setdefault(name, _AGENTS if name == "agent_transitions" else plain)
+    for name, (label, meaning) in shown.items():
+        known = name != "ticks" or known_ticks(counts) is not None
+        shown_count = f"{counts.get(name, 0):,}" if known else "unknown"
+        page.print(f"{label:<17} {shown_count:>15}  {meaning}".rstrip())
+    if respawned := counts.get("respawned", 0):
+        page.print(
+            f"workers were replaced {times(respawned)}; transitions that they had not "
+            "delivered are lost, and were collected again"
+        )
+    # The incarnation also counts each replacement of a worker.
+    if (resumed := counts.get("incarnation", 0) - respawned) > 0:
+        page.print(
+            f"resumed {times(resumed)}; the counts of a killed process are those of its last commit"
+        )

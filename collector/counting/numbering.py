@@ -1,4 +1,9 @@
-"""Numbering: trajectory ids, steps within a trajectory, and the seeds of lanes. Pure."""
+"""Numbering: trajectory ids, steps, returns and lengths of episodes, and all seeds of a run. Pure.
+
+`number_slot` and `number` sum the rewards of an episode; ``number`` in ``native/_number.c`` repeats
+them. `RunLoop.discard` adds the rewards of discarded transitions. Several rewards of a row are
+summed before, in `RowSource._rewards` and `SlabTable._reward`.
+"""
 
 import itertools
 from array import array
@@ -20,20 +25,21 @@ RESETS_DRAWN = 64
 
 
 def lane_seed(seed: int, lane: int, incarnation: int) -> int:
-    """Return the seed of one lane's environment for one of its starts, independent of other lanes.
+    """Return the seed of one lane's environment for one start of the lane.
 
-    ``incarnation`` counts the starts of the lane, so a restart never repeats data, and the
-    seed does not depend on how lanes are spread over processes.
-    Source: ``numpy.random.SeedSequence`` with ``spawn_key``.
+    The seed does not depend on other lanes, or on how lanes are spread over processes.
+    ``incarnation`` counts the starts of the lane, so a restart never repeats data. Source:
+    ``numpy.random.SeedSequence`` with ``spawn_key``.
     """
     return next(_seeds(seed, lane, incarnation))
 
 
 def lane_seeds(seed: int, lanes: int, incarnation: int) -> list[int]:
-    """Return distinct seeds of lanes 0 to ``lanes - 1`` for one of their starts.
+    """Return distinct seeds of lanes 0 to ``lanes - 1`` for one start.
 
-    Each is the lane's :func:`lane_seed`. If a lower lane has that seed, it is the next word of the
-    lane's sequence that no lower lane has, so that it does not depend on higher lanes.
+    Each seed is the lane's :func:`lane_seed`. If a lower lane has the same seed, it is instead the
+    next word of the lane's sequence that no lower lane has. So a seed does not depend on higher
+    lanes.
     """
     taken: dict[int, None] = {}
     for lane in range(lanes):
@@ -43,16 +49,16 @@ def lane_seeds(seed: int, lanes: int, incarnation: int) -> list[int]:
 
 
 def _seeds(seed: int, lane: int, incarnation: int) -> Iterator[int]:
-    """Return words of the lane's sequence, with a number of bits that every environment accepts."""
+    """Yield the words of the lane's sequence, cut to 31 bits, which every environment accepts."""
     sequence = np.random.SeedSequence(seed, spawn_key=(lane, incarnation))
     for words in itertools.count(1):
         yield int(sequence.generate_state(words, np.uint32)[-1]) & SEED_MASK
 
 
 def reset_seeds(seed: int, lane: int, incarnation: int, block: int) -> Iterator[int]:
-    """Return seeds of `RESETS_DRAWN` resets of a lane in one of its starts.
+    """Return the seeds of `RESETS_DRAWN` resets of a lane in one start.
 
-    The seed of its k-th trajectory is in the block ``k // RESETS_DRAWN``.
+    The seed of the lane's k-th trajectory is in the block ``k // RESETS_DRAWN``.
     """
     sequence = np.random.SeedSequence(seed, spawn_key=(lane, incarnation, block))
     words = sequence.generate_state(RESETS_DRAWN, np.uint32) & np.uint32(SEED_MASK)
@@ -71,9 +77,10 @@ def driver_seed(seed: int, incarnation: int, worker: int | None = None) -> np.ra
 def policy_seed(
     seed: int, incarnation: int, policy: int, worker: int | None = None
 ) -> np.random.SeedSequence:
-    """Return the seed sequence of one of several policies, independent of the others.
+    """Return the seed sequence of one of several policies, independent of the other policies.
 
-    ``worker`` is the number of a worker with its own generator; None if all workers draw alike.
+    ``worker`` is the number of a worker with its own generator; None if all workers draw the same
+    numbers.
     """
     key = (0xFFFF_FFFE, incarnation, policy, *(() if worker is None else (worker,)))
     return np.random.SeedSequence(seed, spawn_key=key)
@@ -87,29 +94,29 @@ class LaneState:
     """
 
     lanes: int
-    """Lanes of the run: the distance between the ids of a lane's trajectories."""
+    """Number of lanes of the run, and the distance between the ids of a lane's trajectories."""
     traj_id: Int64
-    """Id of the trajectory that the lane's next row belongs to."""
+    """Id of the trajectory to which the lane's next row belongs."""
     step: Int64
-    """Step of the lane's next row within that trajectory; 0 where it has no row yet."""
+    """Step of the lane's next row within that trajectory; 0 if the trajectory has no row yet."""
     returns: NDArray[np.float64]
-    """Sum of the rewards of that trajectory so far."""
+    """Sum of the rewards of the current episode so far, including discarded transitions."""
     first_version: Int64
-    """Policy version of its first row (meaningless where ``step`` is 0)."""
+    """Policy version of the episode's first row; meaningless if ``length`` is 0."""
     length: Int64
-    """Transitions of the current episode so far, discarded ones included."""
+    """Number of transitions of the current episode so far, including discarded ones."""
     first_id: int = 0
     """The lowest id that a trajectory may have."""
 
     @classmethod
     def fresh(cls, lanes: int, base: int = 0) -> "LaneState":
-        """State of ``lanes`` lanes before their first row."""
+        """Return the state of ``lanes`` lanes before their first row."""
         zeros = np.zeros(lanes, np.int64)
         ids = base + np.arange(lanes)
         return cls(lanes, ids, zeros, np.zeros(lanes), zeros.copy(), zeros.copy(), base)
 
     def part(self, first: int, lanes: int) -> "LaneState":
-        """Views of the state of some lanes that follow one another."""
+        """Return views of the state of ``lanes`` adjacent lanes from ``first`` on."""
         if lanes == len(self.step):
             return self
         own = slice(first, first + lanes)
@@ -124,18 +131,18 @@ class LaneState:
         )
 
     def begin_at(self, base: int) -> None:
-        """Before any row: trajectories have ids from ``base`` on, where theirs are lower."""
+        """Before any row, raise the ids of trajectories so that they begin at ``base`` or above."""
         missing = max(0, base - self.first_id)
         self.traj_id += missing
         self.first_id += missing
 
     @property
     def open(self) -> NDArray[np.bool_]:
-        """Lanes in the middle of a trajectory that has rows."""
+        """Mask of lanes: True if a lane is within a trajectory that has rows."""
         return self.step > 0
 
     def cut(self, lanes: NDArray[np.bool_]) -> int:
-        """Leave the open trajectories of ``lanes`` unfinished; returns how many there were."""
+        """Leave the open trajectories of ``lanes`` unfinished; return their number."""
         cut = lanes & self.open
         self.traj_id[cut] += self.lanes
         self.step[cut] = 0
@@ -148,7 +155,7 @@ class LaneState:
         them. Consecutive ids mean that the lane continued from one trajectory to the next.
 
         Returns:
-            How many trajectories that have rows were left.
+            The number of trajectories with rows that were left unfinished.
         """
         cut = int((lanes & self.open).sum())
         self.traj_id[lanes] += self.lanes
@@ -156,21 +163,21 @@ class LaneState:
         return cut
 
     def skip_to(self, other: "LaneState", lanes: NDArray[np.bool_]) -> None:
-        """Begin trajectories in ``lanes`` that come after all rows before ``other``.
+        """Begin trajectories in ``lanes`` with ids after those up to the state ``other``.
 
-        No lane of these is in the middle of a trajectory. Some ids are left without rows.
+        None of these lanes may be in the middle of a trajectory. Some ids remain without rows.
         """
         before = lanes & (self.traj_id < other.traj_id + (other.step > 0))
         self.traj_id[before] = (other.traj_id + self.lanes * (other.step > 0))[before]
 
     def restart(self, lanes: NDArray[np.bool_]) -> None:
-        """Begin new episodes in ``lanes``: their environments are reset."""
+        """Begin new episodes in ``lanes``, whose environments are reset."""
         self.returns[lanes] = 0.0
         self.length[lanes] = 0
 
     @property
     def next_id(self) -> int:
-        """An id larger than any that was or is in use."""
+        """An id larger than any id that has been used."""
         return int((self.traj_id - np.arange(self.lanes)).max()) + self.lanes
 
 
@@ -178,7 +185,7 @@ class EndedEpisodes(NamedTuple):
     """Episodes that ended, one entry each."""
 
     at: NDArray[np.intp]
-    """Indices of their last rows."""
+    """Indices of the last rows of the episodes."""
     returns: NDArray[np.float64]
     lengths: Int64
     first_versions: Int64
@@ -186,7 +193,7 @@ class EndedEpisodes(NamedTuple):
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers ``[row]`` of a block of rows, and the episodes that began and ended in it."""
+    """Trajectory ids and steps ``[row]`` of a block, and the episodes that began or ended in it."""
 
     traj_ids: Int64
     step: Int64
@@ -208,30 +215,29 @@ def number_slot(
 
     Args:
         state: the trajectory and step of each lane; updated in place.
-        taken: lanes whose slot is a row; None: that of every lane is.
-        ended: terminated or truncated.
-        reward: one number a lane.
-        version: policy version.
-        traj_ids, step: are written, of lanes without a row with whatever they have.
+        taken: marks of the lanes whose slot is a row; None means all lanes.
+        ended: marks of the lanes that terminated or truncated.
+        reward: one number per lane.
+        version: the policy version of each lane.
+        traj_ids, step: output arrays. The entries of lanes without a row have no meaning.
 
     Returns:
-        Lanes that began an episode, and the episodes that ended, ``at`` their lanes; None where
-        there are none.
+        The mask of lanes that began an episode, and the episodes that ended, whose ``at`` holds
+        their lanes. Each is None if there are none.
     """
+    next_step, length = state.step, state.length
     traj_ids[:] = state.traj_id
-    step[:] = state.step
-    begins: Mask = state.length == 0
+    step[:] = next_step
+    begins: Mask = length == 0
     if taken is not None:
         begins &= taken
     begun = begins if np.count_nonzero(begins) else None
     if begun is not None:
         np.copyto(state.first_version, version, where=begins)
-    if taken is None:
-        state.step += 1
-        state.length += 1
-    else:
-        state.step += taken
-        state.length += taken
+    rows = 1 if taken is None else taken
+    next_step += rows
+    length += rows
+    if taken is not None:
         ended = ended & taken
     with np.errstate(invalid="ignore", over="ignore"):  # infinite rewards of both signs
         np.add(state.returns, reward, out=state.returns, where=True if taken is None else taken)
@@ -253,31 +259,31 @@ def number(
     reward: NDArray[np.float64],
     version: Int64,
 ) -> Numbers:
-    """Number a block of rows in order of lanes, and move ``state`` past it.
+    """Number a block of rows, which are ordered by lane, and move ``state`` past it.
 
     Args:
         state: the trajectory and step of each lane before the block; updated in place.
-        lane: ``[row]``, ascending.
-        ended: ``[row]``, terminated or truncated.
-        reward: ``[row]``.
-        version: ``[row]``, policy version.
+        lane: the lane of each row ``[row]``, ascending.
+        ended: marks ``[row]`` of rows that terminated or truncated.
+        reward: the reward of each row ``[row]``.
+        version: the policy version of each row ``[row]``.
     """
     rows = len(lane)
     if not rows:
         none = np.zeros(0, np.int64)
         return Numbers(none, none, none, EndedEpisodes(none, np.zeros(0), none, none))
-    # A trajectory's part begins at a lane's first row, and after each row that ended one.
+    # A part of a trajectory begins at a lane's first row, and after each row that ended an episode.
     begins = np.empty(rows, np.bool_)
     begins[1:] = ended[:-1]
     row = np.arange(rows)
     parts = LaneOrder.of(row, lane).stretches(begins)
-    # From here on one entry a part: the rows of one trajectory in this block.
+    # From here on, arrays have one entry per part: the rows of one trajectory in this block.
     begin, size, own = parts.at, parts.length, parts.lane
-    # Parts are counted within their lane: number 0 continues what the lane had before.
+    # Parts are counted within their lane; part 0 continues the trajectory of earlier blocks.
     ordinal = np.arange(len(begin)) - np.repeat(parts.first, parts.last - parts.first + 1)
     carries_on = ordinal == 0
     closes = ended[parts.until]
-    # Sums over a part, to which the first of a lane adds what earlier blocks had.
+    # Sums over a part; the first part of a lane adds the sums of earlier blocks.
     ids = state.traj_id[own] + ordinal * state.lanes
     offset = np.where(carries_on, state.step[own], 0)
     with np.errstate(invalid="ignore", over="ignore"):  # infinite rewards of both signs
@@ -291,7 +297,7 @@ def number(
         begin[before == 0],
         EndedEpisodes(parts.until[closes], returns[closes], lengths[closes], first_version[closes]),
     )
-    # The last part of each lane is what the next block continues, unless it ended.
+    # The next block continues the last part of each lane, unless that part ended.
     parts.keep(ids + closes * state.lanes, state.traj_id)
     parts.keep(np.where(closes, 0, offset + size), state.step)
     parts.keep(np.where(closes, 0.0, returns), state.returns)

@@ -1,6 +1,6 @@
-"""Tell transitions from reset slots, and find the first N of them. Pure array arithmetic.
+"""Distinguish transitions from reset slots, and find the first N transitions. Pure functions.
 
-Axes are always ``[time, lane]``: one row a batched step call, one column a lane.
+Axes are always ``[time, lane]``: one row per batched step call, one column per lane.
 
 ===========  ==============================  ===========================================
 autoreset    where the final observation is  which slots are transitions
@@ -10,8 +10,13 @@ SAME_STEP    ``info["final_obs"]``           all
 NEXT_STEP    returned by the step            all but the one after an end (a reset slot)
 ===========  ==============================  ===========================================
 
-Semantics: Gymnasium's ``AutoresetMode``; measured behaviour of each system stands in the
-project's design notes.
+`next_step_transitions` is the rule for NEXT_STEP. These apply it on their own:
+`ArrivingLanes._receive` for lanes that return in any order, `RecordedRun.after_step` for a
+`Recorder`, `SystemEnv._step` for TorchRL's steps, and `is_pending` in ``native/_store.c`` for small
+batches. `CopiedLanes` reads the marks of `SystemEnv._step`.
+
+The semantics are those of Gymnasium's ``AutoresetMode``. The project's design notes list the
+measured behaviour of each system.
 """
 
 from functools import lru_cache
@@ -23,14 +28,14 @@ Mask = NDArray[np.bool_]
 
 
 def next_step_transitions(ended: Mask, pending: Mask) -> Mask:
-    """Mark the slots of a NEXT_STEP source that are transitions.
+    """Return marks of the slots of a NEXT_STEP source that are transitions.
 
     Args:
-        ended: ``[time, lane]``, terminated or truncated was reported in this slot.
-        pending: ``[lane]``, lanes that ended in the slot before the first one.
+        ended: marks ``[time, lane]`` of slots that reported terminated or truncated.
+        pending: marks ``[lane]`` of lanes whose episode ended in the slot before the first slot.
 
     Returns:
-        ``[time, lane]``, False in reset slots: those that follow an end.
+        Marks ``[time, lane]``, False in reset slots, which follow an end.
     """
     transitions = np.empty_like(ended)
     if len(ended):
@@ -40,14 +45,14 @@ def next_step_transitions(ended: Mask, pending: Mask) -> Mask:
 
 
 def first_in_slot_order(transitions: Mask, count: int) -> Mask:
-    """The first ``count`` transitions: earlier slot first, then the lower lane.
+    """Return marks of the first ``count`` transitions: earlier slot first, then lower lane.
 
     Args:
-        transitions: ``[time, lane]``.
-        count: how many to take; all where there are not more.
+        transitions: marks of transitions ``[time, lane]``.
+        count: the number of transitions to take; if there are fewer, all are taken.
 
     Returns:
-        ``[time, lane]`` with ``min(count, transitions.sum())`` True entries.
+        Marks ``[time, lane]`` with ``min(count, transitions.sum())`` True entries.
     """
     if count >= np.count_nonzero(transitions):
         return transitions
@@ -61,10 +66,10 @@ def first_in_slot_order(transitions: Mask, count: int) -> Mask:
 
 
 def lane_major(taken: Mask) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
-    """Rows in layout order: lane by lane, in time within the lane.
+    """Return rows in layout order: lane by lane, and by time within a lane.
 
     Args:
-        taken: ``[time, lane]``.
+        taken: marks ``[time, lane]`` of the slots that are rows.
 
     Returns:
         ``index`` into the flattened ``[time * lane]`` slots, and the ``lane`` of each row (int32).
@@ -80,7 +85,7 @@ def lane_major(taken: Mask) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
 
 
 def whole_slots(slots: int, lanes: int) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
-    """Return :func:`lane_major` of slots that are all taken.
+    """Return the result of :func:`lane_major` for slots that are all taken.
 
     Other callers may share the index: do not write to it.
     """
@@ -101,7 +106,9 @@ _few_slots = lru_cache(maxsize=64)(_slots)
 
 
 def by_lane(taken: Mask, lane: NDArray[np.int32]) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
-    """Return :func:`lane_major` of slots with ``lane`` ``[time, column]``, the lane of each row."""
+    """Return the result of :func:`lane_major` if ``lane`` ``[time, column]`` has the lane of each
+    entry.
+    """
     index = np.flatnonzero(taken)
     lanes = lane.reshape(-1)[index]
     order = np.argsort(lanes, kind="stable")
@@ -117,5 +124,5 @@ def in_lanes(flags: Mask, lane: NDArray[np.int32], lanes: int) -> Mask:
 
 
 def in_columns(flags: Mask, lane: NDArray[np.int32]) -> Mask:
-    """``flags`` ``[time, lane]`` as ``[time, column]``."""
+    """Return ``flags`` ``[time, lane]`` as ``[time, column]``."""
     return np.take_along_axis(flags, lane.astype(np.intp), axis=1)

@@ -18,7 +18,7 @@ Array = NDArray[Any]
 REWARD: Key = (NEXT, "reward")
 _NUMBERS = "biuf"
 _HELD = 2**24
-"""Largest bound up to which float32, the dtype of stored rewards, represents every integer."""
+"""Largest number up to which float32, the default dtype of rewards, represents every integer."""
 
 
 class RoundedWarning(UserWarning):
@@ -34,7 +34,7 @@ def rounding_of(key: Key, lane: int, step: int | None, reward: float) -> str:
     return (
         f"{format_key(key)} at {where}: the environment returned {reward!r}, which float32 stores "
         f"as {float(np.float32(reward))!r}. Pass reward_dtype=torch.float64 to store all bits, or "
-        "scale rewards in a wrapper; later rewards are rounded without a warning"
+        "scale rewards in a wrapper. Later rewards are rounded without a warning."
     )
 
 
@@ -68,7 +68,7 @@ def reward_of(value: Any) -> float:
 
 
 def reward_reader(dtype: torch.dtype | None) -> Callable[[Any], float]:
-    """Return the function that reads rewards stored as ``dtype`` (None: float32)."""
+    """Return the function that reads rewards stored as ``dtype``. None means float32."""
     return exact_reward_of if dtype is torch.float64 else reward_of
 
 
@@ -115,7 +115,7 @@ def _number(value: Any, key: Key, wanted: str, advice: str) -> float:
     plain = _plain(value)
     if not isinstance(plain, (bool, int, float)):
         if _kind(plain) in _NUMBERS and np.prod(np.shape(plain)) == 1:
-            advice += ", of an array its one element: .item()"
+            advice += ", or .item() of an array with one element"
         raise ValueRefused(key, wanted, described(value), advice)
     try:
         found = float(plain)
@@ -192,8 +192,8 @@ class ExactRow:
     def puts_bits(self, value: Any, row: Array) -> bool:
         """Write an array of one-byte integers 0 and 1 to ``row``, a row of bools.
 
-        Return False if ``value`` is no such array; the content of ``row`` is then undefined. This
-        takes a twentieth of the time of :meth:`array`.
+        Return False if ``value`` is not such an array. The content of ``row`` is then undefined.
+        This method takes a twentieth of the time of :meth:`array`.
         """
         if not (
             self._any_bools
@@ -252,19 +252,23 @@ class ExactRow:
         try:
             return self.array(value, first=first)
         except ValueRefused as error:
-            error.lane = lane
+            error.locate(lane=lane)
             raise
 
-    def refused(self, got: str, *, first: bool) -> ValueRefused:
+    def refused(
+        self,
+        got: str,
+        *,
+        first: bool,
+        advice: str = "correct the space, or cast in a wrapper",
+    ) -> ValueRefused:
         """Return the error for a value that does not fit the column."""
-        error = ValueRefused(
+        return ValueRefused(
             self.key if first else (NEXT, *self.key),
             f"{self.dtype} {list(self.shape)} as the space declares it",
             got,
-            "correct the space, or cast in a wrapper",
-        )
-        error.step = 0 if first else None
-        return error
+            advice,
+        ).locate(step=0 if first else None)
 
     def _takes(self, dtype: np.dtype[Any]) -> bool:
         """Return True if Gymnasium converts numbers of ``dtype`` when it concatenates lanes."""
@@ -276,9 +280,9 @@ class ExactRow:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{format_key(self.key)}: the space declares {self.dtype} and the environment "
-                f"returns {dtype} with more digits, which are rounded; declare {dtype}, or cast in "
-                "a wrapper (gymnasium.wrappers.DtypeObservation)",
+                f"{format_key(self.key)}: the space declares {self.dtype}, but the environment "
+                f"returns {dtype}, so values are rounded. Declare {dtype} in the space, or cast in "
+                "a wrapper (gymnasium.wrappers.DtypeObservation).",
                 RoundedWarning,
                 stacklevel=2,
             )
@@ -329,12 +333,12 @@ def _of_lane(read: Any, at: Any, value: Any) -> Any:
     try:
         return read(value)
     except ValueRefused as error:
-        error.lane = at
+        error.locate(lane=at)
         raise
 
 
 def checked(values: Array, read: Any, *, flags: bool) -> Array:
-    """Return a view of ``values`` that converts the results of a lane with ``read``."""
+    """Return a view of ``values`` that converts each value written to a lane with ``read``."""
     found: Any = values.view(CheckedFlags if flags else CheckedRewards)
-    found.read = read
+    found.read = read  # a view has no constructor that takes an argument
     return found  # type: ignore[no-any-return]

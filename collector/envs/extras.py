@@ -7,7 +7,7 @@ from tallyroll.collector.errors import MissingExtra
 
 
 def needs(module: str, extra: str, user: str | None = None) -> ModuleType:
-    """Import ``module`` for ``user``, by default the environments of the extra.
+    """Import ``module``, which ``user`` needs. By default, environments of ``extra`` need it.
 
     Raises:
         MissingExtra: the module is not installed; ``extra`` of tallyroll installs it.

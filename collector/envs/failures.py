@@ -36,7 +36,7 @@ class env_code(user_code):
     """Context manager for calls of an environment, which raises the error of :func:`explain`.
 
     Args:
-        place: as for :class:`user_code`.
+        place: the name of the call; see :class:`UserCode`.
         lane: lane number in the run, if the call concerns a single lane.
     """
 
@@ -102,13 +102,13 @@ _EXIT_SECONDS: Final = 2.0
 _OTHERS_SECONDS: Final = 0.1
 """Timeout for the exit of further processes that die in the same step."""
 _CAUSES: Final = {
-    0: "it ended without an error, as by sys.exit or an interrupt",
-    1: "mostly by an exception, whose traceback is on stderr",
-    -signal.SIGKILL: "mostly by the system, which was short of memory; see dmesg",
+    0: "no error; for example sys.exit or an interrupt",
+    1: "usually an exception; see the traceback on stderr",
+    -signal.SIGKILL: "usually the kernel's out-of-memory killer; see dmesg",
     -signal.SIGSEGV: "a fault in native code of the environment",
-    -signal.SIGABRT: "native code of the environment gave up",
-    -signal.SIGBUS: "mostly shared memory that is full; see df /dev/shm",
-    -signal.SIGTERM: "another process ended it",
+    -signal.SIGABRT: "native code of the environment aborted",
+    -signal.SIGBUS: "usually full shared memory; see df /dev/shm",
+    -signal.SIGTERM: "another process terminated it",
     -signal.SIGINT: "an interrupt",
 }
 _watched: WeakSet[Any] = WeakSet()
@@ -135,7 +135,7 @@ os.register_at_fork(after_in_child=_close_others)
 
 
 def watch_processes(vector: Any) -> None:
-    """Make a call of ``vector`` that waits for a dead process raise ``EOFError``.
+    """Make calls of ``vector`` raise ``EOFError`` if they wait for a process that has died.
 
     Processes that were forked at the wrong moment, by another thread or by the process itself, keep
     the pipe of the dead process open, so that the call would wait forever. A background thread
@@ -173,7 +173,7 @@ def _watch(exits: dict[int, tuple[Any, ref[Connection]]]) -> None:
 
 def _hang_up(pipe: Connection | None) -> None:
     """End a read of ``pipe`` in another thread. Data that was sent before is still read."""
-    with suppress(OSError):  # it was closed
+    with suppress(OSError):  # the pipe was closed
         if pipe is None:
             return
         with socket.socket(fileno=os.dup(pipe.fileno())) as end:
@@ -182,7 +182,7 @@ def _hang_up(pipe: Connection | None) -> None:
 
 
 def _end_waiting(error: Exception) -> None:
-    """End the processes of a vector if ``error`` interrupted it before it took their results.
+    """End the processes of a vector if ``error`` interrupted a call that waits for their results.
 
     The vector's own ``close`` would wait for results that were already read.
     """
@@ -211,7 +211,7 @@ def death_of(error: BaseException) -> EnvironmentDied | None:
 
 
 def _processes_of(vector: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return the process of each lane and the pipe to it; empty for other objects."""
+    """Return the processes of all lanes and the pipes to them; both are empty if there are none."""
     own = getattr(vector, "__dict__", {})
     processes = own.get("processes", ())
     pipes = own.get("parent_pipes", own.get("remotes", ()))
@@ -243,7 +243,7 @@ def _died(
     advice = f" {_ADVICE}" if 1 in codes.values() and hasattr(vector, "remotes") else ""
     found = EnvironmentDied(
         f"{type(vector).__name__}: expected a running process for each lane, but {ends}{why}. Make "
-        f"the environment again; a run in a storage continues with resume=True.{advice}",
+        f"the environment again. To continue a run in a storage, pass resume=True.{advice}",
         lanes=[first + at for at in codes],
         exitcodes=[*codes.values()],
     )
@@ -292,8 +292,8 @@ _LIBRARIES: Final = ("gymnasium", "stable_baselines3", "torchrl", "tallyroll")
 _STEP = "(observation, reward, terminated, truncated, info) from step"
 _RESET = "(observation, info) from reset"
 _ADVICE = (
-    "Where the environment follows gym's API before 0.26, return five values from step and "
-    "(observation, info) from reset(seed=, options=), or wrap it in "
+    "If the environment follows gym's API before 0.26, return five values from step and "
+    "(observation, info) from reset(seed=, options=), or wrap the environment in "
     "shimmy.GymV21CompatibilityV0(env=env)."
 )
 _METHOD = "a method reset(seed=, options=)"
@@ -324,9 +324,9 @@ _FILE = re.compile(r'^  File "(.*)", line \d+', re.MULTILINE)
 
 
 def old_api_of(error: BaseException, lane: int | None = None) -> EnvironmentRefused | None:
-    """Return the error for an environment whose methods have another signature or result.
+    """Return the error for an environment whose methods do not follow Gymnasium's API.
 
-    ``lane`` is as for :func:`explain`.
+    For ``lane``, see :func:`explain`. Return None if ``error`` has another cause.
     """
     found = _difference(error)
     if found is None or not _is_raised_by_library(error):

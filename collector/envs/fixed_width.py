@@ -74,9 +74,8 @@ class FixedWidth(Transform):
             )
         if not isinstance(text, str):
             raise TransitionError(
-                f"{format_key(key)}: expected a string or a tensor, got {type(text).__name__}; "
-                "leave it "
-                f'out with ExcludeTransform("{format_key(key)}")'
+                f"{format_key(key)}: expected a string or a tensor, got {type(text).__name__}. "
+                f'Leave the key out with ExcludeTransform("{format_key(key)}").'
             )
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 

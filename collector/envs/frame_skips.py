@@ -113,7 +113,7 @@ def _layers(env: object) -> Iterator[object]:
 
 
 def ticks_of_layer(layer: object) -> int | None:
-    """Return the ticks of one environment or wrapper for each step of it; None if unknown."""
+    """Return the factor by which one environment or wrapper multiplies ticks; None if unknown."""
     own, kind = getattr(layer, "__dict__", {}), type(layer)
     wraps = any(own.get(name) is not None for name in _INNER)
     for name in (*_NAMES, *_OF_WRAPPERS) if wraps else _NAMES:

@@ -18,7 +18,7 @@ def names() -> list[str]:
 
 
 def find(env_id: str) -> tuple[type[System], str] | None:
-    """Return the system that ``SYSTEM:name`` refers to, and the name; None if there is none.
+    """Return the system to which ``SYSTEM:name`` refers, and the name; None if it is unknown.
 
     Raises:
         MissingExtra: the system needs a package that is not installed.
@@ -68,7 +68,7 @@ def _points() -> tuple[EntryPoint, ...]:
 
 @lru_cache(maxsize=1)
 def _read(_changed: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
-    # Opening a file of each distribution takes 5 ms.
+    # Cached, because opening a file of each distribution takes 5 ms.
     return tuple(sorted(entry_points(group=GROUP), key=lambda point: point.name))
 
 

@@ -60,10 +60,11 @@ class Declares:
     ``"extra"``: in ``Step.final``. ``"some"``: in ``Step.final``, for lanes that
     ``Step.final_valid`` marks. ``"lost"``: nowhere."""
     agent_finals: AgentFinals = "returned"
-    """Whether steps return the last observation of every agent in a group.
+    """Next observations that steps return for agents in groups.
 
-    With ``"some"`` a step may lack the next observation of an agent that acted in it. The step
-    then contains zeros instead, and ``AgentFlags.next_valid`` is False."""
+    ``"returned"``: those of every agent. ``"some"``: a step may lack the next observation of an
+    agent that acted in it. The step then contains zeros instead, and ``AgentFlags.next_valid`` is
+    False."""
     truncation: bool = True
     """True if the system reports truncation; otherwise every end is a termination."""
     resets: Literal["mask", "all", "none"] = "mask"
@@ -103,7 +104,7 @@ class Declares:
 
     @property
     def has_reset_slots(self) -> bool:
-        """True if the step after an end only resets the lane and is no transition."""
+        """True if the step after an end only resets the lane and is not a transition."""
         return self.at_end == "reset_slot"
 
     @property
@@ -146,7 +147,7 @@ class Step(NamedTuple):
     reward: Sequence[Array]
     """``[lane, *shape]``, without the last axis if that axis has length 1."""
     terminated: Array
-    """bool ``[lane]``: the lane's episode ended."""
+    """bool ``[lane]``: the lane's episode terminated."""
     truncated: Array
     """bool ``[lane]``: the lane's episode was truncated."""
     final: Sequence[Array] | None = None
@@ -162,16 +163,16 @@ class Step(NamedTuple):
 
 
 Into: TypeAlias = Callable[[NDArray[Any], NDArray[Any], bytes], Step | None]
-"""Step all lanes with an action ``[lane, ...]`` and write the results to a slot.
+"""Function that steps all lanes with an action ``[lane, ...]`` and writes the results to a slot.
 
 The second and third argument describe the slot: its observation ``[lane, ...]``, and its table for
-`StepKernel.put_step`. Return None if the slot is complete. Return the step if the caller has to
-write or complete the slot.
+`StepKernel.put_step`. The function returns None if the slot is complete. It returns the step if the
+caller has to write or complete the slot.
 """
 
 
 Reached: TypeAlias = Callable[[EnvCall, Sequence[int]], Iterable[CallOutcome]]
-"""Call a method, or read or set an attribute, of the environment of each given lane, in order.
+"""Function that makes an `EnvCall` to the environment of each given lane, in order.
 
 The call happens between steps. An exception of an environment becomes an outcome, and the remaining
 lanes are still called. `calls.objects.reach_objects` implements this for a list of environments.
@@ -224,11 +225,15 @@ class System(ABC):
     extra: ClassVar[str] = ""
     """The extra of tallyroll that installs the package; empty if there is none."""
     conflicts: ClassVar[str] = ""
-    """One sentence about packages that conflict with it, and the workaround."""
+    """One sentence about packages that conflict with the package, and the workaround."""
     about: ClassVar[str] = ""
     """Short description of ends of episodes and of seeds, for ``tallyroll envs``."""
 
     declares: Declares
+    # Systems of other authors get these inputs as attributes. Therefore the classes of `stepping`
+    # assign `next_context`, `next_seeds`, `next_options`, `reward_dtype`, `first_lane` and
+    # `wants_masks`.
+
     next_context: dict[str, NDArray[Any]]
     """Values ``[lane, ...]`` for the next resets, by the names of ``Declares.context``.
 
@@ -273,7 +278,8 @@ class System(ABC):
         Args:
             lanes: bool ``[lane]``. Only the rows of these lanes are read from the result. None
                 resets all lanes and drops steps in progress: ``recv`` returns none of them.
-            seeds: one per lane, only with ``lanes=None``. None keeps the present generators.
+            seeds: the seeds, one per lane, only with ``lanes=None``. None keeps the present
+                generators.
             options: further arguments of TorchRL's ``env.reset``. A collector passes none.
         """
 
@@ -286,7 +292,7 @@ class System(ABC):
 
     @property
     def into(self) -> Into | None:
-        """Function that steps all lanes straight into a slot of one observation, or None."""
+        """Function that steps all lanes into a slot with one observation; None by default."""
         return None
 
     def send(self, action: Sequence[Array], lanes: NDArray[np.int32]) -> None:
@@ -324,7 +330,7 @@ class System(ABC):
         return ticks_by_reaching(self.reached, self.declares.lanes)
 
     def keep_infos(self, infos: Sequence[Info]) -> bool:
-        """Make entries of infos observations, from the first reset on.
+        """Add entries of infos to the observations, from the first reset on.
 
         :attr:`columns` contains them from now on, and ``declares`` from the first reset on at the
         latest. Return False if the system has no infos.
@@ -337,11 +343,13 @@ class System(ABC):
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
         """Make the environment ``SYSTEM:name`` with ``lanes`` lanes."""
-        raise ArgumentError(f"{cls.__name__} makes no environments by name; pass one that is made")
+        raise ArgumentError(
+            f"{cls.__name__} cannot make environments by name. Pass an environment."
+        )
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:
-        """Return a system over ``made`` if that is an environment of its kind; otherwise None."""
+        """Return a system over ``made`` if that is an environment of this kind; otherwise None."""
         return None
 
 
@@ -367,23 +375,25 @@ def require_consistent(declares: Declares, keys: Iterable[Key] = ()) -> None:
         f"finals: expected one of {_choices(Finals)}, got {d.finals!r}": (
             d.finals not in get_args(Finals)
         ),
-        'at_end="first": say where the final observation is, by finals="extra" (in Step.final), '
-        '"some" (there in some lanes) or "lost"': d.at_end == "first" and d.finals == "returned",
-        f'finals="{d.finals}": only with at_end="first", got at_end="{d.at_end}"': (
+        'at_end="first": expected finals="extra" (final observations in Step.final), "some" (in '
+        'Step.final for some lanes) or "lost"': d.at_end == "first" and d.finals == "returned",
+        f'finals="{d.finals}": expected at_end="first", got at_end="{d.at_end}"': (
             d.finals != "returned" and d.at_end != "first"
         ),
-        'at_end="final" needs resets="mask", for a lane that ended waits for its reset': (
+        'at_end="final" needs resets="mask", because a lane that ended waits for its reset': (
             d.at_end == "final" and d.resets != "mask"
         ),
-        f"arrivals: expected at most {d.lanes} lanes a call, got {d.arrivals}": (
+        f"arrivals: expected at most {d.lanes} lanes per call, got {d.arrivals}": (
             not 0 <= d.arrivals <= d.lanes
         ),
         f"agent_finals: expected one of {_choices(AgentFinals)}, got {d.agent_finals!r}": (
             d.agent_finals not in get_args(AgentFinals)
         ),
-        "arrivals and parts: send takes the lanes to step": bool(d.arrivals and d.parts),
+        "arrivals and parts: expected one of them, because send accepts the lanes to step": bool(
+            d.arrivals and d.parts
+        ),
         **{
-            f'group {name}: expected a mask of the living, ("{name}", "mask"), bool [{size}]': (
+            f'group {name}: expected a mask of living agents, ("{name}", "mask"), bool [{size}]': (
                 (name, "mask") not in d.observation
                 or tuple(d.observation[name, "mask"].shape) != (size,)
             )
@@ -391,4 +401,4 @@ def require_consistent(declares: Declares, keys: Iterable[Key] = ()) -> None:
         },
     }
     if found := [text for text, is_wrong in wrong.items() if is_wrong]:
-        raise ArgumentError(f"the system declares what cannot be: {'; '.join(found)}")
+        raise ArgumentError(f"the declaration of the system is not valid: {'; '.join(found)}")

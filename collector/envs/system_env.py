@@ -42,10 +42,10 @@ class SystemEnv(EnvBase):
         system: the system. Closing the environment closes it too.
         rename: new names for columns, old name -> new name. Write a nested name as a tuple or as
             ``"a/b"``.
-        make: makes the system again, for systems that accept seeds only when they are made.
-        draw: draws the context of a lane from that lane's generator. Some systems that reset
-            within their step need one context per lane in advance. Required if the system
-            declares a context.
+        make: function that makes the system again, if it accepts seeds only when it is made.
+        draw: function that draws the context of a lane from that lane's generator. Some systems
+            that reset within their step need one context per lane in advance. Required if the
+            system declares a context.
         draws_later: True if a collector draws the contexts, through its ``resets``.
 
     Raises:
@@ -122,7 +122,8 @@ class SystemEnv(EnvBase):
 
     def _set_seed(self, seed: int | None) -> None:
         lanes = self.batch_size[0]
-        self.stepper.restarts.seeds = None if seed is None else lane_seeds(seed, lanes, 0)
+        seeds = None if seed is None else lane_seeds(seed, lanes, 0)
+        self.stepper.restarts.seed_next(seeds)
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Close the environment, and the system unless the caller owns it.
@@ -172,7 +173,7 @@ class SystemEnv(EnvBase):
         ended = flags[0] | flags[1]
         if d.at_end == "first" and ended.any():
             self._fresh, self._fresh_lanes = [value.clone() for value in values], ended
-            stepper.results.require_finals(out, ended)
+            stepper.results.require_final_given(out, ended)
             if out.final is not None:
                 self._put(values, tensors(out.final), ended)
             stepper.contexts.draw(stepper.system, ended)
@@ -193,7 +194,7 @@ class SystemEnv(EnvBase):
         if d.marks_transitions:
             td.set(VALID, self._flag(transitions)[:, None])
         if d.finals == "some":
-            td.set(NEXT_VALID, self._flag(~ended | _given_finals(out, ended)))
+            td.set(NEXT_VALID, self._flag(~ended | _final_mask(out, ended)))
         for group, valid in self._agents_valid().items():
             put_valid(valid, out.agents[group], ended if stepper.doubts_finals else None)
             td.set((*NEXT_VALID, group), self._flag(valid))
@@ -257,9 +258,9 @@ class SystemEnv(EnvBase):
         if asked.any():
             if not self._declares.resets_by_mask:
                 raise EnvironmentRefused(
-                    f"{self.kind} ignores reset masks and would reset every lane; do not wrap it "
-                    "in TransformedEnv or reset a part of it: apply wrappers of its own "
-                    "underneath, or use one that resets by mask"
+                    f"{self.kind} ignores reset masks and would reset every lane, so it cannot be "
+                    "wrapped in TransformedEnv or reset in part. Apply wrappers of its own "
+                    "library instead, or use an environment that resets by mask."
                 )
             values = self.stepper.results.tensors(self.stepper.reset_lanes(asked, **kwargs))
             if self._fresh:
@@ -311,7 +312,7 @@ class SystemEnv(EnvBase):
         return td
 
 
-def _given_finals(out: Step, ended: Mask) -> Mask:
+def _final_mask(out: Step, ended: Mask) -> Mask:
     """Mark the lanes whose final observations the step contains."""
     given = out.final is not None and out.final_valid is not None
     return as_flags(out.final_valid) if given else np.zeros_like(ended)

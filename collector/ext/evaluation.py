@@ -54,7 +54,7 @@ class Evaluation:
     @property
     def mean_return(self) -> float:
         """Mean return over the episodes."""
-        with np.errstate(all="ignore"):  # infinite returns of both signs
+        with np.errstate(all="ignore"):  # infinite returns of both signs give NaN
             return float(self.returns.mean())
 
     def metrics(self) -> dict[str, float]:
@@ -101,20 +101,22 @@ def evaluate(
     statistics. Afterwards the function restores the modes and buffers.
 
     Args:
-        policy: as for :class:`SyncCollector`. None evaluates random actions. If there are several
-            policies, none of them starts with random actions.
-        create_env_fn: as for :class:`SyncCollector`.
+        policy: the policy to evaluate; see :class:`SyncCollector`. None evaluates random actions.
+            If there are several policies, none of them starts with random actions.
+        create_env_fn: the environment or its factory; see :class:`SyncCollector`.
         episodes: number of episodes.
         num_envs: number of lanes, if ``create_env_fn`` is an id or a function that makes a single
-            environment. None means one.
+            environment. None means one lane.
         env_kwargs: keyword arguments of ``gymnasium.make``, or of the environment system, if
             ``create_env_fn`` is an id.
-        seed: as for :class:`SyncCollector`. None draws a seed, which the ledger reports. The
-            function restores the global random generators afterwards.
-        exploration_type: by default, actions are deterministic if the policy supports it.
+        seed: the seed of the evaluation; see :class:`SyncCollector`. None draws a seed, which the
+            ledger reports. The function restores the global random generators afterwards.
+        exploration_type: how the policy chooses actions. By default, actions are deterministic if
+            the policy supports it.
         max_frames_per_traj: a time limit, in transitions.
-        rename: as for :class:`SyncCollector`.
-        reward_dtype: as for :class:`Columns`. ``torch.float64`` sums rewards at full precision.
+        rename: new names of columns; see :class:`SyncCollector`.
+        reward_dtype: the dtype of rewards; see :class:`Columns`. ``torch.float64`` sums rewards at
+            full precision.
         env_state: ``collector.state_dict()["env"]``, or ``env.state_dict()``: the state of the
             environment's transforms, such as the statistics of `VecNorm`. The evaluation does not
             update it. If the state has an entry for each of several workers, the first non-empty
@@ -164,8 +166,9 @@ class _EvaluationRun(SyncCollector):
                 load_frozen(self.env, self._given)
             except (KeyError, RuntimeError) as error:
                 raise ArgumentError(
-                    f"env_state: expected the state of this environment's transforms, got "
-                    f"another's: {error}; make it with the same transforms and as many lanes"
+                    "env_state: expected the state of an environment with the same transforms and "
+                    f"number of lanes, got a different state ({error}). Make both environments "
+                    "alike."
                 ) from error
         super()._begin_run(lanes, envs)
 

@@ -7,7 +7,7 @@ together.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import add, attrgetter
@@ -24,8 +24,8 @@ from tallyroll.collector.batches.stored.worker_shard import (
 from tallyroll.collector.counting.ledger import NOTHING, LedgerEntry, post
 from tallyroll.collector.counting.shards import first_id
 from tallyroll.collector.errors import ArgumentError, StateError
-from tallyroll.collector.rollout.os_signals import call_waiting, pausable, waits
-from tallyroll.collector.rollout.source import PendingTransitions
+from tallyroll.collector.interrupts import call_waiting, pause_on_signal, signal_waits
+from tallyroll.collector.rollout.source import UndeliveredTransitions
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.progress import COUNTED, LEASE, counted_in
 from tallyroll.collector.workers import messages as m
@@ -44,7 +44,7 @@ _LEASES = 2
 class _ShardsWoken(BaseException):
     """Exception that interrupts the wait for workers because a signal handler is pending.
 
-    Only `_hear` raises and catches it.
+    `_wake` raises it, and only `_hear` catches it.
     """
 
 
@@ -54,7 +54,7 @@ def _wake() -> None:
 
 @dataclass
 class _Part:
-    """A shard and its counts. Each start of a worker has one."""
+    """A shard and its counts. Each start of a worker begins a new shard."""
 
     name: str
     leased: deque[m.Lease] = field(default_factory=deque)
@@ -75,40 +75,47 @@ class WithoutRows:
 
     def batch(self, size: int | None = None) -> NoReturn:
         """Refuse: this process has no rows."""
-        self._refuse("its rows stay in the shards; call collect(n), and open the storage to read")
+        self._refuse(
+            "rows stay in the shards, so the collector yields no batches. Call collect(n), and "
+            "read the rows from the storage."
+        )
 
     def discard(self, *_: object) -> None:
-        """Do nothing, before `restart_lanes` refuses."""
+        """Do nothing: `restart_lanes`, which the caller calls next, refuses."""
 
     def restart_lanes(self, *_: object) -> NoReturn:
         """Refuse: workers number their rows."""
-        self._refuse("workers number their rows; give seed= to another collector")
+        self._refuse(
+            "workers number their rows, so lanes cannot be restarted. Pass seed= to a new "
+            "collector."
+        )
 
     @contextmanager
-    def still(self) -> Iterator[Sequence[PendingTransitions]]:
+    def still(self) -> Iterator[Sequence[UndeliveredTransitions]]:
         """Refuse: an environment call cannot be ordered among the rows of several shards."""
-        self._refuse("calls of environments have no place among rows of several shards")
+        self._refuse("calls of environments cannot be ordered among the rows of several shards")
         yield ()
 
     def leave(self) -> None:
         """Do nothing: no policy acts in this process."""
 
     def _refuse(self, why: str) -> NoReturn:
-        self._run.reach_safe_point()  # the run goes on
+        self._run.reach_safe_point()  # the run continues
         raise ArgumentError(f"sharded=True: {why}")
 
 
 class GoesOnFromStorage:
-    """Replacement of `Restart` that refuses: a sharded run resumes only from its storage."""
+    """Replacement for `Restart` that raises: a sharded run resumes only from its storage."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise StateError(
-            "sharded=True: the run goes on from its storage, by resume=True, and has no other state"
+            "sharded=True: the only state of the run is its storage. Continue the run with "
+            "resume=True."
         )
 
 
 class ShardedLeases(WithoutRows):
-    """Leases of exact numbers of transitions to workers, and a record of those that count.
+    """Leases of exact numbers of transitions to workers, and a record of what they store.
 
     Args:
         pool: the workers.
@@ -135,6 +142,7 @@ class ShardedLeases(WithoutRows):
         self._hungry = {*range(len(pool.members))}
         """Workers that may accept another lease."""
         self._stopping = False
+        self._committed: Callable[[], object] | None = None
         here = Decision("in shards", "workers keep their rows")
         self.plan = StoringPlan(here, Decision("none", "rows stay where they are"), here, here)
 
@@ -142,6 +150,10 @@ class ShardedLeases(WithoutRows):
         """Bind the run and return this object, which is also the run's loop."""
         self._run = run
         return self
+
+    def call_after_commits(self, committed: Callable[[], object]) -> None:
+        """Call ``committed`` after answers of workers were counted."""
+        self._committed = committed
 
     # --- leases -----------------------------------------------------------------------------------
 
@@ -155,14 +167,16 @@ class ShardedLeases(WithoutRows):
             run.leave_safe_point()
         goal = ledger.stored + run.budget.batch(run.counted, want)
         self._unleased = goal - ledger.stored
-        # Small enough that each worker gets a part, whatever the lease size.
+        # Keep leases small enough that each worker gets one, whatever the largest size.
         each = -(-self._unleased // len(self._worker_pool.members))
         self._size = min(self._frames, each)
         self._grant()
         while ledger.stored < goal and self._awaited:
             self._hear()
             self._grant()
-            if waits():
+            if self._committed is not None:
+                self._committed()
+            if signal_waits():
                 run.reach_safe_point()
                 call_waiting()
                 run.leave_safe_point()
@@ -203,7 +217,7 @@ class ShardedLeases(WithoutRows):
         run = self._run
         part = self._parts[member.index] = _Part(self._sink.new_shard())
         lanes = len(run.lanes.step)
-        # All ids that count are below it, and each lane has its own remainder.
+        # All ids that count are below ``first``, and each lane has its own remainder.
         first = first_id(run.writer.stored_run.counts.next_id, lanes)
         path = str(self._sink.files.place_of(part.name))
         own = OpenShard(path, member.lanes, lanes, first, run.provenance)
@@ -213,12 +227,12 @@ class ShardedLeases(WithoutRows):
     def _hear(self) -> None:
         """Wait for answers, record the counts, and replace workers that failed."""
         try:
-            events = self._worker_pool.events(during=pausable(_wake))
+            events = self._worker_pool.events(during=pause_on_signal(_wake))
         except _ShardsWoken:
             return
         others = [event for event in events if not self._startup.replacements.leads(event[0])]
         failed = self._counted(others)
-        try:  # only after counting: the first call may end the run
+        try:  # after counting, because the first call may end the run
             for member, answer in events:
                 self._startup.replacements.hears(member, answer)
             for member, error in failed:
@@ -259,7 +273,7 @@ class ShardedLeases(WithoutRows):
             entry = entry.plus(answer.entry)
             stored_run.count_ids(answer.next_id - 1)
             if answer.rows:
-                # All rows of the shard, because a settled worker may answer several leases.
+                # Report all rows of the shard, because a settled worker may answer several leases.
                 kept_rows = ShardRows(part.name, answer.host, answer.id, answer.rows, part.sums)
                 rows[part.name] = kept_rows
         post(run.ledger, entry)
@@ -331,7 +345,7 @@ class ShardedLeases(WithoutRows):
 
 
 def lost_since(startup: WorkerStartup, storage: object) -> list[str]:
-    """Remove shard rows that no node has any more from the counts.
+    """Subtract from the counts the shard rows that no node has any more.
 
     Returns:
         Descriptions of the lost rows.
@@ -339,7 +353,7 @@ def lost_since(startup: WorkerStartup, storage: object) -> list[str]:
     sink = _writer_of(storage)
     names = {
         str(sink.files.place_of(each.name)): each.name
-        for each in sink.reader.said.shards
+        for each in sink.reader.acknowledged.shards
         if each.rows
     }
     if not names:

@@ -6,19 +6,19 @@
 
      table of                the table is kept        the arrays at its addresses are kept
                              alive by                 alive by
-     number_slots            CompiledRows._table      CompiledRows (columns, outputs),
+     number_slots            CompiledSlabTable._table CompiledSlabTable (columns, outputs),
                                                       LaneState (state)
      are_inside              SlotChecks.table         _SlotCheck: values in the slab, and bounds
      SLAB, in store_slots    SlotRows.slab            the slab (rows, transitions), its driver
                                                       (used, on its board; pending),
-                                                      PendingRows of the Rollout (held, marks)
+                                                      HeldRows of the Rollout (held, marks)
      masks of agents, in store_slots  SlotRows.amounts  the slab
      a batch, in store_slots SlotRows.batch           targets: its tensors, kept alive by
                                                       SlotRows.batch too; sources: the slab's
                                                       columns
      store_slots             SlotRows._plan, a tuple  see the tables of the plan, listed above
      the blocks of counts    SlotRows._plan           Header (commit), BatchWriter (run),
-                                                      Ledger (ledger, shown), PendingRows (held),
+                                                      Ledger (ledger, shown), HeldRows (held),
                                                       EpisodeRing (log, and its records; FastPath
                                                       keeps the ring alive); SlotRows refers to all
                                                       six

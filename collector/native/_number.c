@@ -1,8 +1,8 @@
-/* Numbering of the rows of a slab. `_kernel.c` includes this file. `SlabRows` implements the same
+/* Numbering of the rows of a slab. `_kernel.c` includes this file. `SlabTable` implements the same
    in NumPy. */
 
-/* The numbering table: sizes, flags and addresses. CompiledRows creates it and keeps it alive.
-   CompiledRows also holds the columns up to `lane`, and owns the outputs `begun`, `episodes` and
+/* The numbering table: sizes, flags and addresses. CompiledSlabTable creates it and keeps it alive.
+   CompiledSlabTable also holds the columns up to `lane`, and owns the outputs `begun`, `episodes` and
    `largest`. LaneState owns the arrays named `state_*`. */
 #define NUMBERING(WORD)                                                                            \
     WORD(lanes) WORD(stride) WORD(terminated) WORD(truncated) WORD(done) WORD(next_valid)          \
@@ -50,7 +50,7 @@ static double reward_of(const Numbering *t, int64_t i)
 /* Number the rows of the first slots. `taken` marks the cells that are rows. If it is NULL, all
    cells are rows. Return begun << 32 | ended, the numbers of episodes that began and that ended.
    The function writes to the slab's columns, to the arrays of LaneState, and to the outputs of
-   CompiledRows. */
+   CompiledSlabTable. */
 static int64_t number(const Numbering *t, int64_t slots, const char *taken)
 {
     const int64_t lanes = t->lanes, cells = slots * lanes;

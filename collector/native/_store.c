@@ -526,8 +526,8 @@ static void lay_out(const Batch *batch, int64_t count, const Marked *marked)
 /* Write the episodes that `number` found to the ring of the log, in the order of its records, or
    lane by lane if `by_lane` is set. `stored` is the number of rows that were stored before those
    of this call. The caller adds the episodes to the log's counts. `can_note` found room for them.
-   CompiledRows owns the records, and `begun`, which has at least one word per lane. This function
-   may use `begun` as scratch memory, because the numbers in it are not needed any more. */
+   CompiledSlabTable owns the records, and `begun`, which has at least one word per lane. This
+   function may use `begun` as scratch memory, because the numbers in it are not needed any more. */
 static void note(const Plan *plan, int64_t ended, int64_t stored, int by_lane)
 {
     const Numbering *t = plan->numbering;

@@ -1,4 +1,4 @@
-"""Rows of few slots of a slab, which one compiled call stores: see `StepKernel.store_slots`."""
+"""Rows of a few slots of a slab, stored by one compiled call; see `StepKernel.store_slots`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ RunCounts = counts_of("next_id")
 """Counts of a run in addition to its ledger: ``next_id`` is larger than any trajectory id."""
 require_names("RUN", RunCounts.names)
 LogCounts = counts_of("noted", "taken", "room", "records", "due")
-"""Counts of a ring of records of episodes that ended.
+"""Counts of a ring of episode records.
 
-``noted`` is the number of records written, of which the collector has ``taken`` the first;
-``room`` is the capacity of the ring, and ``records`` its address. ``due`` is 1 if more than half of
-the ring is full, so that the collector should take them.
+``noted`` is the number of records written, and ``taken`` is the number of those that the collector
+has taken. ``room`` is the capacity of the ring, and ``records`` is its address. ``due`` is 1 if
+more than half of the ring is full, so that the collector should take the records.
 """
 require_names("LOG", LogCounts.names)
 HeldCounts = counts_of("rows", "resets")
-"""Rows in slot 0 that an earlier call left, and lanes whose next slot is a reset."""
+"""The number of rows that an earlier call left in slot 0, and of lanes that are reset next."""
 require_names("HELD", HeldCounts.names)
 
 
@@ -31,11 +31,11 @@ require_names("HELD", HeldCounts.names)
 class SlotRows(NewRows):
     """The first rows of fixed memory, with the counts and the record that belong to them.
 
-    One call finds, numbers, counts and commits them, and prepares the slab for the next slots. If
-    that is not possible, the collector stores the same rows as `IndexedRows`.
+    One call finds, numbers, counts and commits the rows, and prepares the slab for the next slots.
+    If that is not possible, the collector stores the same rows as `IndexedRows`.
 
-    This object keeps the tables and the blocks of the plan, and the arrays of ``rows``, alive. The
-    arrays of the other tables belong to the collector's slab, and to its state of the lanes.
+    This object keeps alive the tables and blocks of the plan, and the arrays of ``rows``. The
+    arrays of the other tables belong to the slab and the lane state of the collector.
     """
 
     rows: FixedRows
@@ -46,10 +46,11 @@ class SlotRows(NewRows):
     slab: bytes
     """Addresses in the slab, and sizes.
 
-    These are the address of the number of complete slots; those of the marks of held rows [lane],
-    of transitions [slot, lane] and of lanes that are reset next [lane], or 0 if none ever is;
-    whether a policy chose the actions; the number of columns in which a slot's observations are
-    followed by the next ones; then the address and the bytes of a slot of these, and of all others.
+    The words are the addresses of the number of complete slots, of the marks of held rows [lane],
+    of the marks of transitions [slot, lane], and of the marks of lanes that are reset next [lane]
+    (0 if there are no reset slots); 1 if a policy chose the actions, or else 0; and the number of
+    columns that flow, in which the next observations follow the observations of a slot. Then come
+    the address and the bytes per slot of each column that flows, and of each other column.
     """
     record: bytes
     """The record with ``%d`` for each number that the kernel writes.
@@ -62,16 +63,16 @@ class SlotRows(NewRows):
     ledger: Counts
     """The block of the ledger's counts."""
     shown: Counts
-    """The same counts for other threads, updated after a call has counted all rows."""
+    """A copy of the ledger's counts for other threads, updated once a call has counted all rows."""
     held: Counts
     """A block of `HeldCounts`."""
     log: Counts
     """A block of `LogCounts`; the caller keeps the ring itself alive."""
     amounts: bytes
-    """The number that a row adds to each count of the ledger, int64.
+    """The numbers that a row adds to the counts of the ledger, int64.
 
-    The kernel counts slots, resets, episodes and carried rows itself. Then the address and the
-    bytes of a row of each mask of agents: the marked ones are agent transitions.
+    The kernel counts slots, resets, episodes and carried rows itself. After the numbers come the
+    address and the bytes per row of each mask of agents, whose marks are agent transitions.
     """
     count: int = 0
     """The number of rows."""
@@ -80,15 +81,15 @@ class SlotRows(NewRows):
     version: int = 0
     """The version of the policy that chose the actions of the last slot."""
     watched: bool = True
-    """True if the collector must see the rows first, if an episode begins or ends in them."""
+    """True if the collector must see rows before they are stored if an episode begins or ends."""
     batch: tuple[bytes, Any, Any] | None = None
-    """A batch that is laid out from the rows, which are then stored lane by lane."""
+    """The batch to lay out from the rows, which are then stored lane by lane; or None."""
     in_one_call = True
     _columns: Columns | None = None
     """The columns of the storage for which the plan was made."""
     _kernel: StepKernel | None = None
     _known: Counts | None = None
-    """The block of the storage's counts, which the plan refers to."""
+    """The block of the storage's counts to which the plan refers."""
     _plan: tuple[Any, ...] = ()
     """The plan of `StepKernel.store_slots`. It refers to the collector, so no storage keeps it."""
 

@@ -46,7 +46,7 @@ Count = Annotated[int | None, or_none(positive)]
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments that collectors share; their docstrings describe them.
+    """The arguments that all collectors share; the docstrings of collectors describe them.
 
     The type of a field determines the check of its argument: a Literal names the allowed values, an
     annotation has a `Check`, and an `OptionObject` has fields that are keywords of the collector
@@ -55,7 +55,7 @@ class Options:
 
     frames_per_batch: Annotated[int, positive]
     total_frames: Annotated[int | None, or_none(frame_budget)]
-    """None: no limit of frames."""
+    """The budget of frames; None means no limit."""
     num_envs: Annotated[int | None, or_none(at_most(MOST_LANES))]
     seed: Annotated[int | None, or_none(not_negative)]
     device: Annotated[torch.device | None, or_none(available_device)]
@@ -73,14 +73,15 @@ class Options:
     devices: Devices
     resets: Resets
     shard: Annotated[Shard | None, or_none(a_shard)]
-    """A `ShardOfRun` once the other options are those of this shard."""
+    """The shard of the run; a `ShardOfRun` once the other options describe this shard."""
+    progress: bool
 
     # Derived from the fields above.
     policy_device: torch.device | None = field(init=False)
     env_device: torch.device | None = field(init=False)
     storing_device: torch.device | None = field(init=False)
     info_keys: tuple[Info, ...] = field(init=False)
-    """Includes the info that counts ticks."""
+    """The declared infos, including the info that counts ticks."""
     rename: dict[Any, Key] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -117,6 +118,12 @@ class Options:
         made._refuse_contradictions(arguments)
         return made if made.shard is None else made._of_shard(made.shard)
 
+    def for_env_on(self, device: torch.device | None) -> Self:
+        """Return the options with batches on ``device``, unless the caller chose another one."""
+        if device is None or device.type == "cpu" or self.storing_device is not None:
+            return self
+        return replace(self, devices=replace(self.devices, storing=device))
+
     def _of_shard(self, shard: Shard) -> Self:
         """Return the options of one shard, given the options of the whole run."""
         part = shard_of_run(shard, vars(self), by_agent=self.by_agent)
@@ -130,7 +137,7 @@ class Options:
 
     @property
     def in_shards(self) -> bool:
-        """True if each worker stores its rows in its own shard, and none come to this process."""
+        """True if each worker stores its rows in its own shard, without sending them here."""
         return False
 
     @property
@@ -144,16 +151,16 @@ class Options:
         return self.shard if isinstance(self.shard, ShardOfRun) else None
 
     def run_lanes(self, lanes: int) -> int:
-        """Return the number of lanes of the whole run, of which ``lanes`` are made here."""
+        """Return the number of lanes of the whole run, of which this collector makes ``lanes``."""
         return lanes if self.part is None else self.part.run_lanes
 
     def own_lanes(self, lanes: int) -> range:
-        """Return the numbers, in the whole run, of the ``lanes`` that are made here."""
+        """Return the numbers, in the whole run, of the ``lanes`` lanes of this collector."""
         return range(lanes) if self.part is None else self.part.lanes
 
     @property
     def first_lane(self) -> int:
-        """Number in the whole run of the first lane that is made here."""
+        """Number, in the whole run, of the first lane of this collector."""
         return 0 if self.part is None else self.part.lanes.start
 
     @classmethod
@@ -169,7 +176,10 @@ class Options:
         return self.columns.budget_unit == "agent_transitions"
 
     def for_worker(self, num_envs: int | None) -> Self:
-        """Return a worker's options, without unused ones, which may not be picklable."""
+        """Return a worker's options, without the options that it does not use.
+
+        Those may not be picklable.
+        """
         return replace(self, num_envs=num_envs, postproc=None)
 
     @property
@@ -183,23 +193,23 @@ class Options:
         total, episodes = given["total_frames"], given["total_episodes"]
         if (total is None) == (episodes is None):
             raise ArgumentError(
-                "expected total_frames (transitions, -1: no limit) or total_episodes, one of them, "
-                f"got total_frames={total!r}, total_episodes={episodes!r}"
+                "expected either total_frames (transitions, -1: no limit) or total_episodes, got "
+                f"total_frames={total!r}, total_episodes={episodes!r}"
             )
         if episodes is not None and self.reset_at_each_iter:
             raise ArgumentError(
-                "total_episodes counts whole episodes, and reset_at_each_iter cuts them. Drop one."
+                "total_episodes counts whole episodes, but reset_at_each_iter cuts them. Drop one."
             )
         if episodes is not None and self.surplus == "discard":
             raise ArgumentError(
-                'total_episodes counts whole episodes, and surplus="discard" discards parts of '
+                'total_episodes counts whole episodes, but surplus="discard" discards parts of '
                 'them. Use surplus="carry".'
             )
         if self.by_agent and (self.total_frames is None or self.layout.name == "torchrl"):
             raise ArgumentError(
-                'budget_unit="agent_transitions" needs total_frames, and a layout other than '
-                '"torchrl", whose frames are transitions; got total_frames='
-                f'{total!r}, layout="{self.layout.name}"'
+                'budget_unit="agent_transitions": expected total_frames and a layout other than '
+                f'"torchrl", got total_frames={total!r} and layout="{self.layout.name}". In the '
+                'layout "torchrl", frames are always transitions.'
             )
         if self.columns.yield_large:
             return
@@ -210,7 +220,8 @@ class Options:
             )
         if self.postproc is not None:
             raise ArgumentError(
-                "yield_large=False leaves out columns that postproc may want; drop one of them"
+                "yield_large=False leaves out columns that postproc may need. Drop one of these "
+                "arguments."
             )
 
 

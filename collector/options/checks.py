@@ -10,15 +10,15 @@ import torch
 
 from tallyroll.collector.errors import ArgumentError, UnknownArgument
 from tallyroll.collector.slab.info import Info, infos_of
-from tallyroll.collector.slab.names import checked_rename
+from tallyroll.collector.slab.names import checked_exclude, checked_rename
 from tallyroll.storage.package.near_names import did_you_mean
 
 Check = Callable[[str, Any], Any]
-"""Takes an argument's name and value; returns the validated value, or raises ArgumentError."""
+"""Takes an argument's name and value, and returns the validated value or raises ArgumentError."""
 
 
 def checked(name: str, value: Any, hint: Any) -> Any:
-    """Validate ``value`` by the type ``hint``: a Literal, or one annotated with a `Check`."""
+    """Validate ``value`` by the type ``hint``: a Literal, or a type annotated with a `Check`."""
     if get_origin(hint) is Annotated:
         return hint.__metadata__[0](name, value)
     if get_origin(hint) is Literal:
@@ -27,7 +27,10 @@ def checked(name: str, value: Any, hint: Any) -> Any:
 
 
 def refuse_unknown(given: Iterable[str], known: Iterable[str], of: str) -> None:
-    """Raise an error unless all ``given`` names are ``known`` arguments ``of`` something."""
+    """Raise an error if a name in ``given`` is not a ``known`` argument.
+
+    ``of`` names the object that takes the arguments.
+    """
     names = {*known}
     for name in given:
         if name not in names:
@@ -149,8 +152,8 @@ def keyword_arguments(name: str, value: Any) -> dict[str, Any]:
         raise ArgumentError(f"{name}: expected a mapping of keyword arguments, got {value!r}")
     if is_deeper(value, _MOST_DEPTH):
         raise ArgumentError(
-            f"{name}: expected values that are nested at most {_MOST_DEPTH} deep, for they are "
-            "written to the manifest; pass a factory that has them"
+            f"{name}: expected values that are nested at most {_MOST_DEPTH} deep, because the "
+            "manifest stores them. Pass a factory that contains the values."
         )
     return dict(value)
 
@@ -168,10 +171,15 @@ def is_deeper(value: Any, most: int) -> bool:
 
 
 def info_declarations(name: str, value: Any) -> tuple[str | tuple[str, ...] | Info, ...]:
-    """Return a copy of ``value``, declarations of infos as they were given."""
+    """Return a copy of ``value``, the declarations of infos as they were given."""
     given = value if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
     infos_of(given)
     return tuple(given)
+
+
+def column_names(name: str, value: Any) -> tuple[str | tuple[str, ...], ...]:
+    """Return a copy of ``value``, the names of columns to exclude as they were given."""
+    return checked_exclude(value)
 
 
 def new_names(name: str, value: Any) -> dict[Any, Any]:

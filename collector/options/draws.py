@@ -98,10 +98,10 @@ class Constant:
 def uniform(low: float, high: float) -> Uniform:
     """Return the uniform distribution of float64 from ``low`` (inclusive) to ``high`` (exclusive).
 
-    If the bounds are equal, it always draws ``low``.
+    If the bounds are equal, the distribution always draws ``low``.
 
     Raises:
-        ArgumentError: a bound is no finite number, or ``low`` is above ``high``.
+        ArgumentError: a bound is not a finite number, or ``low`` is above ``high``.
 
     Examples:
         >>> from tallyroll.collector import Resets, uniform
@@ -128,7 +128,8 @@ def choice(values: Sequence[Any]) -> Choice:
     Numbers become a column: int64 if all are integers, bool if all are bools, otherwise float64.
 
     Raises:
-        ArgumentError: ``values`` is no sequence or empty, or one of them is no JSON value.
+        ArgumentError: ``values`` is not a sequence or is empty, or one of the values is not a JSON
+            value.
     """
     if isinstance(values, np.ndarray) and values.ndim == 1:
         values = values.tolist()
@@ -140,10 +141,12 @@ def choice(values: Sequence[Any]) -> Choice:
 
 
 def json_value(name: str, value: Any) -> Any:
-    """Return ``value`` as JSON reads it back, with NumPy's numbers as Python's.
+    """Return the value that remains of ``value`` after it was written to JSON and read again.
+
+    NumPy numbers become Python numbers.
 
     Raises:
-        ArgumentError: it is no JSON value, or has a number that is not finite.
+        ArgumentError: the value is not a JSON value, or has a number that is not finite.
     """
     plain = value.item() if isinstance(value, np.generic) else value
     try:
@@ -158,10 +161,10 @@ def json_value(name: str, value: Any) -> Any:
 
 
 def draw_of(name: str, value: Any) -> Draw:
-    """Return the distribution of an option: as given, or a constant.
+    """Return the distribution of an option: ``value`` itself, or a constant.
 
     Raises:
-        ArgumentError: the value is no JSON value.
+        ArgumentError: the value is neither a distribution nor a JSON value.
     """
     if isinstance(value, (Uniform, Choice, Constant)):
         return value
@@ -183,19 +186,19 @@ def parsed(text: str) -> Draw:
             return Constant(_json(text))
         values = _json(f"[{match['inner']}]")
     except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"{wanted}; texts have double quotes") from error
+        raise ArgumentError(f"{wanted}; write strings in double quotes") from error
     if match["kind"] == "uniform":
         if len(values) != 2:
             raise ArgumentError(f"uniform: expected two numbers, got {match['inner']!r}")
         return uniform(*values)
     if match["kind"] == "choice":
         return choice(values)
-    raise ArgumentError(f"{wanted}; there is no {match['kind']!r}")
+    raise ArgumentError(f"{wanted}; {match['kind']!r} is not a distribution")
 
 
 def _json(text: str) -> Any:
     def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is no JSON")
+        raise ValueError(f"{constant} is not JSON")
 
     value = json.loads(text, parse_constant=refuse)
     json.dumps(value, allow_nan=False)  # 1e999 is read as infinite

@@ -10,6 +10,7 @@ import torch
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options.checks import (
     checked,
+    column_names,
     flag,
     info_declarations,
     named_device,
@@ -27,23 +28,25 @@ LayoutName = Literal["rows", "lanes", "trajectories", "torchrl"]
 Validate = Literal["noise", "raise", "warn", "off"]
 """Ways to treat values outside their spaces. A NaN or infinite action always raises.
 
-``"noise"``: values raise, except numbers outside the box of an action (exploration noise), which
-warn once and are stored as the environment received them; ``"raise"``: these raise too;
-``"warn"``: all values warn, once; ``"off"``: values are not checked.
+``"noise"``: such values raise, except numbers outside the box of an action (exploration noise),
+which warn once and are stored as the environment received them; ``"raise"``: these numbers raise
+too; ``"warn"``: all such values are stored, and the first one warns; ``"off"``: values are not
+checked.
 """
 ResetSlots = Literal["mask", "avoid"]
 BudgetUnit = Literal["transitions", "agent_transitions"]
 Finals = Literal["check", "lost", "kept"]
 """Knowledge about the observations at the ends of episodes.
 
-``"check"``: they are compared with the first observations after them, until the case is decided;
-``"lost"``: the environment resets itself and returns the next episode's first observation;
-``"kept"``: they are correct even if they equal the first observations after them, because a reset
-preserves the state.
+``"check"``: they are compared with the first observations after them, until they show whether the
+environment resets itself; ``"lost"``: the environment resets itself and returns the next episode's
+first observation; ``"kept"``: they are correct even if they equal the first observations after
+them, because a reset preserves the state.
 """
 Placement = Literal["local", "central"]
 """Place of a policy whose lanes are in workers."""
 InfoKeys = Sequence[str | tuple[str, ...] | Info]
+ColumnNames = Sequence[str | tuple[str, ...]]
 DeviceLike = torch.device | str | None
 _DEVICE = or_none(named_device)
 
@@ -51,9 +54,9 @@ _DEVICE = or_none(named_device)
 class OptionObject:
     """A frozen dataclass of options of a collector that belong together.
 
-    Each field is also a keyword of the collector, which errors name. The type of a field names the
-    allowed values, or its metadata has a `Check`, as ``"check"``. Metadata also has the
-    ``"keyword"``, if that is not the field's name.
+    Each field is also a keyword of the collector, and errors name this keyword. The type of a field
+    names the allowed values, or the metadata of the field has a `Check` under ``"check"``. The
+    metadata also has the ``"keyword"``, if it differs from the field's name.
     """
 
     said: frozenset[str]
@@ -81,10 +84,11 @@ def keywords_of(kind: Any) -> Mapping[str, Field[Any]]:
 
 
 def object_of(kind: type[Kind], name: str, value: Any, more: Mapping[str, Any]) -> Kind:
-    """Return the object ``value`` of the argument ``name``, with its fields among ``more``.
+    """Return the option object of the argument ``name``: ``value``, with keywords from ``more``.
 
     Raises:
-        ArgumentError: ``value`` is no such object, or both have the same option.
+        ArgumentError: ``value`` is not such an object, or ``value`` and ``more`` have the same
+            option.
     """
     keywords = keywords_of(kind)
     if kind is Layout and not isinstance(value, Layout):
@@ -102,8 +106,8 @@ def object_of(kind: type[Kind], name: str, value: Any, more: Mapping[str, Any]) 
     for name in said.keys() & given.said:
         keyword = said[name]
         raise ArgumentError(
-            f"{keyword}: expected in one place, got {keyword}={more[keyword]!r} and {given!r} too; "
-            "leave one of them out"
+            f"{keyword}: expected only once, got both {keyword}={more[keyword]!r} and {given!r}. "
+            "Leave one of them out."
         )
     if not said:
         return given
@@ -113,21 +117,21 @@ def object_of(kind: type[Kind], name: str, value: Any, more: Mapping[str, Any]) 
 
 @dataclass(frozen=True, kw_only=True)
 class Columns(OptionObject):
-    """Columns of rows beyond those of the environment's spaces; an argument of collectors.
+    """Choice of the columns of rows, and their names; an argument of collectors.
 
     Args:
         info_keys: entries of infos (of Gymnasium, Stable-Baselines3, EnvPool, gym3) that become
-            columns: names, or :class:`Info` with dtype, shape and fill. For a name alone the type
-            of the entry is determined: if the collector makes Gymnasium environments, by an
-            additional one, which is closed again; otherwise by the first reset.
-        rename: other names for columns of observations and infos that collide:
-            ``{"action": "previous_action"}``, nested ones as tuples or ``"a/b"``. Random actions
-            ignore an ``action_mask`` that was renamed, also one in infos.
-        frame_skip: simulator ticks per transition, or an info key that counts the ticks since
-            the episode's reset (ALE: ``"episode_frame_number"``). Default: the product of the
-            values that the environment and its wrappers report, such as ALE's ``frameskip`` and
-            MuJoCo's ``frame_skip``; 1 if nothing skips. If the number is random or not known (lanes
-            that differ, TorchRL's ``ParallelEnv``), ticks are NaN in ``metrics()``.
+            columns: names, or :class:`Info` with dtype, shape and fill. If only a name is given,
+            the collector determines the type of the entry: from an additional environment, which it
+            closes again, if it makes Gymnasium environments; otherwise from the first reset.
+        rename: new names for columns of observations and infos whose names collide, such as
+            ``{"action": "previous_action"}``; nested names are tuples or ``"a/b"``. Random actions
+            ignore an ``action_mask`` that was renamed, even in infos.
+        frame_skip: simulator ticks per transition, or an info key that counts the ticks since the
+            episode's reset (ALE: ``"episode_frame_number"``). Default: the product of the values
+            that the environment and its wrappers report, such as ALE's ``frameskip`` and MuJoCo's
+            ``frame_skip``; 1 if nothing skips. If the number is random or unknown (because lanes
+            differ, or in TorchRL's ``ParallelEnv``), ticks are NaN in ``metrics()``.
         reward_dtype: ``torch.float64`` stores rewards with all bits that the environment returns.
             Default: the dtype that the environment declares, which is float32 for all but TorchRL's
             own environments. A float32 has 24 bits and rounds most floats. A
@@ -136,10 +140,21 @@ class Columns(OptionObject):
             ``reward_dtype`` must agree.
         yield_large: False leaves columns with rows of 4 KiB and more (images) out of yielded
             batches. They are written directly to ``storage``, which saves one copy.
+        exclude: names of columns that the policy sees and no storage holds, such as a stack of
+            frames if its newest frame is stored; nested names are tuples or ``"a/b"``. A name
+            includes the column under ``"next"``, the name of a group includes its columns, and
+            renamed columns have their new names. Yielded batches and ``postproc`` get these
+            columns; the storage, a replay buffer (also one of TorchRL's own storages) and a
+            checkpoint do not. Each row needs its actions, rewards, flags of ends, masks of agents
+            and ``"collector"`` columns, which cannot be excluded. The run's entry in the manifest
+            names the excluded columns, for errors of readers, ``inspect`` and ``replay``. A resumed
+            run must exclude the same columns. ``yield_large=False`` leaves the large excluded
+            columns out of batches too.
         budget_unit: the unit of ``total_frames``: ``"transitions"``, or, with groups of agents,
-            ``"agent_transitions"``, the parts in them of agents that lived or whose turn it was.
-            The run then ends with the first transition at which the budget is reached, and
-            ``ledger.agent_surplus`` is the excess: fewer than the agents of that transition.
+            ``"agent_transitions"``, which counts each agent that is alive, or whose turn it is, in
+            a transition. The run then ends with the first transition at which the budget is
+            reached. ``ledger.agent_surplus`` is the excess, less than the number of agents in that
+            transition.
 
     Raises:
         ArgumentError: an argument is not valid.
@@ -161,6 +176,7 @@ class Columns(OptionObject):
         default=None, metadata={"check": or_none(reward_dtype)}
     )
     yield_large: bool = field(default=True, metadata={"check": flag})
+    exclude: ColumnNames = field(default=(), metadata={"check": column_names})
     budget_unit: BudgetUnit = "transitions"
 
 
@@ -172,15 +188,16 @@ class Checks(OptionObject):
         validate: treatment of values outside their spaces. ``"noise"`` raises, except for numbers
             outside the box of a continuous action, which exploration noise causes: they are
             executed and stored unchanged, and the first one warns. ``"raise"`` raises for these
-            too, ``"warn"`` warns once, of the first value, ``"off"`` accepts all. An action that is
-            NaN or infinite always raises.
+            too. ``"warn"`` accepts all values and warns once, of the first one. ``"off"`` accepts
+            all without a warning. An action that is NaN or infinite always raises.
         finals: knowledge about final observations. ``"check"`` compares the first few with the
             first observations after them, and raises :class:`SilentReset` if the environment resets
             itself within step and therefore returns the next episode's first observation as the
-            final one. ``"lost"`` declares that it does so, and adds ``("collector",
-            "next_valid")``, False at ends. ``"kept"`` declares that they are correct, because a
-            reset preserves the state.
-        reset_slots: for a Gymnasium vector environment; see :class:`GymnasiumVectorEnv`.
+            final one. ``"lost"`` declares that the environment does so, and adds the column
+            ``("collector", "next_valid")``, which is False at ends. ``"kept"`` declares that final
+            observations are correct, because a reset preserves the state.
+        reset_slots: treatment of reset slots in a Gymnasium vector environment; see
+            :class:`GymnasiumVectorEnv`.
 
     Raises:
         ArgumentError: an argument is not valid.
@@ -195,11 +212,11 @@ class Checks(OptionObject):
 class Devices(OptionObject):
     """Devices of a run, if they are not all ``device``; an argument of collectors.
 
-    As keywords of a collector they are ``policy_device``, ``env_device``, ``storing_device`` and
-    ``policy_placement``.
-    The default of each is ``device`` (Gymnasium environments stay on the CPU). Without ``device`` a
-    policy runs on the device of its weights, but on the CPU in worker processes. The collector
-    checks that this machine has the devices.
+    As keywords of a collector, the fields are ``policy_device``, ``env_device``, ``storing_device``
+    and ``policy_placement``. The default of each device is ``device``, except that Gymnasium
+    environments stay on the CPU. Without ``device``, a policy runs on the device of its weights, or
+    on the CPU in worker processes. Batches are then on the device of the environment, or on the CPU
+    if workers step it. The collector checks that this machine has the devices.
 
     Args:
         policy: device of the policy.
@@ -208,10 +225,10 @@ class Devices(OptionObject):
         placement: place of the policy if workers step the lanes. ``"local"``: each worker has a
             copy, which acts for its lanes; ``"central"``: this process acts, in one call for the
             lanes of many workers, on the device of the policy, and sends the actions. The weights
-            are not sent. Without workers both are the same.
+            are not sent. Without workers, both places are the same.
 
     Raises:
-        ArgumentError: an argument is no device, or no placement.
+        ArgumentError: an argument is not a device, or ``placement`` is not valid.
     """
 
     policy: DeviceLike = field(
@@ -229,16 +246,17 @@ class Layout(OptionObject):
     """Layout of a batch; an argument of collectors, which also accept its name.
 
     Args:
-        name: ``"rows"`` ``[frames]``, lane by lane and in order of time within a lane; ``"lanes"``
-            ``[lane, time]`` and ``"trajectories"`` ``[trajectory, time]``, padded, with
-            ``("collector", "mask")``; ``"torchrl"`` the layout of TorchRL's collectors:
-            ``[lanes, time]`` (``[time]`` for an environment without a batch size), ``time`` named,
-            done flags at the root too, and ``("next", "done")`` not True on cuts. If lanes
-            differ in length it is padded, with a mask, done at each lane's last row, and a warning.
-        split_trajs: TorchRL's name for ``"trajectories"``; in ``"torchrl"`` trajectories are
-            ordered lane by lane.
-        set_truncated: as in TorchRL, the last row of each lane of a batch is ``truncated`` and
-            ``done``; in ``"torchrl"`` only, and never in stored rows.
+        name: ``"rows"`` is ``[frames]``, lane by lane and by time within a lane. ``"lanes"`` is
+            ``[lane, time]`` and ``"trajectories"`` is ``[trajectory, time]``, both padded, with
+            ``("collector", "mask")``. ``"torchrl"`` is the layout of TorchRL's collectors:
+            ``[lanes, time]``, or ``[time]`` for an environment without a batch size, with a
+            dimension named ``time``, done flags at the root too, and ``("next", "done")`` not True
+            on cuts. If lanes differ in length, such a batch is padded, has a mask, is done at the
+            last row of each lane, and the first one warns.
+        split_trajs: TorchRL's name for ``"trajectories"``. With ``"torchrl"``, it splits batches
+            into trajectories, ordered lane by lane.
+        set_truncated: True marks the last row of each lane in a batch as ``truncated`` and
+            ``done``, as TorchRL does. Only for ``"torchrl"``; stored rows are never marked.
 
     Raises:
         ArgumentError: an argument is not valid, or two contradict each other.
@@ -252,24 +270,27 @@ class Layout(OptionObject):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.split_trajs and self.name == "lanes":
-            raise ArgumentError('split_trajs=True is layout="trajectories", got layout="lanes" too')
+            raise ArgumentError(
+                'split_trajs=True selects layout="trajectories", got layout="lanes" too. Drop one.'
+            )
         if self.set_truncated and self.name != "torchrl":
             raise ArgumentError(
-                'set_truncated marks cuts as TorchRL does, in layout="torchrl" alone, got layout='
-                f'"{self.name}", which has ("collector", "cut") for them'
+                'set_truncated: expected layout="torchrl", in which it marks cuts, got layout='
+                f'"{self.name}". That layout marks cuts in ("collector", "cut").'
             )
         if self.split_trajs and self.name == "rows":
             object.__setattr__(self, "name", "trajectories")
 
 
 class MoreOptions(TypedDict, total=False):
-    """The fields of these objects as keywords of a collector, for type checkers."""
+    """The fields of option objects as keywords of a collector, for type checkers."""
 
     info_keys: InfoKeys
     rename: Rename | None
     frame_skip: int | str | None
     reward_dtype: torch.dtype | str | None
     yield_large: bool
+    exclude: ColumnNames
     budget_unit: BudgetUnit
     validate: Validate
     finals: Finals

@@ -15,17 +15,17 @@ from tallyroll.collector.user_code import ENDS, user_code
 from tallyroll.storage.rows.keys import can_be_stored
 
 _OF_OPTIONS = 1
-"""Stream number of options among the streams of a seed; environments use others of the seed."""
+"""Number of the stream of options among a seed's streams; environments use other streams."""
 _KINDS: dict[str, type] = {"b": bool, "i": int, "f": float}
 _INT64, _FLOAT = 2**63, sys.float_info.max
 _DTYPES = {kind: np.dtype(each) for kind, each in _KINDS.items()}
 
 
 class Streams:
-    """Generators of reset options, one for each seed, of which only the last one is valid.
+    """Generators of reset options, one per seed; only the last returned one is valid.
 
-    A key per seed makes them independent (Philox), and takes a tenth of the time of a new
-    generator.
+    A Philox key per seed makes the generators independent. Setting a key takes a tenth of the time
+    of making a new generator.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Streams:
     def of(self, reset_seed: int) -> np.random.Generator:
         """Return the generator of a seed in its initial state.
 
-        Earlier results are the same object.
+        Every call returns the same object, so earlier results are no longer valid.
         """
         self._key[0] = reset_seed
         self._bits.state = self._state
@@ -48,14 +48,14 @@ def sampler_of(name: str, value: Any) -> Any:
     """Return a copy of a sampler; None and callables are returned unchanged.
 
     Raises:
-        ArgumentError: it is no sampler, or an option's name or value is not valid.
+        ArgumentError: the object is not a sampler, or an option's name or value is not valid.
     """
     if value is None or (callable(value) and not isinstance(value, Mapping)):
         return value
     if not isinstance(value, Mapping):
         raise ArgumentError(
-            f"{name}: expected options by name, {{'gravity': uniform(-15, -5)}}, or a function of "
-            f"a generator, got {type(value).__name__}"
+            f"{name}: expected options by name, such as {{'gravity': uniform(-15, -5)}}, or a "
+            f"function of a generator, got {type(value).__name__}"
         )
     if not value:
         raise ArgumentError(f"{name}: expected at least one option, got none; leave it out")
@@ -65,15 +65,15 @@ def sampler_of(name: str, value: Any) -> Any:
 
 
 def require_name(name: str, option: object) -> None:
-    """Raise an error unless an option can be a column.
+    """Raise an error unless the name of an option can name a column.
 
     Raises:
-        ArgumentError: its name cannot be that of a column.
+        ArgumentError: the name cannot be the name of a column.
     """
     if not isinstance(option, str) or not can_be_stored(option) or option.startswith((".", "_")):
         raise ArgumentError(
-            f"{name}: expected a name that a column can have, without '/' and without '.' or '_' "
-            f"in front, got {option!r}"
+            f"{name}: expected a valid name of a column, without '/' and without a leading '.' or "
+            f"'_', got {option!r}"
         )
 
 
@@ -81,16 +81,17 @@ def require_name(name: str, option: object) -> None:
 class Resets(OptionObject):
     """Seeds, options and contexts of resets, stored with the rows; an argument of collectors.
 
-    They are drawn for each trajectory from the run's seed, the lane, its incarnation and the number
-    of the trajectory in it, and do not depend on the number of workers. As keywords of a collector
-    they are ``reset_sampler`` and ``reset_seeds``.
+    They are drawn for each trajectory from the run's seed, the lane, the incarnation of the lane,
+    and the number of the trajectory in the lane. They do not depend on the number of workers. As
+    keywords of a collector, the fields are ``reset_sampler`` and ``reset_seeds``.
 
     Args:
-        sampler: options by name, each :func:`uniform`, :func:`choice` or a constant;
-            or a function that takes a NumPy generator and returns options by name, always the same
-            names. Numbers become columns ``("collector", "context", name)``; other options are
+        sampler: a mapping of option names to :func:`uniform`, :func:`choice` or constants; or a
+            function that takes a NumPy generator and returns a mapping of options, always with the
+            same names. Numbers become columns ``("collector", "context", name)``; other options are
             JSON values, and :meth:`options_of` draws them again. A system that declares a context
-            gets them as its context; others get them as ``options`` of ``env.reset``.
+            gets the options as its context; other environments get them as ``options`` of
+            ``env.reset``.
         seeds: True gives each reset a seed, stored in the column ``("collector", "reset_seed")``.
 
     Raises:
@@ -135,7 +136,7 @@ class Resets(OptionObject):
         """
         seed = int(reset_seed)
         if not 0 <= seed < _INT64:
-            raise ArgumentError(f"options_of: expected a reset_seed of rows, got {reset_seed!r}")
+            raise ArgumentError(f"options_of: expected a reset_seed from rows, got {reset_seed!r}")
         return drawn_from(self, Streams().of(seed))
 
     def columns(self) -> dict[str, np.dtype[Any]]:
@@ -157,7 +158,7 @@ class Resets(OptionObject):
         return {name: dtype for name, dtype in found.items() if dtype is not None}
 
     def described(self) -> dict[str, Any]:
-        """Return JSON values for a manifest."""
+        """Return a description in JSON values for a manifest."""
         if self.sampler is None or callable(self.sampler):
             name = getattr(self.sampler, "__qualname__", type(self.sampler).__qualname__)
             return {"seeds": self.seeds, "sampler": None if self.sampler is None else name}
@@ -166,7 +167,7 @@ class Resets(OptionObject):
 
 
 def drawn_from(resets: Resets, rng: np.random.Generator) -> dict[str, Any]:
-    """Draw options from ``rng``; use them before its next use.
+    """Draw options from ``rng``; the caller uses them before ``rng`` is used again.
 
     Raises:
         ArgumentError: the sampler is a function that did not return options.
@@ -196,7 +197,7 @@ def dtype_of(values: Sequence[Any]) -> np.dtype[Any] | None:
         return None
     if kinds == {"b"}:
         return _DTYPES["b"]
-    if "b" in kinds:  # bools mixed with numbers are no column
+    if "b" in kinds:  # bools mixed with numbers do not become a column
         return None
     return _DTYPES["f" if "f" in kinds else "i"]
 
@@ -205,7 +206,7 @@ def number_of(name: str, value: Any, dtype: np.dtype[Any]) -> Any:
     """Return ``value`` as a Python number for a column of ``dtype``.
 
     Raises:
-        ArgumentError: it is not a finite number, or the column cannot represent it.
+        ArgumentError: the value is not a finite number, or the column cannot represent it.
     """
     found = value.item() if isinstance(value, np.generic) else value
     kind: str = dtype.kind
@@ -218,23 +219,23 @@ def number_of(name: str, value: Any, dtype: np.dtype[Any]) -> Any:
         number = float(found)
     if number is None or number != found:
         raise ArgumentError(
-            f"reset_sampler: expected a finite number of {dtype} as {name!r}, as at first, got "
+            f"reset_sampler: expected a finite number of {dtype} for {name!r} in every draw, got "
             f"{value!r}"
         )
     return number
 
 
 def column_draw(name: str, draw: Draw, dtype: np.dtype[Any]) -> Draw:
-    """Return ``draw`` of an option that is a column, with values converted to ``dtype``."""
+    """Return the ``draw`` of an option that is a column, with values converted to ``dtype``."""
     if isinstance(draw, Choice):
         return Choice(tuple(number_of(name, each, dtype) for each in draw.values))
     return Constant(number_of(name, draw.value, dtype)) if isinstance(draw, Constant) else draw
 
 
 def other_of(name: str, value: Any) -> Any:
-    """Return ``value`` of an option that is no column, as a JSON value.
+    """Return the ``value`` of an option that is not a column, as a JSON value.
 
     Raises:
-        ArgumentError: it is no JSON value.
+        ArgumentError: the value is not a JSON value.
     """
     return json_value(f"reset_sampler: {name}", value)

@@ -12,14 +12,15 @@ from tallyroll.collector.options.checks import not_negative, positive
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One part of a run that is collected in separate parts; an argument of collectors.
+    """One part of a run whose parts are collected separately; an argument of collectors.
 
-    ``num_envs``, ``total_frames``, ``init_random_frames`` and ``seed`` are those of the whole run,
-    the same in each shard. A shard has some of its lanes, with their transitions, seeds and ids, so
-    that all shards together have exactly ``total_frames`` transitions. They equal the transitions
-    of a single run, bit for bit by ``traj_ids`` and ``step``, under these conditions: every slot is
-    a transition, ``surplus`` is ``"carry"``, lanes have separate seeds, and actions are random or
-    come from a deterministic policy that uses one lane alone. Each shard is resumed separately.
+    ``num_envs``, ``total_frames``, ``init_random_frames`` and ``seed`` describe the whole run, and
+    are the same in each shard. A shard has some of the run's lanes, with their transitions, seeds
+    and ids, so that all shards together have exactly ``total_frames`` transitions. Matched by
+    ``traj_ids`` and ``step``, these equal the transitions of a single run bit for bit under these
+    conditions: every slot is a transition, ``surplus`` is ``"carry"``, lanes have separate seeds,
+    and actions are random or come from a deterministic policy that acts for each lane from that
+    lane alone. Each shard is resumed separately.
 
     Args:
         index: number of the shard, from 0, like ``SLURM_ARRAY_TASK_ID`` and
@@ -27,7 +28,7 @@ class Shard:
         of: number of shards.
 
     Raises:
-        ArgumentError: there is no such shard.
+        ArgumentError: ``index`` is not below ``of``, or a number is not valid.
 
     Examples:
         >>> from tallyroll.collector import Shard, SyncCollector
@@ -50,8 +51,8 @@ class Shard:
         index, of = not_negative("shard: index", self.index), positive("shard: of", self.of)
         if index >= of:
             raise ArgumentError(
-                f"shard: expected an index from 0 to {of - 1} of {of} shards, got {index}; it "
-                f"counts from 0, so that the last of {of} is {of - 1}/{of}"
+                f"shard: expected an index from 0 to {of - 1} of {of} shards, got {index}. Indices "
+                f"count from 0, so the last of {of} shards is {of - 1}/{of}."
             )
 
     @classmethod
@@ -60,7 +61,7 @@ class Shard:
         found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
         if found is None:
             raise ArgumentError(
-                f'shard: expected "I/N", shard I, from 0 on, of N, as "0/8", got {text!r}'
+                f'shard: expected "I/N", shard I of N, counted from 0, such as "0/8", got {text!r}'
             )
         return cls(index=int(found[1]), of=int(found[2]))
 
@@ -70,14 +71,14 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOfRun(Shard):
-    """A shard with the facts about its run: :attr:`shard` of a collector.
+    """A shard with facts about its run; the :attr:`shard` of a collector.
 
     Args:
         index, of: as in `Shard`.
-        asked: transitions of the whole run.
+        asked: number of transitions of the whole run.
         opening: number of transitions at the start of the run that have random actions.
         lanes: the lanes of the shard, numbered over the whole run.
-        run_lanes: lanes of the whole run.
+        run_lanes: number of lanes of the whole run.
     """
 
     asked: int
@@ -86,14 +87,14 @@ class ShardOfRun(Shard):
     run_lanes: int
 
     def among_first(self, count: int) -> int:
-        """Return the number of the first ``count`` transitions of the run that are this shard's."""
+        """Return how many of the run's first ``count`` transitions are in this shard."""
         return among_first(count, self.run_lanes, self.lanes)
 
     def described(self, run: str, weights: str | None) -> dict[str, Any]:
         """Return the shard's description in a run's entry.
 
-        ``run`` identifies the facts that all shards share, ``weights`` the initial weights of the
-        shard.
+        ``run`` identifies the facts that all shards share, and ``weights`` identifies the initial
+        weights of the shard.
         """
         return {
             "index": self.index,
@@ -112,7 +113,7 @@ def a_shard(name: str, value: Any) -> Shard:
     if isinstance(value, str):
         return Shard.parsed(value)
     raise ArgumentError(
-        f'{name}: expected "I/N", as "0/8", or Shard(index=…, of=…), got {value!r} '
+        f'{name}: expected "I/N", such as "0/8", or Shard(index=…, of=…), got {value!r} '
         f"({type(value).__name__})"
     )
 
@@ -126,37 +127,37 @@ def shard_of_run(shard: Shard, given: Mapping[str, Any], *, by_agent: bool) -> S
     lanes, frames = given["num_envs"], given["total_frames"]
     if given["total_episodes"] is not None:
         raise ArgumentError(
-            "shard: expected total_frames, got total_episodes; which episodes start first depends "
-            "on the lanes of all shards, which no shard knows"
+            "shard: expected total_frames, got total_episodes. The lanes of all shards determine "
+            "which episodes start first, and a shard knows only its own lanes."
         )
     if frames is None:
         raise ArgumentError(
             "shard: expected total_frames, the transitions of all shards together, got -1 (no "
-            "limit), which has no parts"
+            "limit), which cannot be divided"
         )
     if by_agent:
         raise ArgumentError(
-            'shard: expected budget_unit="transitions", got "agent_transitions": how many of them '
-            "a lane makes is not known before"
+            'shard: expected budget_unit="transitions", got "agent_transitions". The number of '
+            "agent transitions of a lane is not known in advance."
         )
     if given["seed"] is None:
-        raise ArgumentError("shard: expected a seed, the same in all shards, got None; give seed=")
+        raise ArgumentError("shard: expected a seed, the same in all shards, got None; pass seed=")
     if lanes is None:
         raise ArgumentError(
-            "shard: expected num_envs, the lanes of all shards together, got None; give it, with "
-            "an id, a function that makes one Gymnasium environment, or one with an argument "
-            "num_envs, which makes so many lanes. An instance cannot be cut into shards"
+            "shard: expected num_envs, the lanes of all shards together, got None. Pass num_envs "
+            "with an id, a function that makes one Gymnasium environment, or a function with an "
+            "argument num_envs. An instance cannot be split into shards."
         )
     if shard.of > lanes:
         raise ArgumentError(
-            f"shard: expected at most {lanes} shards, one for each lane, got {shard.of}; make "
-            "num_envs, the lanes of all shards together, larger, or of smaller"
+            f"shard: expected at most {lanes} shards, one for each lane, got {shard.of}. Increase "
+            "num_envs, the lanes of all shards together, or use fewer shards."
         )
     last = lanes_of(shard.of - 1, shard.of, lanes)
     if frames <= last.start:
         raise ArgumentError(
-            f"total_frames: expected a transition for each of {shard.of} shards of {lanes} lanes: "
-            f"{last.start + 1} or more, got {frames}; make fewer shards"
+            f"total_frames: expected at least {last.start + 1}, a transition for each of "
+            f"{shard.of} shards of {lanes} lanes, got {frames}. Use fewer shards."
         )
     own = lanes_of(shard.index, shard.of, lanes)
     return ShardOfRun(

@@ -9,7 +9,7 @@ from tallyroll.collector.compat import ExplorationPlace, set_gradients
 
 
 class ActionContext:
-    """Faster replacement for `torch.no_grad` with `set_exploration_type`; not to be nested.
+    """Faster replacement for `torch.no_grad` with `set_exploration_type`. Do not nest it.
 
     Args:
         exploration: the exploration type.
@@ -33,7 +33,7 @@ class ActionContext:
             raise
 
     def __exit__(self, *_: Any) -> None:
-        """Restore both settings. Idempotent, also after an exception in the middle."""
+        """Restore both settings. A second call has no effect, even if the first one raised."""
         if self.before is not None:
             try:
                 self.place.put(self.before[1])

@@ -1,7 +1,8 @@
 """Lossless conversions of actions into the form that the environment declares.
 
-The trial of a policy determines its form: an axis more or less, another dtype, a one-hot for an
-index or an index for a one-hot. The stored action is the one that the environment received.
+The trial of a policy determines the form of its actions: one axis more or less, another dtype, a
+one-hot instead of an index, or an index instead of a one-hot. The stored action is the action that
+the environment received.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +22,10 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Form:
-    """A conversion of a policy's ``key`` into the ``wanted`` form; call it on a value.
+    """A conversion of the policy's output ``key`` to the ``wanted`` form; call it on a value.
 
     Raises:
-        PolicyError: on a call, if the conversion of the value would not be lossless.
+        PolicyError: the conversion of a value would not be lossless. Only calls raise this.
     """
 
     key: Key
@@ -49,7 +50,7 @@ class Form:
 
 
 def form_of(key: Key, action: torch.Tensor, spec: TensorSpec, lead: int) -> Form | None:
-    """Return the conversion of ``action`` into the form of ``spec``; None if there is none.
+    """Return the conversion of ``action`` to the form of ``spec``; None if there is no conversion.
 
     ``lead`` is the number of batch dimensions of the environment.
     """
@@ -75,8 +76,8 @@ def form_of(key: Key, action: torch.Tensor, spec: TensorSpec, lead: int) -> Form
             return None
         to_index = partial(_exact, dtype=torch.int64)
         note = (
-            f"{format_key(key)} is stored as a one-hot, which the environment takes; the policy "
-            "gives an index"
+            f"{format_key(key)} is stored as a one-hot, which the environment expects; the policy "
+            "returns an index"
         )
         return form((to_index, partial(_one_hots, sizes=sizes), to_dtype), note)
     around = wanted.shape
@@ -84,8 +85,8 @@ def form_of(key: Key, action: torch.Tensor, spec: TensorSpec, lead: int) -> Form
         around = around[:-1]
     if given.shape not in ((*around, sum(sizes)), (*wanted.shape, sum(sizes))):
         return None
-    note = f"{format_key(key)} is stored as an index, which the environment takes; the policy gives"
-    return form((partial(_indices, sizes=sizes), to_dtype), f"{note} a one-hot")
+    note = f"{format_key(key)} is stored as an index, which the environment expects; the policy"
+    return form((partial(_indices, sizes=sizes), to_dtype), f"{note} returns a one-hot")
 
 
 def _alike(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -123,7 +124,7 @@ def _exact(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         wrong |= (value < low) | (value > high)
     if bool(wrong.any()):
         name = str(dtype).removeprefix("torch.")
-        raise ValueError(f"expected what {name} can hold, got {value[wrong][0].item()}")
+        raise ValueError(f"expected a number that {name} can hold, got {value[wrong][0].item()}")
     return cast
 
 
@@ -152,6 +153,6 @@ def _indices(hot: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         good = (ones | (part == 0)).all(-1) & (ones.sum(-1) == 1)
         if not bool(good.all()):
             got = [float(f"{number:.4g}") for number in part[~good][0].tolist()]
-            raise ValueError(f"expected an index or a one-hot of it, got {got}")
+            raise ValueError(f"expected an index or a one-hot vector, got {got}")
         found.append(ones.to(torch.uint8).argmax(-1))
     return torch.stack(found, -1)

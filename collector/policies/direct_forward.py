@@ -1,8 +1,8 @@
 """Fast path that calls a policy's network without the TensorDicts around it.
 
-For a network of one output the overhead of a `TensorDictModule` is as large as the time of a small
-network. It is several times as large after a gradient step has evicted its code from the
-processor's caches.
+For a network with one output, the overhead of a `TensorDictModule` is as large as the time of a
+small network. It is several times larger after a gradient step has evicted the code from the CPU
+caches.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ def traits_of(
 ) -> PolicyTraits:
     """Determine the traits of ``policy`` for `run_plan.acting`.
 
-    ``rows`` returns the slots of a column, or None.
+    ``rows`` returns the slots of a column; None if the policy does not see the column.
     """
     module: Any = policy.around
     is_module = isinstance(module, TensorDictModule)
@@ -49,8 +49,8 @@ class DirectForward:
     """Calls the network of a `TensorDictModule` with columns of a slab, without its wrapper.
 
     Args:
-        module: a module with one output.
-        inputs: the slots of each column that it reads.
+        module: the module, which has one output.
+        inputs: the slots of each column that the module reads.
     """
 
     def __init__(self, module: TensorDictModule, inputs: Sequence[Rows]) -> None:
@@ -82,7 +82,7 @@ class DirectForward:
         return out if isinstance(out, torch.Tensor) else self._one(out)
 
     def _one(self, out: Any) -> Any:
-        """Return the output as the module would unwrap it; None if there is not exactly one."""
+        """Return the output as the module would unwrap it; None unless it is exactly one value."""
         if isinstance(out, (dict, TensorDictBase)) and self._out in out:
             out = out.get(self._out)
         elif isinstance(out, tuple):

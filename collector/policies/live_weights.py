@@ -15,16 +15,17 @@ from torch.nn.parameter import is_lazy
 from tallyroll.collector.compat import places_in, version_of
 
 _LEAST = 4
-"""Minimum number of tensors that a call compares, which takes about a microsecond."""
+"""Minimum number of tensors that a call compares. Comparing them takes about a microsecond."""
 
 
 class LiveWeights:
     """The parameters of a policy that acts with live weights, and their versions in torch.
 
     Detection is best effort. Writes through ``Tensor.data`` change no version of a tensor. Modules
-    are found if the policy is one, is a bound method of one, or closes over one. Buffers are
-    ignored, because normalization statistics change by themselves. Frozen parameters of one value,
-    such as an annealed epsilon, are ignored too, and so are all frozen ones if others are trained.
+    are found if the policy is a module, is a bound method of a module, or closes over a module.
+    Buffers are ignored, because normalization statistics change by themselves. Frozen parameters
+    with a single value, such as an annealed epsilon, are ignored too. If any parameter is trained,
+    all frozen parameters are ignored.
 
     No method raises: a policy may be any object.
 
@@ -37,11 +38,11 @@ class LiveWeights:
         self._known = False
         """True if there is a state to compare with."""
         self._links: list[tuple[dict[str, Any], str, Any]] = []
-        """Entries of modules and parameters in the modules above them: dictionary, name, object."""
+        """Entries of modules and parameters in their parents, as (dictionary, name, object)."""
         self._tensors: list[tuple[torch.Tensor, int, int]] = []
-        """Parameters, each with its version and address."""
+        """The parameters, each with its version and address."""
         self._values: list[torch.Tensor] = []
-        """Aliases of the parameters, which keep the values of a replaced one."""
+        """Aliases of the parameters, which keep the values of a replaced parameter."""
         self._at = 0
 
     def forget(self) -> None:
@@ -51,7 +52,7 @@ class LiveWeights:
             self._links, self._tensors, self._values = [], [], []
 
     def take(self) -> None:
-        """Record the current state, with which later calls compare."""
+        """Record the current state, with which later calls compare the weights."""
         try:
             if not self._known or not self._take_again():
                 self._take()
@@ -62,7 +63,8 @@ class LiveWeights:
     def changed(self) -> bool:
         """Return True if parameters changed since the recorded state, and record the new one.
 
-        Exceptions of the policy's objects are ignored, so signal handlers must not run meanwhile.
+        Exceptions of the policy's objects are ignored, so signal handlers must not run during the
+        call.
         """
         found = False
         if self._known:
@@ -72,10 +74,10 @@ class LiveWeights:
         return found
 
     def looks_alike(self, rows: int) -> bool:
-        """Return True if no version, address or place of a parameter changed.
+        """Return True if no compared parameter changed its version, address or place.
 
-        A call that collects few ``rows`` compares only a part of many parameters. The next call
-        compares the next part.
+        If there are many parameters, a call that collects few ``rows`` compares only a part of
+        them. The next call compares the next part.
         """
         if not self._known:
             return False
@@ -106,9 +108,10 @@ class LiveWeights:
             self._values.append(tensor.detach())
 
     def _take_again(self) -> bool:
-        """Record new versions of the same parameters; return False if some were replaced or moved.
+        """Record new versions of unchanged parameter objects; return False if some were replaced.
 
-        It takes a fifth of the time of `_take`, and each update of the weights calls it.
+        A parameter that has moved in memory counts as replaced. This method takes a fifth of the
+        time of `_take`, and each update of the weights calls it.
         """
         if any(owner.get(name) is not each for owner, name, each in self._links):
             return False
@@ -119,7 +122,7 @@ class LiveWeights:
         return True
 
     def _differs(self) -> bool:
-        """Return True if values differ. Other objects at other addresses may have equal values."""
+        """Return True if values differ; new objects at new addresses may have equal values."""
         now = _parameters_of(self._policy)
         before = [tensor for tensor, _, _ in self._tensors]
         trained = any(each.requires_grad for each in now)
@@ -141,7 +144,10 @@ class LiveWeights:
 
 
 def _counts(tensor: torch.Tensor, trained: bool) -> bool:
-    """Return True if changes of ``tensor`` count. ``trained``: some parameters need gradients."""
+    """Return True if changes of ``tensor`` count.
+
+    ``trained`` is True if some parameters require gradients.
+    """
     return tensor.requires_grad or (not trained and tensor.numel() > 1)
 
 
@@ -153,13 +159,13 @@ def _only_in_one(some: list[torch.Tensor], others: list[torch.Tensor]) -> list[t
 
 
 def _parameters_of(policy: object) -> list[torch.Tensor]:
-    """Return the parameters of a policy, each once, that have values, versions and an address."""
+    """Return the parameters of a policy that have values, a version and an address, each once."""
     found = {id(each): each for root in _modules_of(policy) for each in root.parameters()}
     return [each for each in found.values() if not is_lazy(each) and _has_version(each)]
 
 
 def _has_version(tensor: torch.Tensor) -> bool:
-    """Return True if torch counts the changes of a tensor, which it does not in inference mode."""
+    """Return True if torch counts the changes of a tensor; it does not for inference tensors."""
     try:
         return version_of(tensor) >= 0 and tensor.data_ptr() >= 0
     except RuntimeError:

@@ -36,7 +36,7 @@ class MaskRule:
     mask: Key
     choices: Choices
     agents: tuple[int, ...]
-    """Dimensions between the lane and one action."""
+    """Sizes of the dimensions between the lane and a single action."""
     live: Key | None
     """Key of the mask of the agents that act, if the group has one."""
     by_policy: ClassVar[bool] = False
@@ -55,7 +55,7 @@ class MaskRule:
         if other.any():
             return other, "1 for each value that is legal and 0 for the others"
         nothing = self._by_lane(self.choices.nothing(marks, marks.shape[:2] + self.agents))
-        # An agent that does not act may have no legal action, and not every group marks its actors.
+        # An agent that does not act may have no legal action, and some groups do not mark who acts.
         if live is not None:
             empty = (nothing & self._by_lane(live)).any(-1)
         else:
@@ -65,11 +65,11 @@ class MaskRule:
     def quick(
         self, marks: Array, live: Array | None, *, zeros_and_ones: bool
     ) -> Callable[[], bool]:
-        """Return a fast check of memory: True if all masks in it are valid for any actor.
+        """Return a fast check that is True if all masks in ``marks`` are valid for any actor.
 
         Args:
             marks: the memory of the masks.
-            live: marks of the agents that act; None: all of them may act.
+            live: the memory of the marks of agents that act; None if all agents may act.
             zeros_and_ones: True if another check covers values other than 0 and 1.
         """
         if zeros_and_ones and marks.dtype.itemsize == 1:
@@ -95,13 +95,13 @@ class MaskRule:
         )
 
     def forbids(self, actions: Array, marks: Array, live: Array | None) -> Mask:
-        """Mark ``[time, lane]`` where the mask forbids the action of some agent that acts."""
+        """Return marks ``[time, lane]``, True where the mask forbids an acting agent's action."""
         batch = marks.shape[:2] + self.agents
         found = self._by_lane(~self.choices.allowed(actions, marks, batch))
         return np.asarray((found if live is None else found & self._by_lane(live)).any(-1))
 
     def _by_lane(self, flags: Array) -> Mask:
-        """Reshape to ``[time, lane, agent]``."""
+        """Reshape ``flags`` to ``[time, lane, agent]``."""
         return flags.reshape(*flags.shape[:2], -1)
 
 
@@ -123,7 +123,7 @@ def require_masks(env: EnvBase) -> None:
     """Refuse masks that random actions cannot obey.
 
     Raises:
-        SpaceError: the action has no values that a mask could list, or their number differs.
+        SpaceError: a mask cannot list the values of the action, or has another number of values.
     """
     legal = legal_of(env)
     for key in action_keys(env):
@@ -139,17 +139,16 @@ def require_masks(env: EnvBase) -> None:
         )
         if choices is None and not hasattr(spec, "update_mask"):
             raise SpaceError(
-                f"{format_key(mask)}: expected an action with values that a mask counts up beside "
-                f"it, got {type(spec).__name__} {_inner(env, spec)} for {format_key(key)}; "
-                f"{way_out}"
+                f"{format_key(mask)}: expected an action whose values a mask can list, got "
+                f"{type(spec).__name__} {_inner(env, spec)} for {format_key(key)}; {way_out}"
             )
         if choices is not None and _unfit(env, key, mask, choices):
             got = _inner(env, env.observation_spec[mask])
             agents = _agents(env, key, choices)
             each = f", for each of the agents {list(agents)}" if agents else ""
             raise SpaceError(
-                f"{format_key(mask)}: expected the shape {choices.form}{each}, a mark for each "
-                f"value of {format_key(key)}, got {got}; correct the mask, {way_out}"
+                f"{format_key(mask)}: expected the shape {choices.form}{each}, with a mark for "
+                f"each value of {format_key(key)}, got {got}; correct the mask, {way_out}"
             )
 
 
@@ -162,9 +161,9 @@ def _require_legal(env: EnvBase, key: Key, shape: tuple[int, ...]) -> None:
         batch = batch if env.batch_size else (lanes, *batch)
         if choices.parts(np.broadcast_to(np.False_, shape), batch) is not None:
             return
-    wanted = "an action with values that a mask counts up"
+    wanted = "an action whose values a mask can list"
     if choices is not None:
-        wanted = f"the shape {choices.form}, a mark for each value of {format_key(key)}"
+        wanted = f"the shape {choices.form}, with a mark for each value of {format_key(key)}"
     raise SpaceError(
         f"{MASK_NAME} in the infos: expected {wanted}, got the shape {list(shape[1:])} for "
         f"{type(spec).__name__} {_inner(env, spec)}; correct the mask, pass a policy, or give it "

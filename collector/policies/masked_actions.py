@@ -1,4 +1,4 @@
-"""Random legal actions from a mask and uniform numbers, which any process draws alike."""
+"""Random legal actions from a mask and uniform numbers, the same in every process."""
 
 from dataclasses import dataclass
 from math import prod
@@ -18,9 +18,9 @@ Uniform = NDArray[np.float64]
 class Choices:
     """The values that an action may have, in the order in which a mask lists them.
 
-    A mask is ``[*batch, n]`` if the action is one index or a one-hot of it. For several indices
-    a mask is ``[*batch, sum(sizes)]``, or ``[*batch, *sizes]``, which marks combinations,
-    or ``[*batch, index, n]`` if all have n values.
+    A mask is ``[*batch, n]`` if the action is one index, or the one-hot of one index. For several
+    indices, a mask is ``[*batch, sum(sizes)]``; or ``[*batch, *sizes]``, which marks combinations;
+    or ``[*batch, index, n]`` if all indices have n values.
     """
 
     starts: tuple[int, ...]
@@ -33,7 +33,7 @@ class Choices:
 
     @classmethod
     def of(cls, spec: TensorSpec, inner: int) -> Self | None:
-        """Return the choices of a spec; None if a mask cannot list its actions.
+        """Return the choices of a spec; None if a mask cannot list the actions.
 
         ``inner`` is the number of dimensions of one action, which is used if the spec's class does
         not determine it.
@@ -61,7 +61,7 @@ class Choices:
         return action[: len(action) - len(self.shape)]
 
     def uniforms(self, action: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the uniform numbers from which such actions are drawn."""
+        """Return the shape of the uniform numbers from which actions of this shape are drawn."""
         return self.batch(action) if self.one_hot else action
 
     @property
@@ -71,11 +71,11 @@ class Choices:
         if count == 1:
             return f"[{n}]"
         combinations = f", {[*self.sizes]} (combinations)" if count < 9 else ""
-        alike = f", {[count, n]} (a row an index)" if set(self.sizes) == {n} else ""
-        return f"[{sum(self.sizes)}] (one part an index after the other){combinations}{alike}"
+        alike = f", {[count, n]} (one row per index)" if set(self.sizes) == {n} else ""
+        return f"[{sum(self.sizes)}] (one part per index, in order){combinations}{alike}"
 
     def parts(self, marks: Array, batch: tuple[int, ...]) -> list[Array] | None:
-        """Split a mask into the marks ``[*batch, n]`` of each index, or of combinations.
+        """Split a mask into marks ``[*batch, n]``, one array per index or one for all combinations.
 
         Return None if the mask has another shape.
         """
@@ -95,8 +95,10 @@ class Choices:
 
         Args:
             marks: a mask of a shape that :meth:`parts` accepts.
-            uniform: numbers in [0, 1), in the shape of :meth:`uniforms`. If no action is legal, all
-                are: an environment ignores the action of such a slot.
+            uniform: numbers in [0, 1), in the shape of :meth:`uniforms`.
+
+            If a mask allows no action, all actions count as legal, because an environment ignores
+                the action of such a slot.
         """
         if self.one_hot or not self.shape:
             wanted = (*uniform.shape, self.sizes[0])
@@ -118,7 +120,7 @@ class Choices:
         return counted.reshape(*batch, *self.shape)
 
     def nothing(self, marks: Array, batch: tuple[int, ...]) -> NDArray[np.bool_]:
-        """Mark ``[*batch]`` where a mask allows no action."""
+        """Return marks ``[*batch]`` of the masks that allow no action."""
         parts = self.parts(marks, batch)
         assert parts is not None
         found: NDArray[np.bool_] = np.asarray(~parts[0].any(-1))
@@ -127,7 +129,10 @@ class Choices:
         return found
 
     def allowed(self, actions: Array, marks: Array, batch: tuple[int, ...]) -> NDArray[np.bool_]:
-        """Mark ``[*batch]`` where a mask allows the action; False for values that are no action."""
+        """Return marks ``[*batch]`` of the actions that their masks allow.
+
+        A value that is not an action is not allowed.
+        """
         parts = self.parts(marks, batch)
         assert parts is not None
         if self.one_hot:
@@ -147,7 +152,7 @@ class Choices:
 
 
 def _alike(rows: Array) -> tuple[int, ...] | None:
-    """Return the row that all rows equal; None if they differ."""
+    """Return the first row if all rows are equal; None if they differ."""
     if not len(rows) or (rows != rows[0]).any():
         return None
     return tuple(int(number) for number in rows[0])
@@ -163,7 +168,7 @@ def _nth(marks: Array, uniform: Uniform) -> NDArray[np.int64]:
         return found
     marks = marks | ~marks.any(-1, keepdims=True)
     ranks = np.cumsum(marks, -1)
-    # Rounding may make the product as large as the count itself.
+    # Rounding may make the product equal to the count.
     nth = np.minimum((uniform * ranks[..., -1]).astype(np.int64), ranks[..., -1] - 1)
     index: Any = (ranks > nth[..., None]).argmax(-1)
     return np.asarray(index, np.int64)

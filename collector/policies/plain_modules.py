@@ -13,18 +13,18 @@ from tallyroll.collector.policies.random_actions import MASK_NAME
 from tallyroll.storage.rows.keys import Key, format_key
 
 _NO_DATA = {"step_count", "is_init", MASK_NAME}
-"""Observations that are never the only input of a module: step counters and masks of actions."""
+"""Observations that are never the only input of a module: step counters, markers and masks."""
 
 
 Inputs = list[Key] | dict[str, Key]
-"""Keys of the inputs in the order of arguments, or by argument name if some are skipped."""
+"""Keys of the inputs in the order of the arguments, or by argument name if some are skipped."""
 
 
 def inputs_of(policy: Any, observations: Collection[Key]) -> Inputs | None:
     """Return the inputs for the arguments of ``policy``; None if it takes a TensorDict.
 
-    As in TorchRL, a module or a function takes the observations that its arguments are named
-    after. A module of one argument takes the only observation, whatever the argument's name.
+    As in TorchRL, a module or a function takes the observations after which its arguments are
+    named. A module with one argument takes the only observation, whatever the name of the argument.
 
     Raises:
         ArgumentError: the arguments of a module are not observations.
@@ -48,9 +48,10 @@ def inputs_of(policy: Any, observations: Collection[Key]) -> Inputs | None:
     if len(needed) == 1 and len(data) == 1:
         return data
     raise ArgumentError(
-        f"policy: {type(policy).__name__} is a plain nn.Module whose arguments are {needed}, and "
-        f"the observations are {sorted(map(format_key, observations))}; call them alike, or wrap "
-        "it in tensordict.nn.TensorDictModule(module, in_keys=[…], out_keys=[…])"
+        f"policy: {type(policy).__name__} is a plain nn.Module whose arguments are {needed}, but "
+        f"the observations are {sorted(map(format_key, observations))}. Name the arguments after "
+        "observations, or wrap the module in tensordict.nn.TensorDictModule(module, in_keys=[…], "
+        "out_keys=[…])."
     )
 
 

@@ -1,4 +1,4 @@
-"""Random actions, drawn in blocks if the spec allows it; they obey action masks."""
+"""Random actions that obey action masks, drawn in blocks if the spec allows it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -33,8 +33,9 @@ MASK_NAME = "action_mask"
 def block_draw(spec: TensorSpec) -> Draw | None:
     """Return a function ``(generator, slots) -> [slots, *spec.shape]``; None for other specs.
 
-    It is uniform over discrete and bounded specs. For infinite bounds it has the distributions of
-    ``gymnasium.spaces.Box.sample``: exponential beyond one bound, normal without bounds.
+    The function draws uniformly for discrete and bounded specs. For infinite bounds, it uses the
+    distributions of ``gymnasium.spaces.Box.sample``: exponential with one finite bound, normal
+    without finite bounds.
     """
     shape = tuple(spec.shape)
     if spec.dtype in (None, torch.bfloat16) or getattr(spec, "mask", None) is not None:
@@ -84,7 +85,7 @@ def _uniform(rng: np.random.Generator, low: Array, high: Array, size: tuple[int,
         span = high.astype(np.float64) - low
     if np.isfinite(span).all():
         return rng.uniform(low, high, size)
-    share = rng.random(size)  # twice the largest float overflows
+    share = rng.random(size)  # the span overflows
     return (1 - share) * low + share * high
 
 
@@ -117,7 +118,7 @@ def lane_actions(env: EnvBase) -> dict[Key, TensorSpec]:
 def all_drawn(specs: Mapping[Key, TensorSpec], lanes: int) -> dict[Key, Draw] | None:
     """Return draws ``[slots, lanes, ...]`` of every action; None if a spec has no block draw.
 
-    ``specs`` are those of one lane.
+    ``specs`` are the action specs of one lane.
     """
     draws = {key: block_draw(spec.expand(lanes, *spec.shape)) for key, spec in specs.items()}
     found = {key: draw for key, draw in draws.items() if draw is not None}
@@ -125,24 +126,28 @@ def all_drawn(specs: Mapping[Key, TensorSpec], lanes: int) -> dict[Key, Draw] | 
 
 
 Ahead = Mapping[Key, torch.Tensor]
-"""By action ``[slot, lane, ...]``: actions of some slots, or the numbers that choose them."""
+"""Maps each action key to the actions of some slots, or the numbers that choose these actions.
+
+The arrays are ``[slot, lane, ...]``.
+"""
 
 
 class RandomActions:
-    """Draws random actions for an environment; they obey a mask of legal actions.
+    """Draws random actions for an environment, which obey a mask of legal actions.
 
-    The mask is a key named ``"action_mask"`` beside the action, or an entry of that name in infos.
-    Numbers are drawn for all ``lanes`` of the run, in the order of slots and lanes, and those of
-    other lanes are dropped. Processes with equal generators therefore draw the same numbers for
-    each lane as one process would. Specs without a block draw and without a known mask are drawn
-    from torch's generator.
+    The mask is an observation named ``"action_mask"`` at the level of the action, or an entry of
+    that name in infos. Numbers are drawn for all ``lanes`` of the run, in the order of slots and
+    lanes, and the numbers of lanes in other processes are dropped. Processes with equal generators
+    therefore draw the same numbers for each lane as one process would. Specs without a block draw
+    and without a known mask are drawn from torch's generator.
 
     Args:
         env: an environment of batch size ``[]`` or ``[lanes]``.
         rng: the generator of the numbers.
-        lanes: number of lanes of the run; None: only those of ``env``.
+        lanes: number of lanes of the run; None to draw only for the lanes of ``env``.
         first: number in the run of the first lane of ``env``.
-        columns: number of lanes that act per slot, if it is not all of ``env``.
+        columns: number of lanes that act per slot, if not all lanes of ``env`` act.
+        acting: returns the lanes that act now, if lanes return in any order.
     """
 
     def __init__(
@@ -152,8 +157,9 @@ class RandomActions:
         lanes: int | None = None,
         first: int = 0,
         columns: int | None = None,
+        acting: Callable[[], Array] | None = None,
     ) -> None:
-        self._env, self._rng = env, rng
+        self._env, self._rng, self._acting = env, rng, acting
         self._base = _bare(env)
         live = legal_of(env)
         keys = {key: mask_key(env, key) for key in action_keys(env)}
@@ -163,8 +169,6 @@ class RandomActions:
         self._live = [key for key in self._masks if key in live]
         self.masking = masking(infos=bool(self._live), observations=any(self._masks.values()))
         """The decision of a `RunPlan` about masks."""
-        self.acting: Callable[[], Array] | None = None
-        """Returns the lanes that act now, if lanes return in any order."""
         own = env.batch_size.numel() if columns is None else columns
         self._lanes = own if lanes is None else lanes
         self._own = slice(first, first + own) if lanes is not None else None
@@ -179,7 +183,7 @@ class RandomActions:
         """True if no action depends on an observation, so that :func:`all_drawn` applies."""
 
     def _draw(self, key: Key, spec: TensorSpec) -> Draw | None:
-        """Return the draw of actions, or of the numbers that choose them from a mask."""
+        """Return the draw of actions, or of the numbers that choose actions from a mask."""
         if not self._alike:
             return None
         if key not in self._choices:
@@ -192,11 +196,11 @@ class RandomActions:
 
     @property
     def drawn_keys(self) -> Iterable[Key]:
-        """Actions that :meth:`take` draws, or for which it draws numbers."""
+        """Keys of the actions that :meth:`take` draws, or for which it draws numbers."""
         return self._draws
 
     def take(self, slots: int) -> list[Array]:
-        """Return the draws ``[slot, lane, ...]`` of the next ``slots``, by action; read-only."""
+        """Return read-only draws ``[slot, lane, ...]`` of the next ``slots`` slots, by action."""
         drawn, own = self._rng.take(self._drawers, slots, self._width), self._own
         return drawn if own is None else [array[:, own] for array in drawn]
 
@@ -206,14 +210,14 @@ class RandomActions:
         return self._rng.state
 
     def return_to(self, place: Mapping[str, Any], slots: int) -> None:
-        """Continue with the numbers ``slots`` slots after an earlier :attr:`place`."""
+        """Continue with the numbers that come ``slots`` slots after an earlier :attr:`place`."""
         self._rng.return_to(place, self._drawers, slots, self._width)
 
     def masks_in(self, arrays: Mapping[Key, Array]) -> Mapping[Key, Array | None] | None:
         """Return each action's mask among the ``arrays`` ``[slot, lane, ...]`` of a slab.
 
-        Return None if :meth:`put` would lack an array, or a draw. A mask is None if it is not in
-        the slab.
+        Return None if :meth:`put` would lack an array or a draw. A mask is None if the action has
+        no mask in the slab.
         """
         wanted = [*self._masks, *(mask for mask in self._masks.values() if mask is not None)]
         if len(self._draws) < len(self._masks) or not all(key in arrays for key in wanted):
@@ -248,7 +252,7 @@ class RandomActions:
         """
         marks, choices = legal_of(self._base)[key], self._choices[key]
         assert choices is not None
-        acting = None if self.acting is None else self.acting()
+        acting = None if self._acting is None else self._acting()
         marks = marks if acting is None else marks[acting]
         batch = choices.batch(tuple(self._specs[key].shape))
         batch = batch if self._env.batch_size else (1, *batch)
@@ -257,14 +261,14 @@ class RandomActions:
             lane = at if acting is None else int(acting[at])
             first = _system_of(self._base).first_lane
             raise TransitionError(
-                f"{MASK_NAME} in the infos: expected at least one value of {format_key(key)} that "
-                f"is legal, got none in lane {first + lane}, where a random action is to be drawn; "
-                "let the environment end the episode there, or correct the mask"
+                f"{MASK_NAME} in the infos: expected at least one legal value of {format_key(key)} "
+                f"for the random action, got none in lane {first + lane}. End the episode in such "
+                "a state, or correct the mask."
             )
         return marks
 
-    def ahead(self, slots: int) -> Ahead:
-        """Draw the actions of ``slots`` slots as far as they do not depend on observations."""
+    def draw_slots(self, slots: int) -> Ahead:
+        """Draw the actions of ``slots`` slots, or numbers if they depend on observations."""
         drawn = zip(self._draws, self.take(slots), strict=True)
         return self.of_lanes({key: torch.from_numpy(each.copy()) for key, each in drawn})
 
@@ -281,7 +285,7 @@ class RandomActions:
         return {key: c if key in self._choices else c.to(device) for key, c in placed.items()}
 
     def act(self, td: TensorDictBase, ahead: Ahead, slot: int) -> TensorDictBase:
-        """Write the action of slot ``slot`` of ``ahead`` under every action key of ``td``."""
+        """Write the actions of slot ``slot`` of ``ahead`` to ``td``; see :meth:`draw_slots`."""
         for key, mask in self._masks.items():
             if key not in ahead:
                 td.set(key, self._by_torch(key, None if mask is None else td.get(mask)))
@@ -313,13 +317,13 @@ class RandomActions:
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         """Write a random action under every action key of ``td``."""
-        return self.act(td, self.ahead(1), 0)
+        return self.act(td, self.draw_slots(1), 0)
 
 
 def legal_of(env: EnvBase) -> Mapping[Key, Array]:
     """Return masks of legal actions ``[lane, ...]``, by action, from an environment's infos.
 
-    They are from the last step or reset of each lane. See `System.legal`.
+    The masks are from the last step or reset of each lane; see `System.legal`.
     """
     system = _system_of(env)
     legal: Mapping[Key, Array] = {} if system is None else system.legal
@@ -329,7 +333,8 @@ def legal_of(env: EnvBase) -> Mapping[Key, Array]:
 def _system_of(env: EnvBase) -> Any:
     """Return the system that an environment drives itself; None if there is none.
 
-    A `ParallelEnv` would look up other attributes in its processes.
+    Only the object's own attributes are read, because a `ParallelEnv` would look up other
+    attributes in its processes.
     """
     stepper = vars(_bare(env)).get("stepper")
     return getattr(stepper, "system", None)

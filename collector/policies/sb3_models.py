@@ -1,4 +1,4 @@
-"""Adapter for trained Stable-Baselines3 models, which choose actions by ``predict``."""
+"""Adapter for trained Stable-Baselines3 models, which choose actions with ``predict``."""
 
 import inspect
 import sys
@@ -22,7 +22,7 @@ def as_policy(policy: Any) -> Any:
     """Return ``policy``, or an adapter if it is a model of Stable-Baselines3.
 
     Raises:
-        PolicyError: a recurrent model.
+        PolicyError: the model is recurrent.
     """
     for name, base in _BASES.items():
         # If the package was not imported, the policy cannot be one of its models.
@@ -33,7 +33,7 @@ def as_policy(policy: Any) -> Any:
 
 
 class Sb3Policy(TensorDictModuleBase):
-    """Policy that acts by a model of Stable-Baselines3, with which it shares weights.
+    """Policy that acts with a model of Stable-Baselines3 and shares its weights.
 
     It reads ``"observation"``, or the keys of a Dict space, and writes ``"action"``. It is
     deterministic under the exploration types MODE, MEAN and DETERMINISTIC. The random actions of a
@@ -43,7 +43,7 @@ class Sb3Policy(TensorDictModuleBase):
         model: a ``BaseAlgorithm`` or a ``BasePolicy``.
 
     Raises:
-        PolicyError: a recurrent model.
+        PolicyError: the model is recurrent.
     """
 
     def __init__(self, model: Any) -> None:
@@ -52,8 +52,8 @@ class Sb3Policy(TensorDictModuleBase):
         self.epsilon = float(getattr(model, "exploration_rate", 0.0))
         if hasattr(self.policy, "lstm_actor"):
             raise PolicyError(
-                f"policy: {type(model).__name__} is recurrent, and its states cannot be carried "
-                "through predict; use a recurrent TensorDictModule"
+                f"policy: {type(model).__name__} is recurrent, and Tallyroll cannot carry its "
+                "states through predict. Use a recurrent TensorDictModule."
             )
         space = self.policy.observation_space
         self._composite = isinstance(space, spaces.Dict)
@@ -62,7 +62,7 @@ class Sb3Policy(TensorDictModuleBase):
         self.out_keys = ["action"]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write ``"action"``."""
+        """Write the chosen action to ``"action"``."""
         seen = {name: tensordict.get(name).cpu().numpy() for name in self.in_keys}
         more = {"action_masks": tensordict.get(MASK_NAME).cpu().numpy()} if self._masked else {}
         observation = seen if self._composite else seen["observation"]

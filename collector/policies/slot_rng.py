@@ -1,8 +1,8 @@
 """Random numbers for slots, drawn for many slots at a time.
 
-A call of a generator takes as long as a step of a small environment, for one slot or for many. The
-numbers are therefore drawn in blocks of constant size, so that the numbers of a slot do not depend
-on how many slots are requested at once.
+A call of a generator takes as long as a step of a small environment, whether it draws for one slot
+or for many. So numbers are drawn in blocks. The size of a block is constant, so that the numbers of
+a slot do not depend on how many slots are requested at once.
 """
 
 import math
@@ -27,7 +27,7 @@ def width_of(specs: Iterable[TensorSpec], lanes: int) -> int:
 
 
 class SlotRng:
-    """A random generator with one user, which always calls it with the same draws.
+    """A random generator for a single user, who must pass the same ``draws`` to every call.
 
     Args:
         seed: a seed for ``numpy.random.default_rng``.
@@ -38,7 +38,7 @@ class SlotRng:
         self._drop()
 
     def _drop(self, taken: int = 0) -> None:
-        """Drop the block of drawn numbers; skip ``taken`` slots of the next block."""
+        """Drop the block of drawn numbers, and skip ``taken`` slots of the next block."""
         self._stock: list[Array] = []
         self._size, self._taken = 0, taken
         self._before = self._generator.bit_generator.state
@@ -49,7 +49,7 @@ class SlotRng:
         self._drop()
 
     def take(self, draws: Sequence[Draw], slots: int, width: int) -> list[Array]:
-        """Return the numbers of each of ``draws`` for the next slots.
+        """Return the numbers of each of ``draws`` for the next ``slots`` slots.
 
         The arrays are read-only. ``width`` is the number of values per slot.
         """
@@ -70,7 +70,7 @@ class SlotRng:
 
     def _refill(self, draws: Sequence[Draw], slots: int) -> None:
         taken = 0 if self._size else self._taken  # a block that was in use when a state was saved
-        while taken >= slots:  # saved by a run of fewer lanes
+        while taken >= slots:  # the state is from a run with fewer lanes
             for draw in draws:
                 draw(self._generator, slots)
             taken -= slots
@@ -80,16 +80,16 @@ class SlotRng:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state. A generator on which it is set continues from the same place."""
+        """The state of the generator. A generator that restores it continues from there."""
         if self._taken and self._taken == self._size:
             return {"generator": self._generator.bit_generator.state, "taken": 0}
         return {"generator": self._before, "taken": self._taken}
 
-    @state.setter
-    def state(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from the place at which :attr:`state` was ``state``."""
         plain = "generator" not in state  # as earlier versions saved it
         taken = 0 if plain else int(state["taken"])
-        if not 0 <= taken <= _MOST_SLOTS:  # that many slots would be drawn
+        if not 0 <= taken <= _MOST_SLOTS:  # so many slots would be drawn
             raise ValueError(f"taken: expected 0 to {_MOST_SLOTS} slots, got {taken}.")
         self._generator.bit_generator.state = state if plain else state["generator"]
         self._drop(taken)
@@ -98,6 +98,6 @@ class SlotRng:
         self, state: Mapping[str, Any], draws: Sequence[Draw], slots: int, width: int
     ) -> None:
         """Continue ``slots`` slots after the place at which :attr:`state` was ``state``."""
-        self.state = dict(state)
+        self.restore(dict(state))
         if slots:
             self.take(draws, slots, width)

@@ -1,4 +1,4 @@
-"""Detection of states that a policy writes to its tensordict and reads in the next step."""
+"""Detection of states that a policy writes to its TensorDict and reads in the next step."""
 
 import warnings
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from tallyroll.storage.rows.keys import IS_INIT, NEXT, Key, as_key, format_key
 
 
 def states(policy: Policy, td: TensorDictBase, env: EnvBase) -> tuple[Key, ...]:
-    """Return keys that the policy adds to ``td`` and whose values change its next output.
+    """Return the keys that the policy adds to ``td`` and whose values change its next output.
 
     A key under ``"next"`` is returned if the policy reads it at the root. The test calls copies of
     the policy on copies of ``td`` with restored generators: twice on the same input, and once with
@@ -100,10 +100,10 @@ def _same(one: Mapping[Key, torch.Tensor], other: Mapping[Key, torch.Tensor]) ->
 
 
 def refuse_states(policy: Policy, td: TensorDictBase, env: EnvBase, in_place: bool) -> None:
-    """Raise an error if states of ``policy`` would not be carried from step to step, by lane.
+    """Raise an error if states of ``policy`` would not be carried from step to step in each lane.
 
     Raises:
-        PolicyError: the environment drops them, or does not mark where a trajectory begins.
+        PolicyError: the environment drops the states, or does not mark where a trajectory begins.
     """
     found = states(policy, td, env)
     known = {as_key(key)[-1] for key in env.observation_spec.keys(True, True)}
@@ -112,12 +112,12 @@ def refuse_states(policy: Policy, td: TensorDictBase, env: EnvBase, in_place: bo
     names = [format_key(key) for key in found]
     if any(key[0] == NEXT for key in found):
         raise PolicyError(
-            f"the policy writes {names} and reads them in the next step, and no reset gives them "
-            "a first value; add a primer to the environment: TransformedEnv(env, InitTracker(), "
-            "TensorDictPrimer({...}))"
+            f"the policy writes {names} and reads them in the next step, but no reset provides "
+            "their first values. Add a primer to the environment: TransformedEnv(env, "
+            "InitTracker(), TensorDictPrimer({...}))"
         )
     raise PolicyError(
-        f"the policy writes {names} and reads them in the next step, and nothing tells it where a "
-        "trajectory begins, so that they would be lost or go from one trajectory into the next; "
-        "add the key is_init to the environment: TransformedEnv(env, InitTracker())"
+        f"the policy writes {names} and reads them in the next step, but the environment does not "
+        "mark where a trajectory begins. These states would be lost, or leak into the next "
+        "trajectory. Add the key is_init to the environment: TransformedEnv(env, InitTracker())"
     )

@@ -4,6 +4,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor
 
 from tallyroll.storage.compat import entries_of, names_of, new_tensordict
+from tallyroll.storage.rows.transfers import move_batch, same_place
 
 
 def own_tensors(td: TensorDictBase) -> TensorDictBase:
@@ -13,9 +14,9 @@ def own_tensors(td: TensorDictBase) -> TensorDictBase:
     which changes -0.0 to 0.0 and the bits of some NaNs. Torch also lacks that operation for wide
     unsigned integers.
 
-    Memory comes from the allocator and not from a pool of buffers. The allocator returns memory
-    that was used recently, so that a copy takes no longer than copying its bytes. Any view of a
-    copy keeps it alive.
+    Memory comes from the allocator and not from a pool of buffers. The allocator reuses recent
+    memory, so that making a copy takes no longer than copying its bytes. Any view of a copy keeps
+    the copy alive.
     """
     if type(td) is not TensorDict:
         return td.clone() if is_non_tensor(td) else td.apply(torch.clone)
@@ -34,15 +35,7 @@ def own_tensors(td: TensorDictBase) -> TensorDictBase:
 
 
 def own_tensors_on(td: TensorDictBase, device: torch.device) -> TensorDictBase:
-    """Return a bitwise copy on ``device``, made only once if ``td`` is on another device."""
+    """Return a bitwise copy on ``device``. If ``td`` is on another device, copy only once."""
     if td.device is None or same_place(td.device, device):
         td = own_tensors(td)
-    return td.to(device)
-
-
-def same_place(one: torch.device, other: torch.device) -> bool:
-    """Return True if both name the same device.
-
-    ``cuda`` is ``cuda:0``, and ``cpu`` is ``cpu:0``.
-    """
-    return one.type == other.type and (one.index or 0) == (other.index or 0)
+    return move_batch(td, device)

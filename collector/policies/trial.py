@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase, is_non_tensor, is_tensor_collection
 from torchrl.data import Bounded
 
-from tallyroll.collector.compat import generator_states, gpus_in_use
+from tallyroll.collector.compat import accelerators_in_use, generator_states
 from tallyroll.collector.errors import PolicyError
 from tallyroll.collector.policies.action_forms import form_of
 from tallyroll.collector.policies.plain_modules import inputs_of, outputs_of
@@ -23,7 +23,7 @@ from tallyroll.storage.rows.keys import NEXT, Key, as_key, format_key
 
 
 class Acts(Protocol):
-    """The actions for which a policy is tried: those of an environment, or of a part of one."""
+    """The actions for which a policy is tried: all actions of an environment, or a part of them."""
 
     @property
     def full_action_spec(self) -> Any:
@@ -35,7 +35,7 @@ class Acts(Protocol):
 
 
 def for_trial(policy: Policy) -> Policy:
-    """Return a copy of ``policy`` that can be called without side effects, if it can be copied."""
+    """Return a copy of ``policy`` whose calls have no side effects, if it can be copied."""
     probe = copy.copy(policy)
     try:
         module = copy_of(policy.module)
@@ -48,13 +48,13 @@ def for_trial(policy: Policy) -> Policy:
 def settle_inputs(
     policy: Policy, td: TensorDictBase, env: Acts, observations: Collection[Key]
 ) -> None:
-    """Determine the inputs of ``policy``, and its number of outputs, if it takes tensors.
+    """If ``policy`` takes tensors, determine its inputs and its number of outputs.
 
-    ``observations`` are the keys of ``env`` that it may use.
+    ``observations`` are the observation keys of ``env`` that the policy may use.
 
     Raises:
         ArgumentError: the arguments of a module are not observations.
-        PolicyError: it returns fewer values than there are actions.
+        PolicyError: the policy returns fewer values than there are actions.
     """
     inputs = inputs_of(policy.module, observations)
     if inputs is None:
@@ -64,8 +64,7 @@ def settle_inputs(
         count = outputs_of(for_trial(policy).module, inputs, td)
     if count < len(actions):
         raise PolicyError(
-            f"policy: expected it to return {', '.join(map(format_key, actions))}, got {count} "
-            "values"
+            f"policy: expected values for {', '.join(map(format_key, actions))}, got {count} values"
         )
     policy.takes(inputs, actions, count - len(actions))
 
@@ -75,12 +74,15 @@ def try_out(
 ) -> dict[Key, SlabColumn]:
     """Call a copy of ``policy`` once on ``td``, and check its output.
 
-    Random generators are restored, so that the trial does not change the data. With ``strict``,
-    numbers outside an action's box are refused too.
+    `Actor.put_column` checks later outputs; with several policies, `PolicyPart.__call__` and `put`
+    in ``several/joint.py`` do.
+
+    Random generators are restored, so that the trial does not change the data. If ``strict`` is
+    True, numbers outside an action's box are refused too.
 
     Returns:
-        The columns that the policy writes in addition to the action, in its order. Names that begin
-        with an underscore are private to the policy and are not included.
+        The columns that the policy writes in addition to the action, in the order of its output.
+        Names that begin with an underscore are private to the policy and are not included.
 
     Raises:
         PolicyError: the action is missing, or has another shape, dtype, device or range.
@@ -92,24 +94,25 @@ def try_out(
     except KeyError as error:
         known = sorted(format_key(as_key(key)) for key in td.keys(True, True))
         raise PolicyError(
-            f"policy: {error.args[0]}; what it is given has the keys {known}"
+            f"policy: {error.args[0]}; the input of the policy has the keys {known}"
         ) from error
     if not is_tensor_collection(out):
-        raise no_tensordict(out, _given(td))
+        raise no_tensordict(out, _policy_inputs(td))
     actions = {as_key(key): spec for key, spec in env.full_action_spec.items(True, True)}
     for key, spec in actions.items():
         action = _action_of(policy, key, spec, out, td, len(env.batch_size))
         _check_action(key, spec, action, strict)
     lead, given = len(env.batch_size), {as_key(key) for key in td.keys(True)}
-    policy.batch_dims = batch_dims_of(out, lead)
-    policy.notes += [
-        f"the policy writes {format_key(as_key(name))}, {type(value).__name__}, which no column "
-        "can hold: it is in no row"
+    batch_dims = batch_dims_of(out, lead)
+    notes = [
+        f"the policy writes {format_key(as_key(name))} as {type(value).__name__}, which no column "
+        "can hold, so rows do not contain it"
         for name, value in out.items(True)
         if is_non_tensor(value) and as_key(name) not in given
     ]
     found = {as_key(name): value for name, value in out.items(True, True)}
-    policy.writes = tuple(key for key in found if key in actions or key not in given)
+    writes = tuple(key for key in found if key in actions or key not in given)
+    policy.record_output(writes, batch_dims, notes)
     extra: dict[Key, SlabColumn] = {}
     for key in policy.writes:
         value = found[key]
@@ -118,29 +121,29 @@ def try_out(
             continue
         if value.shape[:lead] != env.batch_size:
             raise PolicyError(
-                f"policy: {format_key(key)} has shape {list(value.shape)}, expected the batch size "
-                f"{list(env.batch_size)} in front"
+                f"policy: {format_key(key)}: expected a shape that begins with the batch size "
+                f"{list(env.batch_size)}, got {list(value.shape)}"
             )
         extra[key] = SlabColumn(value.dtype, tuple(value.shape[lead:]))
     return extra
 
 
 def no_tensordict(got: object, given: Collection[Key] = ()) -> PolicyError:
-    """Return the error for an output that is no TensorDict; ``given`` are the observations."""
+    """Return the error for an output that is not a TensorDict; ``given`` are the observations."""
     named = (
-        ", or, for a function of tensors, name its arguments like observations: "
+        ". If the policy is a function of tensors, name its arguments like observations: "
         f"{', '.join(map(format_key, given))}"
     )
     return PolicyError(
-        f"policy: expected a TensorDict back, got {type(got).__name__}; return the tensordict with "
-        f"the action set{named if given and isinstance(got, torch.Tensor) else ''}"
+        f"policy: expected a TensorDict as result, got {type(got).__name__}. Return the tensordict "
+        f"with the action set{named if given and isinstance(got, torch.Tensor) else ''}"
     )
 
 
 _FLAGS = {"done", "terminated", "truncated"}
 
 
-def _given(td: TensorDictBase) -> dict[Key, torch.Tensor]:
+def _policy_inputs(td: TensorDictBase) -> dict[Key, torch.Tensor]:
     """Return the tensors in ``td`` that a policy may use."""
     found = {as_key(key): value for key, value in td.items(True, True)}
     return {
@@ -156,14 +159,14 @@ def _noting_what_it_got(td: TensorDictBase) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        given = _given(td)
+        given = _policy_inputs(td)
         columns = [
             f"{format_key(key)} {SlabColumn(value.dtype, tuple(value.shape))}"
             for key, value in given.items()
         ]
         note = f"tallyroll: raised by the policy, on the first {', '.join(columns)}"
         if any(value.dtype is torch.float64 for value in given.values()):
-            note += "; rows keep the environment's float64: let the policy call .float() on it"
+            note += "; rows keep the environment's float64, so call .float() in the policy"
         error.add_note(note)
         raise
 
@@ -171,16 +174,16 @@ def _noting_what_it_got(td: TensorDictBase) -> Iterator[None]:
 def _action_of(
     policy: Policy, key: Key, spec: Any, out: TensorDictBase, td: TensorDictBase, lead: int
 ) -> torch.Tensor:
-    """Return the action in ``out`` as the environment takes it.
+    """Return the action in ``out`` in the form that the environment takes.
 
-    A conversion that this needs is added to ``policy``.
+    If this needs a conversion, add it to ``policy``.
     """
     action: Any = out.get(key, None)
     if action is None:
         got = sorted(format_key(name) for name in out.keys(True, True) if name not in td.keys(True))
         raise PolicyError(
-            f"policy: expected it to write {format_key(key)}, got {got or 'no new key'}; set "
-            "out_keys"
+            f"policy: expected the key {format_key(key)} in the output, got {got or 'no new key'}; "
+            "set out_keys"
         )
     wanted = SlabColumn(spec.dtype, tuple(spec.shape))
     if not isinstance(action, torch.Tensor):
@@ -245,22 +248,23 @@ def leave_generators() -> None:
 def generators_restored() -> Iterator[None]:
     """Restore the global generators of torch, NumPy and Python after the context.
 
-    It does nothing in a thread that called :func:`leave_generators`.
+    The context does nothing in a thread that has called :func:`leave_generators`.
     """
     if getattr(_here, "left", False):
         yield
         return
     saved = np.random.get_state(), random.getstate()
-    devices = gpus_in_use()
+    devices = accelerators_in_use()
     own, *of_devices = generator_states(devices)
     try:
         yield
     finally:
         torch.set_rng_state(own)
         for device, state in zip(devices, of_devices, strict=True):
-            torch.cuda.set_rng_state(state, device)
-        if not devices:  # generators that came into use meanwhile return to their initial state
-            for generator in map(torch.cuda.default_generators.__getitem__, gpus_in_use()):
+            torch.get_device_module(device).set_rng_state(state, device)
+        if not devices:  # generators first used in the context return to their initial state
+            for device in accelerators_in_use():
+                generator = torch.get_device_module(device).default_generators[device.index]
                 generator.manual_seed(generator.initial_seed())
         np.random.set_state(saved[0])
         random.setstate(saved[1])

@@ -1,4 +1,4 @@
-"""Lanes that return in any order: each slot holds the lanes that arrived."""
+"""Lanes whose steps return in any order; each slot holds the lanes that arrived."""
 
 import numpy as np
 import torch
@@ -22,18 +22,18 @@ from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 class ArrivingLanes(Lanes):
     """Starts the step of each lane when its action is chosen, and records lanes as they arrive.
 
-    The slab has a column for each arrival of a slot. A row is complete when its lane returns: until
-    then, its observation, action and policy version wait here. Rows are in order of arrival. The
-    random actions at the start of a run must be the first rows. So while random actions are under
-    way, only as many lanes with actions of the policy step as a call needs. These lanes come last
-    in their slot.
+    The slab has a column for each arrival of a slot. A row is complete when its lane returns. Until
+    then, this object keeps the row's observation, action and policy version. Rows are in order of
+    arrival. The random actions at the start of a run must be the first rows. So while random
+    actions are under way, only as many lanes step with actions of the policy as a call needs. These
+    lanes come last in their slot.
 
     Args:
-        env: over a system with arrivals.
-        slab: the memory, with the lane of each row.
-        extra: keys that the policy writes beside the action.
-        board: words for progress; see :mod:`tallyroll.collector.slab.progress`.
-        by_policy: a policy chooses actions, perhaps after random ones.
+        env: an environment over a system whose lanes return in any order.
+        slab: the memory to fill, with the lane of each row.
+        extra: keys that the policy writes in addition to the action.
+        board: words that report progress; see :mod:`tallyroll.collector.slab.progress`.
+        by_policy: True if a policy chooses actions, perhaps after random ones.
     """
 
     env: SystemEnv
@@ -56,17 +56,17 @@ class ArrivingLanes(Lanes):
             key: np.zeros((total, *slab.array(key).shape[2:]), slab.array(key).dtype)
             for key in (*self._keys, *stepper.action_keys, *extra)
         }
-        """``[lane, ...]``, the last observation and action of each lane."""
+        """The last observation and action of each lane ``[lane, ...]``."""
         self._version = np.zeros(total, np.int64)
         self._pending = np.zeros(total, np.bool_)
-        """``[lane]``, marks lanes whose next arrival is a reset slot."""
+        """Marks ``[lane]`` of lanes whose next arrival is a reset slot."""
         self._away = np.zeros(total, np.bool_)
         self._random_away = 0
         """Number of transitions under way whose actions are random."""
         self._ready = np.zeros(0, np.int32)
         """Lanes that wait for an action, in the order of their arrival."""
         self._arrived = np.zeros(slab.slots, np.bool_)
-        """``[slot]``, marks slots in which lanes arrived; in the others, lanes were only sent."""
+        """Marks ``[slot]`` of slots in which lanes arrived; in other slots, they were only sent."""
         self._resets = ResetColumns.of(env, slab, self._cursor)
         self._executed = np.zeros((slab.slots, slab.lanes), np.bool_)
 
@@ -91,14 +91,14 @@ class ArrivingLanes(Lanes):
 
     @property
     def _acting(self) -> NDArray[np.int32]:
-        """The lanes of the next actions; fewer than a slot's if no more are ready."""
+        """The lanes that get the next actions; fewer than a slot holds if no more are ready."""
         return self._ready[: self.lanes]
 
     def acting(self) -> NDArray[np.int32]:
         """Return the lanes that act now, repeated to fill a slot."""
         return np.resize(self._acting, self.lanes)
 
-    def seen(self, at: int) -> TensorDictBase:
+    def observations(self, at: int) -> TensorDictBase:
         """Return the last observations of the lanes that act now, repeated to fill a slot."""
         acting = self.acting()
         td = TensorDict({}, [self.lanes])
@@ -109,14 +109,14 @@ class ArrivingLanes(Lanes):
         return td
 
     def upcoming(self) -> NDArray[np.bool_]:
-        """Mark the columns whose actions will make transitions."""
+        """Return marks of the columns whose actions will make transitions."""
         acting = self._acting
         found = np.zeros(self.lanes, np.bool_)
         found[: len(acting)] = ~self._pending[acting]
         return found
 
     def step(self, start: int, stop: int) -> None:
-        """Send the lanes of each slot, and record the lanes that arrive meanwhile."""
+        """Start the lanes of each slot, and record the lanes that arrive meanwhile."""
         try:
             for at in range(start, stop):
                 self._arrived[at] = self._send(at) or not len(self._ready)
@@ -130,11 +130,11 @@ class ArrivingLanes(Lanes):
             raise stopped(error) from error
 
     def step_part(self, at: int, lanes: int) -> None:
-        """Raise: no part can be stepped, because the system chooses the lanes that return."""
+        """Raise, because no part can be stepped: the system chooses the lanes that return."""
         raise AssertionError("lanes that arrive are never stepped in part")
 
     def _send(self, at: int) -> bool:
-        """Send the lanes of slot ``at``; return whether some wait for random actions."""
+        """Start the lanes of slot ``at``; return True if some have to wait for random actions."""
         acting, self._ready = self._acting, self._ready[self.lanes :]
         chosen: slice | NDArray[np.intp] = slice(len(acting))
         waits = False
@@ -156,10 +156,10 @@ class ArrivingLanes(Lanes):
         return waits
 
     def _going(self, acting: NDArray[np.int32], drawn: Mask) -> Mask:
-        """Return which ``acting`` lanes go now; ``drawn`` marks those with random actions.
+        """Return marks of the ``acting`` lanes to start now; ``drawn`` marks random actions.
 
-        While random actions are under way, only as many lanes with actions of the policy go as a
-        call needs: all lanes under way return then.
+        While random actions are under way, start only as many lanes with actions of the policy as a
+        call needs, so that all lanes under way return.
         """
         resets = self._pending[acting]
         self._random_away += int(np.count_nonzero(drawn & ~resets))
@@ -203,7 +203,7 @@ class ArrivingLanes(Lanes):
     def _put(self, out: Step, pending: Mask) -> Mask:
         """Write the result of ``recv`` to the slot ``cursor.at``; return the marks of ended lanes.
 
-        ``pending`` are the arrivals of reset slots.
+        ``pending`` marks the arrivals that are reset slots.
         """
         stepper, cursor = self.stepper, self._cursor
         at, d = cursor.at, stepper.declares
@@ -239,13 +239,13 @@ class ArrivingLanes(Lanes):
         return seen
 
     def ended(self, start: int, stop: int) -> Mask:
-        """Return marks ``[time, arrival]`` of reported ends of episodes."""
+        """Return marks ``[time, arrival]`` of the ends of episodes that were reported."""
         cursor = self._cursor
         ended: Mask = cursor.terminated[start:stop] | cursor.truncated[start:stop]
         return ended
 
     def transitions(self, start: int, stop: int, stepped: int) -> Mask:
-        """Mark all arrivals except reset slots."""
+        """Return marks of all arrivals except reset slots."""
         return self._executed[start:stop].copy()
 
     def account(self, start: int, stop: int, stepped: int) -> Account:

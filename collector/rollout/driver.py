@@ -12,11 +12,11 @@ from tensordict import TensorDictBase
 
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.envs.failures import env_code
+from tallyroll.collector.interrupts import pause_on_signal
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import RandomActions
 from tallyroll.collector.rollout.actor import Actor
 from tallyroll.collector.rollout.lanes import Account, Lanes, ended_in
-from tallyroll.collector.rollout.os_signals import pausable
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.progress import FILLED, HALT, PAUSE, STOP
 from tallyroll.collector.slab.slab import Slab
@@ -24,42 +24,43 @@ from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
 
 class Driver(ABC):
-    """Fills the slots of a slab, and says what they contain.
+    """Fills the slots of a slab, and reports their outcome.
 
     ``used`` is the number of complete slots, even after an interrupt.
     """
 
     slab: Slab
     run_lanes: int
-    """Lanes of the environment; as many as the slab's columns, unless lanes arrive."""
+    """Number of lanes of the environment; a slot has fewer lanes if they return in any order."""
     in_workers = True
     """True if worker processes fill the slots."""
     all_are_transitions = False
     """True if every filled slot is a transition of its lane, and no lane is ever cut."""
     board: memoryview | None = None
-    """Words of progress that only this process writes; None if there are none."""
+    """Words that report progress and that only this process writes; None if there are none."""
     used_at = 0
     """The address of ``used``; 0 if this process does not write it."""
     ends_tell = False
-    """True if ends of episodes alone determine which slots are transitions."""
+    """True if the ends of episodes alone determine which slots are transitions."""
     pending: NDArray[np.bool_] | None = None
-    """``[lane]``, lanes whose next slot is a reset.
+    """Marks ``[lane]`` of lanes whose next slot is a reset slot.
 
-    None if there are no reset slots, or if ends of episodes do not determine them."""
+    None if there are no reset slots, or if ends of episodes do not determine them.
+    """
 
     @property
     def boards(self) -> Sequence[Any]:
-        """The boards of all that step lanes: of this process, or of each worker."""
+        """The boards of all processes that step lanes: of this process, or of each worker."""
         return () if self.board is None else (self.board,)
 
     @property
     @abstractmethod
     def used(self) -> int:
-        """Slots of the slab that are complete."""
+        """Number of complete slots of the slab."""
 
-    @used.setter
     @abstractmethod
-    def used(self, slots: int) -> None: ...
+    def seek(self, slots: int) -> None:
+        """Continue after the first ``slots`` slots, and count these as complete."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -68,7 +69,7 @@ class Driver(ABC):
     @property
     @abstractmethod
     def stopping(self) -> bool:
-        """:meth:`stop` was called."""
+        """True if :meth:`stop` was called."""
 
     @property
     @abstractmethod
@@ -77,7 +78,7 @@ class Driver(ABC):
 
     @abstractmethod
     def go_on(self) -> None:
-        """Continue after the handler was called; this undoes :meth:`stop`, too."""
+        """Continue after the handler was called; this also undoes :meth:`stop`."""
 
     def interruptible(self) -> AbstractContextManager[None]:
         """Return a reusable context that defers signal handlers while slots are filled."""
@@ -89,7 +90,7 @@ class Driver(ABC):
 
     @property
     def resets_next(self) -> bool:
-        """True if the next :meth:`begin` resets; False if it does not, or if this is unknown."""
+        """True if the next :meth:`begin` resets; False if it does not reset or this is unknown."""
         return False
 
     @abstractmethod
@@ -108,16 +109,17 @@ class Driver(ABC):
     def part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
         """Fill one slot, stepping the first ``lanes`` lanes only.
 
-        Lanes in ``random_lanes`` act at random; with None, the version decides for all lanes.
+        Lanes in ``random_lanes`` act at random. If None, the version in the slot decides for all
+        lanes.
         """
 
     @abstractmethod
     def account(self, start: int, stop: int, stepped: int) -> Account:
-        """Return the outcome of slots ``[start, stop)``, stepped in the first ``stepped`` lanes."""
+        """Return the outcome of slots ``[start, stop)``, in which ``stepped`` lanes step."""
 
     @abstractmethod
     def upcoming(self) -> NDArray[np.bool_]:
-        """Lanes whose next slot will be a transition."""
+        """Return marks ``[lane]`` of lanes whose next slot will be a transition."""
 
     @property
     def random_under_way(self) -> int:
@@ -126,7 +128,7 @@ class Driver(ABC):
 
     @property
     def mended(self) -> bool:
-        """True if lanes had to be restarted when slots were filled last."""
+        """True if lanes had to be restarted the last time that slots were filled."""
         return False
 
     def take_cuts(self) -> NDArray[np.bool_] | None:
@@ -134,7 +136,7 @@ class Driver(ABC):
         return None
 
     def ended(self, start: int, stop: int) -> Mask:
-        """``[time, lane]``, the environment reported an end in this slot."""
+        """Return marks ``[time, lane]`` of slots in which the environment reported an end."""
         return ended_in(self.slab, start, stop)
 
 
@@ -142,11 +144,11 @@ class LocalDriver(Driver):
     """Chooses actions, writes them to a slab, and steps lanes in this process.
 
     Args:
-        lanes: the lanes to step, over the slab to fill.
-        policy: None draws random actions.
-        extra: keys that the policy writes beside the action.
-        random: draws random actions.
-        board: words for progress; see :mod:`tallyroll.collector.slab.progress`.
+        lanes: the lanes to step, bound to the slab that they fill.
+        policy: chooses actions; None if all actions are random.
+        extra: keys that the policy writes in addition to the action.
+        random: the source of random actions.
+        board: words that report progress; see :mod:`tallyroll.collector.slab.progress`.
     """
 
     in_workers = False
@@ -172,7 +174,7 @@ class LocalDriver(Driver):
         self._first: TensorDictBase | None = None
 
     def decisions(self) -> dict[str, Decision]:
-        """Return the decisions of a `RunPlan` on acting and stepping."""
+        """Return the decisions of a `RunPlan` about acting and stepping."""
         actor, masks = self.actor.decision, self._random.masking
         return {"acts": actor, "masks": masks, **self.stepped.decisions()}
 
@@ -183,13 +185,13 @@ class LocalDriver(Driver):
         """Number of slots of the slab that are complete."""
         return self.board[FILLED]
 
-    @used.setter
-    def used(self, slots: int) -> None:
+    def seek(self, slots: int) -> None:
+        """Continue after the first ``slots`` slots."""
         self.board[FILLED] = slots
 
     @property
     def stopping(self) -> bool:
-        """:meth:`stop` was called."""
+        """True if :meth:`stop` was called."""
         return self.board[HALT] == STOP
 
     def stop(self) -> None:
@@ -207,12 +209,12 @@ class LocalDriver(Driver):
 
     def interruptible(self) -> AbstractContextManager[None]:
         """Return a context in which an interrupt never counts an incomplete slot as ``used``."""
-        return pausable(partial(_pause, self.board))
+        return pause_on_signal(partial(_pause, self.board))
 
     # --- beginnings -------------------------------------------------------------------------------
 
     def start_from(self, first: TensorDictBase) -> None:
-        """Begin with ``first``, the result of a reset, instead of another reset."""
+        """Begin the trajectories with ``first``, the result of a reset, without another reset."""
         self._first = first
 
     @property
@@ -249,8 +251,8 @@ class LocalDriver(Driver):
         if place is not None and (filled := self.used) < stop:  # unused actions are drawn again
             self._random.return_to(place, filled - start)
 
-    def given_steps(self, start: int, stop: int, lanes: int) -> None:
-        """Fill slots ``[start, stop)``, which have their actions; or a part of a single slot."""
+    def step_with_actions(self, start: int, stop: int, lanes: int) -> None:
+        """Fill slots ``[start, stop)``, whose actions are set, or a part of a single slot."""
         if lanes < self.lanes:
             self.stepped.step_part(start, lanes)
         else:
@@ -276,19 +278,19 @@ class LocalDriver(Driver):
         if random_lanes is not None:
             actor.act_both_ways(at, random_lanes, some=lanes > 0)
         elif self.policy is None or self.slab.version[at, 0] == RANDOM_VERSION:
-            # Even if no lane is stepped, numbers are drawn, as other drivers do.
-            ahead = self._random.ahead(1)
+            # Draw numbers even if no lane is stepped, as other drivers do.
+            ahead = self._random.draw_slots(1)
             if lanes:
                 actor.act_at_random(at, ahead, 0)
         elif lanes:
             actor.refresh(at, at + 1)
             actor.act(at)
-        self.given_steps(at, at + 1, lanes)
+        self.step_with_actions(at, at + 1, lanes)
 
     # --- outcomes ---------------------------------------------------------------------------------
 
     def upcoming(self) -> NDArray[np.bool_]:
-        """Lanes whose next slot will be a transition."""
+        """Return marks ``[lane]`` of lanes whose next slot will be a transition."""
         return self.stepped.upcoming()
 
     @property
@@ -297,7 +299,7 @@ class LocalDriver(Driver):
         return self.stepped.random_under_way
 
     def ended(self, start: int, stop: int) -> Mask:
-        """``[time, lane]``, the environment reported an end in this slot."""
+        """Return marks ``[time, lane]`` of slots in which the environment reported an end."""
         return self.stepped.ended(start, stop)
 
     def account(self, start: int, stop: int, stepped: int) -> Account:
@@ -308,6 +310,6 @@ class LocalDriver(Driver):
 
 
 def _pause(board: memoryview) -> None:
-    """Make filling pause after the step under way, unless it ends there."""
+    """Make filling pause after the step under way, unless it stops there anyway."""
     if not board[HALT]:
         board[HALT] = PAUSE

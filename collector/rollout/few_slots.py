@@ -1,4 +1,4 @@
-"""Fill few slots at a time for the C call that stores their rows."""
+"""Fill a few slots at a time for the C call that stores their rows."""
 
 from typing import Any
 
@@ -14,11 +14,13 @@ from tallyroll.storage.engine.kernel import table_of
 from tallyroll.storage.rows.keys import RANDOM_VERSION
 
 
-class PendingRows:
+class HeldRows:
     """Transitions of the last slot that begin the next block.
 
-    Both the extension and Python change them: see `StepKernel.store_slots`.
+    Both the extension and Python change this object; see `StepKernel.store_slots`.
     """
+
+    # Hot path: `FewSlots.make_ready` assigns `counts.resets` after each call of the extension.
 
     def __init__(self, lanes: int) -> None:
         self.counts = HeldCounts()
@@ -40,26 +42,26 @@ class FewSlots:
     """Fills slots after the held rows; the caller counts and stores them.
 
     Args:
-        driver: fills them.
-        policy: None draws random actions.
+        driver: the driver that fills the slots.
+        policy: chooses actions; None if all actions are random.
         held: the held rows, which are in slot 0.
     """
 
     sound = True
-    """True if all rows of the slots filled last are certain to be transitions."""
+    """True if all rows of the slots of the last call are certain to be transitions."""
 
-    def __init__(self, driver: Driver, policy: Policy | None, held: PendingRows) -> None:
+    def __init__(self, driver: Driver, policy: Policy | None, held: HeldRows) -> None:
         self._driver, self._policy, self.held = driver, policy, held
-        assert driver.board is not None  # as its caller looked
+        assert driver.board is not None  # the caller has checked this
         self._slab, self._lanes, self.board = driver.slab, driver.slab.lanes, driver.board
         self.version = RANDOM_VERSION
-        """The policy's version when the last slot was filled."""
+        """The version of the policy that filled the last slot."""
         self._at: int | None = None
         """The last slot that the last call filled; None if it filled none."""
 
     @property
     def first(self) -> int:
-        """The first slot that was not counted."""
+        """The first slot that has not been counted."""
         return 1 if self.held.counts.rows else 0
 
     @property
@@ -82,9 +84,9 @@ class FewSlots:
         return table_of([*words, *slab.carry_words])
 
     def fill(self, want: int) -> None:
-        """Step all lanes until ``want`` rows are there, the slab is full, or the run stops.
+        """Step all lanes until there are ``want`` rows, the slab is full, or the run stops.
 
-        The version of the last slot is :attr:`version`, and not yet in the slab.
+        The version of the last slot is in :attr:`version`, and not yet in the slab.
         """
         driver, policy, counts = self._driver, self._policy, self.held.counts
         have, resets, self._at = counts.rows, counts.resets, None
@@ -107,11 +109,11 @@ class FewSlots:
                 resets = self._resets_after(at)
 
     def _refresh(self, at: int) -> None:
-        """Step all lanes once, into slot ``at``, by a policy that may load newer weights."""
+        """Fill slot ``at`` by a policy that may load newer weights before it acts."""
         assert self._policy is not None
         self.version = self._policy.version
         self._slab.version[at] = self.version
-        self._driver.policy_steps(at, at + 1)  # newer weights write their version
+        self._driver.policy_steps(at, at + 1)  # loading newer weights writes their version
         self.version = int(self._slab.version[at, 0])
 
     def write_version(self) -> None:
@@ -122,8 +124,8 @@ class FewSlots:
     def make_ready(self) -> bool:
         """Move the held rows to slot 0, and count the lanes that are reset next.
 
-        The other rows were handed over. If a policy acts, and rows with random actions are held,
-        which the loop has to count, do nothing and return False.
+        The other rows were handed over. If a policy acts and a held row has random actions, do
+        nothing and return False, because the loop has to count that row.
         """
         driver, lanes, slab = self._driver, self.held.lanes, self._slab
         if lanes is not None and self._policy is not None:
@@ -131,20 +133,20 @@ class FewSlots:
             if np.any(last[lanes] == RANDOM_VERSION):
                 return False
         slab.keep_last(driver.used, lanes)
-        driver.used = self.first
+        driver.seek(self.first)
         pending = driver.pending
         self.held.counts.resets = 0 if pending is None else int(np.count_nonzero(pending))
         return True
 
     def _resets_after(self, slots: int) -> int:
-        """Return how many lanes are reset in the slot after the first ``slots``."""
+        """Return the number of lanes that are reset in the slot after the first ``slots`` slots."""
         if self._driver.pending is None:
             return 0
         return int(np.count_nonzero(self._driver.ended(slots - 1, slots)))
 
 
 class FewSlotsOfWorkers(FewSlots):
-    """A `FewSlots` that requests from workers as many slots at once as are certainly needed."""
+    """A `FewSlots` that requests all slots that are certain to be needed from workers at once."""
 
     @property
     def has_rounded(self) -> bool:
@@ -152,7 +154,7 @@ class FewSlotsOfWorkers(FewSlots):
         return any(board[ROUNDED] > 0 for board in self._driver.boards)
 
     def fill(self, want: int) -> None:
-        """Step all lanes until ``want`` rows are there, the slab is full, or it is not `sound`."""
+        """Step all lanes until there are ``want`` rows, the slab is full, or `sound` is False."""
         driver, policy, slab, lanes = self._driver, self._policy, self._slab, self._lanes
         have, resets, self._at = self.held.counts.rows, self.held.counts.resets, None
         at, self.sound = 1 if have else 0, True

@@ -1,8 +1,8 @@
 """The lanes that a driver steps: resets, observations and results of steps.
 
-The slab has the actions before a step. An environment over a `System` fills the slab itself
-(:class:`SystemLanes` here, `arriving_lanes.py` for lanes that return in any order). The results
-of any other environment are copied (`copied_lanes.py`).
+The actions are in the slab before a step. An environment over a `System` fills the slab itself: see
+:class:`SystemLanes`, or `arriving_lanes.py` for lanes that return in any order. The results of any
+other environment are copied to the slab: see `copied_lanes.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -28,41 +28,45 @@ from tallyroll.collector.user_code import ENDS, user_code
 from tallyroll.storage.rows.keys import DONE, NEXT, TERMINATED, TRUNCATED, Key, format_key
 
 LanesOfKey = Callable[[Key], torch.Tensor]
-"""Takes a column; returns the lanes ``[lane]`` in which random actions replaced the policy's."""
+"""Takes the key of a column, and returns the lanes ``[lane]`` in which it has random actions."""
 
 
-@dataclass(slots=True)  # one a slot is made: frozen ones would take four times as long
+@dataclass(slots=True)  # one per slot; a frozen one takes 4 times as long to make
 class Account:
     """The outcome of slots ``[start, stop)`` that a driver filled."""
 
     slots: int
-    """Number of lanes in the step calls that were made."""
+    """Number of slots in the step calls that were made."""
     executed: int
-    """The number of ``slots`` in which an environment executed an action."""
+    """Number of the ``slots`` in which an environment executed an action."""
     transitions: Mask
-    """``[time, lane]``, the executed slots whose rows are complete."""
+    """Marks ``[time, lane]`` of the executed slots whose rows are complete."""
     ran: Mask | None = None
-    """``[time, lane]``, the slots that were stepped; None if all requested lanes were."""
+    """Marks ``[time, lane]`` of the slots that were stepped; None if all requested lanes were."""
     lost: int = 0
-    """Transitions that were lost with a failed worker."""
+    """Number of transitions that were lost with a failed worker."""
     beyond: int = 0
-    """Transitions of other workers after the last slot that all lanes completed; discarded."""
+    """Number of transitions by other workers after the last slot that all lanes completed.
+
+    They are discarded.
+    """
 
 
 class Lanes(ABC):
     """The lanes of an environment, bound to the slab that they fill.
 
     Args:
-        env: batch size ``[]`` (one lane) or ``[lanes]``.
-        slab: the memory.
+        env: an environment of batch size ``[]`` (one lane) or ``[lanes]``.
+        slab: the memory to fill.
     """
 
     fills_slab = False
     """True if the environment writes observations to the slab and reads actions there."""
     pending: NDArray[np.bool_] | None = None
-    """``[lane]``, lanes whose next slot is a reset.
+    """Marks ``[lane]`` of lanes whose next slot is a reset slot.
 
-    None if there are no reset slots, or if ends of episodes do not determine them."""
+    None if there are no reset slots, or if ends of episodes do not determine them.
+    """
 
     def __init__(self, env: EnvBase, slab: Slab) -> None:
         self.env, self.slab = env, slab
@@ -71,30 +75,33 @@ class Lanes(ABC):
 
     def decisions(self) -> dict[str, Decision]:
         """Return the decisions of a `RunPlan` about steps."""
-        other = "the environment is no System, and returns TensorDicts"
+        other = "the environment is not a System, and returns TensorDicts"
         ways = {"steps": "environment", "writes": "tensors"}
         return {name: Decision(way, other) for name, way in ways.items()}
 
     @abstractmethod
     def begin(self, at: int, first: TensorDictBase) -> None:
-        """Show ``first``, the result of a reset, to the lanes in slot ``at``."""
+        """Use ``first``, the result of a reset, as the observations of slot ``at``."""
 
     @abstractmethod
-    def seen(self, at: int) -> TensorDictBase:
+    def observations(self, at: int) -> TensorDictBase:
         """Return the observations that the policy sees in slot ``at``."""
 
-    def acted(  # noqa: B027  where a slab is filled in place, there is nothing to carry
+    def acted(  # noqa: B027  if the slab is filled in place, there is nothing to carry
         self,
         out: TensorDictBase,
         writes: Sequence[Key],
         before: TensorDictBase | None = None,
         lanes: LanesOfKey | None = None,
     ) -> None:
-        """Carry the policy's outputs to the next step; restore ``before`` in ``lanes``."""
+        """Carry the policy's outputs to the next step.
+
+        In ``lanes``, carry the values in ``before`` instead.
+        """
 
     @abstractmethod
     def step(self, start: int, stop: int) -> None:
-        """Step through slots ``[start, stop)``, which have their actions."""
+        """Step through slots ``[start, stop)``, whose actions are set."""
 
     @abstractmethod
     def step_part(self, at: int, lanes: int) -> None:
@@ -102,7 +109,7 @@ class Lanes(ABC):
 
     @abstractmethod
     def transitions(self, start: int, stop: int, stepped: int) -> Mask:
-        """Mark the slots in ``[start, stop)`` that are transitions ``[time, lane]``.
+        """Return marks ``[time, lane]`` of the slots in ``[start, stop)`` that are transitions.
 
         Call it once for each slot. Only the first ``stepped`` lanes are read.
         """
@@ -121,18 +128,18 @@ class Lanes(ABC):
         return 0
 
     def upcoming(self) -> NDArray[np.bool_]:
-        """Lanes whose next slot will be a transition."""
+        """Return marks ``[lane]`` of lanes whose next slot will be a transition."""
         return np.ones(self.lanes, np.bool_)
 
     def ended(self, start: int, stop: int) -> Mask:
-        """``[time, lane]``, the environment reported an end in this slot."""
+        """Return marks ``[time, lane]`` of slots in which the environment reported an end."""
         return ended_in(self.slab, start, stop)
 
     def rows(self, key: Key) -> Sequence[torch.Tensor]:
-        """Return the slots of a column, as the policy and the environment see them."""
+        """Return the slots of a column, in the shape that the policy and the environment see."""
         return self.slab.columns[key].unbind(0)
 
-    def seen_rows(self, key: Key) -> Sequence[torch.Tensor] | None:
+    def observation_rows(self, key: Key) -> Sequence[torch.Tensor] | None:
         """Return the slots of a column that the policy sees; None for other columns."""
         return self.rows(key) if key in self.slab.flowing else None
 
@@ -150,7 +157,7 @@ class SystemLanes(Lanes):
         self.cursor = stepper.cursor(slab, board)
         self.writes = stepper.writes_to(self.cursor)
         self._steps: list[Callable[[], None] | None] = [None] * slab.slots
-        """The function that steps each slot in one call, made at its first step."""
+        """For each slot, the function that steps it in one call, made at the slot's first step."""
         self._tds: list[TensorDictBase] = []
         self._resets = ResetColumns.of(env, slab, self.cursor)
         self.all_are_transitions = not stepper.declares.has_reset_slots
@@ -167,14 +174,14 @@ class SystemLanes(Lanes):
         if self.pending is not None:
             self.pending[:] = False
 
-    def seen(self, at: int) -> TensorDictBase:
-        """Return views of the slab."""
+    def observations(self, at: int) -> TensorDictBase:
+        """Return the observations of slot ``at`` as views of the slab."""
         if not self._tds:
             self._tds = self.slab.tensordicts(self.stepper.declares.groups)
         return self._tds[at]
 
     def step(self, start: int, stop: int) -> None:
-        """Step through slots ``[start, stop)``, which have their actions."""
+        """Step through slots ``[start, stop)``, whose actions are set."""
         cursor = self.cursor
         if self._resets is not None:
             self._resets.fill(start, stop)
@@ -209,7 +216,7 @@ class SystemLanes(Lanes):
             raise raised from error
 
     def _noted(self, error: BaseException) -> BaseException:
-        """Return the error to raise for a step's ``error``, with a note of the actions."""
+        """Return the error to raise for a step's ``error``, with a note about the actions."""
         if isinstance(error, ENDS):
             error = stopped(error, self.stepper.system.first_lane)
         else:
@@ -218,26 +225,26 @@ class SystemLanes(Lanes):
         return error
 
     def say_actions(self, error: BaseException) -> None:
-        """Note the actions of the step that raised ``error``."""
+        """Add a note to ``error`` about the actions of the step that raised it."""
         at = self.cursor.at
         if isinstance(error, ValueRefused):
-            error.slot = at
+            error.locate(slot=at)
         actions = [column[at].tolist() for column in self.cursor.actions]
         said = actions[0] if len(actions) == 1 else actions
         error.add_note(f"tallyroll: raised by the step with the actions {said!r:.400}")
 
     def upcoming(self) -> NDArray[np.bool_]:
-        """Lanes whose next slot will be a transition."""
+        """Return marks ``[lane]`` of lanes whose next slot will be a transition."""
         return super().upcoming() if self.pending is None else ~self.pending
 
     def ended(self, start: int, stop: int) -> Mask:
-        """``[time, lane]``, the environment reported an end in this slot."""
+        """Return marks ``[time, lane]`` of slots in which the environment reported an end."""
         cursor = self.cursor
         ended: Mask = cursor.terminated[start:stop] | cursor.truncated[start:stop]
         return ended
 
     def transitions(self, start: int, stop: int, stepped: int) -> Mask:
-        """Mark all slots except reset slots."""
+        """Return marks of all slots except reset slots."""
         if self.pending is None:
             return np.ones((stop - start, self.lanes), np.bool_)
         ended = self.ended(start, stop)
@@ -247,7 +254,7 @@ class SystemLanes(Lanes):
 
 
 def stopped(error: BaseException, first_lane: int = 0) -> Exception:
-    """Return our error for a ``StopIteration`` that a step of an environment raised."""
+    """Return the error that replaces a ``StopIteration`` raised by a step of an environment."""
     lane = lane_of(error)
     place = "" if lane is None else f" of lane {first_lane + lane}"
     return user_code.error(f"a step of the environment{place}", error)
@@ -263,14 +270,14 @@ def ended_in(slab: Slab, start: int, stop: int) -> Mask:
     return ended
 
 
-def changed(key: Key, got: Any, wanted: torch.Tensor | None = None) -> Exception:
-    """Return the error for a value that differs in kind from that of the first step."""
+def changed_error(key: Key, got: Any, wanted: torch.Tensor | None = None) -> Exception:
+    """Return the error for a value whose shape, dtype or type differs from the first step."""
     kind = TransitionError if key[0] == NEXT else PolicyError
     if got is None or wanted is None:
-        return kind(f"{format_key(key)} is missing; it was there on the first step")
+        return kind(f"{format_key(key)} is missing, but the first step had it")
     is_tensor = isinstance(got, torch.Tensor)
     return kind(
-        f"{format_key(key)}: got "
-        f"{SlabColumn(got.dtype, tuple(got.shape)) if is_tensor else type(got).__name__}, expected "
-        f"{SlabColumn(wanted.dtype, tuple(wanted.shape))} as on the first step"
+        f"{format_key(key)}: expected {SlabColumn(wanted.dtype, tuple(wanted.shape))} as on the "
+        "first step, got "
+        f"{SlabColumn(got.dtype, tuple(got.shape)) if is_tensor else type(got).__name__}"
     )

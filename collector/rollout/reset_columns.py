@@ -1,4 +1,4 @@
-"""Columns with the context and the seed of each trajectory's reset, constant in its rows."""
+"""Columns with the context and the seed of each trajectory's reset, equal in all of its rows."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -18,9 +18,10 @@ class ResetColumns:
     If a step resets lanes, their next slots get the next values.
 
     Args:
-        now: values ``[lane, ...]`` by their columns; their owner changes them.
-        slab: has the columns.
-        cursor: the current slot, if the environment fills the slab.
+        now: the keys of the columns and their current values ``[lane, ...]``, which the resets
+            update.
+        slab: the slab with these columns.
+        cursor: the current slot if the environment fills the slab, otherwise None.
     """
 
     def __init__(
@@ -33,17 +34,20 @@ class ResetColumns:
 
     @classmethod
     def of(cls, env: EnvBase, slab: Slab, cursor: Cursor | None = None) -> Self | None:
-        """Return the reset columns of ``env``, which reports its resets from now on, or None."""
+        """Return the reset columns of ``env``, or None if it has none.
+
+        From now on, ``env`` reports its resets to them.
+        """
         base = system_of(env)
         resets = None if base is None else base.stepper.contexts.resets
         if resets is None:
             return None
         made = cls([*resets.now.items()], slab, cursor)
-        resets.told = None if cursor is None or slab.lane is not None else made.begun
+        resets.report_to(None if cursor is None or slab.lane is not None else made.begun)
         return made
 
     def fill(self, start: int, stop: int) -> None:
-        """Write to slots ``[start, stop)``, which are about to be stepped."""
+        """Write the values to slots ``[start, stop)``, which are about to be stepped."""
         self._stop = stop
         if stop == start + 1:
             for column, now in self._arrays:
@@ -53,7 +57,7 @@ class ResetColumns:
             column[start:stop] = now
 
     def begun(self, lanes: Sequence[int]) -> None:
-        """Write to the slots after the current one, in ``lanes``."""
+        """Write the new values of ``lanes`` to the slots after the current one."""
         assert self._cursor is not None
         after, stop = self._cursor.at + 1, self._stop
         if after < stop:
@@ -62,7 +66,7 @@ class ResetColumns:
                     column[after:stop, lane] = now[lane]
 
     def put(self, at: int, lanes: NDArray[Any] | None = None) -> None:
-        """Write to slot ``at``, which has a row of each of ``lanes`` (None: of all lanes)."""
+        """Write the values to slot ``at``, which has rows of ``lanes``; None means all lanes."""
         if lanes is None:
             for to, values in self._columns:
                 to[at].copy_(values)

@@ -18,29 +18,30 @@ from tallyroll.collector.rollout.driver import Driver
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
 SLOTS_AT_ONCE = 8
-"""Slots between two looks at a budget of episodes: few, because a look costs little."""
+"""Number of slots between two checks of an episode budget; small, because a check is cheap."""
 
 
 def looked_at_often(gate: EpisodeBudget) -> int:
-    """Return the number of slots until the next look at an episode budget."""
+    """Return the number of slots to fill until the next check of an episode budget."""
     return SLOTS_AT_ONCE if 0 < gate.started < gate.total else 1
 
 
 class SlabFiller:
-    """Fills slots by actions of a policy or at random; marks and counts their transitions.
+    """Fills slots with actions of a policy or random ones; marks and counts their transitions.
 
     A `Rollout` makes blocks of the slots that its filler filled. A worker's filler fills the slots
     of a lease.
 
     Args:
-        driver: fills slots.
-        policy: None draws random actions.
-        extra: keys that the policy writes beside the action.
-        surplus: the fate of transitions of the last step beyond those asked for.
+        driver: the driver that fills slots.
+        policy: chooses actions; None if all actions are random.
+        extra: keys that the policy writes in addition to the action.
+        surplus: handling of transitions of the last step beyond the requested number.
         random_frames: number of transitions at the start that have random actions.
-        gate: an episode budget, or None.
-        at_once: returns how many slots are filled until the next look at ``gate``.
-        counted: is called with each number of counted slots, and the transitions executed.
+        gate: the episode budget; None if there is none.
+        at_once: returns the number of slots to fill until the next check of ``gate``.
+        counted: a function that is called after each count with two numbers: the counted slots, and
+            the executed transitions.
     """
 
     def __init__(
@@ -63,11 +64,11 @@ class SlabFiller:
         self._at_once, self._counted = at_once, counted
         self._surplus, self._extra = surplus, tuple(extra)
         self.entry = NOTHING
-        """Counts that no caller took yet."""
+        """Counts that no caller has taken yet."""
         self.cuts: NDArray[np.bool_] | None = None
-        """Lanes that were cut in the last slot; None: no lane was."""
+        """Lanes that were cut in the last slot; None if no lane was."""
         self.restarting = True
-        """True if the lanes' trajectories are to begin before the next slot."""
+        """True if all lanes have to begin new trajectories before the next slot."""
 
     @property
     def over(self) -> bool:
@@ -75,6 +76,14 @@ class SlabFiller:
         return self.driver.stopping or (self.gate is not None and self.gate.finished)
 
     # --- beginnings, and counts -------------------------------------------------------------------
+
+    def begin_at_random(self, count: int) -> None:
+        """Draw the actions of the next ``count`` transitions at random."""
+        self.random_frames = count
+
+    def forget_cuts(self) -> None:
+        """Forget the lanes that were cut in the last slot, because a block reported them."""
+        self.cuts = None
 
     def restart(self) -> None:
         """Reset every lane before the next slot."""
@@ -93,16 +102,16 @@ class SlabFiller:
         return entry
 
     def happened(self, entry: LedgerEntry) -> None:
-        """Add to the counts."""
+        """Add ``entry`` to the counts."""
         self.entry = entry if self.entry is NOTHING else self.entry.plus(entry)
 
     # --- how many slots, with actions of the policy or random ones --------------------------------
 
     def advance(self, missing: int, limit: int) -> int:
-        """Step once, or as often as is surely needed; return the number of transitions.
+        """Step once, or as often as is certain to be needed; return the number of transitions.
 
         Args:
-            missing: transitions that are wanted.
+            missing: number of transitions that are wanted.
             limit: the slot at which filling ends.
         """
         start = self.driver.used
@@ -128,11 +137,11 @@ class SlabFiller:
 
     @property
     def _random_left(self) -> int:
-        """Number of random actions still to be drawn, without those of lanes under way."""
+        """Number of random actions still to be drawn, without those already under way."""
         return self.random_frames - self.driver.random_under_way
 
     def _needed(self, missing: int) -> int:
-        """Return how many lanes, from the lowest on, have to step for ``missing`` transitions."""
+        """Return how many lanes, from lane 0 on, have to step to make ``missing`` transitions."""
         if self.gate is None:
             return min(missing, self.lanes)
         made = np.cumsum(self.gate.upcoming(self.driver.upcoming()))
@@ -154,7 +163,7 @@ class SlabFiller:
             self.driver.policy_steps(start, stop)
 
     def _opening(self, start: int, steps: int, stepped: int) -> None:
-        """Fill slots with random actions while these last, then one with actions of both kinds."""
+        """Fill slots with the remaining random actions, or one slot with actions of both kinds."""
         assert self.policy is not None
         left = self._random_left
         whole = min(steps, left // stepped)
@@ -176,7 +185,7 @@ class SlabFiller:
     def take_back_drawn(self, at: slice, marks: Mask) -> None:
         """Add discarded random transitions back to the random budget.
 
-        ``marks`` ``[time, lane]`` are the discarded transitions of slots ``at``.
+        ``marks`` ``[time, lane]`` marks the discarded transitions of slots ``at``.
         """
         drawn = marks & (self.slab.version[at] == RANDOM_VERSION)
         self.random_frames += int(np.count_nonzero(drawn))
@@ -224,7 +233,7 @@ class SlabFiller:
 
 
 class SlabFillerOfSeveral(SlabFiller):
-    """Fills slots by several policies, some of which may act at random; see `SlabFiller`."""
+    """A `SlabFiller` for several policies, some of which may act at random."""
 
     policy: SeveralPolicies
 
@@ -234,13 +243,16 @@ class SlabFillerOfSeveral(SlabFiller):
 
     @property
     def _random_left(self) -> int:
-        """Number of random actions still to be drawn for all; 1 where some policy has openings."""
+        """Number of random actions still to be drawn for all policies.
+
+        If there are none, but some policy still begins at random, the number is 1.
+        """
         return super()._random_left or int(self._openings.under_way)
 
     def _policy_slots(self, start: int, stop: int, stepped: int) -> None:
         self.slab.version[start:stop] = self.policy.row_version
         if stepped < self.lanes:
-            # Without these marks a driver goes by the version of the first lane, which may be -1.
+            # Without marks, a driver decides by the version of the first lane, which may be -1.
             self.driver.part(start, stepped, np.zeros(self.lanes, np.bool_))
         else:
             self.driver.policy_steps(start, stop)
@@ -263,15 +275,15 @@ class SlabFillerOfSeveral(SlabFiller):
 
     def take_back_drawn(self, at: slice, marks: Mask) -> None:
         """Add discarded random transitions back to the random budgets."""
-        if not self.policy.draws:  # else no opening is of all policies
+        if not self.policy.draws:  # otherwise the random actions are not of all policies
             super().take_back_drawn(at, marks)
-        self._openings.left += self._openings.counted(self.slab, at, marks)
+        self._openings.give_back(self._openings.counted(self.slab, at, marks))
 
     def count(self, start: int, stop: int, stepped: int) -> int:
         """Mark and count the transitions of slots ``[start, stop)``; return their number."""
         marked = super().count(start, stop, stepped)
         if self._openings.under_way:
             at = slice(start, stop)
-            counted = self._openings.counted(self.slab, at, self.slab.transitions[at])
-            self._openings.left -= counted
+            marks = self.slab.transitions[at]
+            self._openings.draw(self._openings.counted(self.slab, at, marks))
         return marked

@@ -1,6 +1,6 @@
 """Plan the slab of an environment and a policy, and choose the driver that fills it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, prod
 from typing import Any
@@ -39,6 +39,7 @@ from tallyroll.collector.rollout.copied_lanes import CopiedLanes
 from tallyroll.collector.rollout.driver import LocalDriver
 from tallyroll.collector.rollout.lanes import Lanes, SystemLanes, ended_in
 from tallyroll.collector.run_plan import FEW_REWARDS
+from tallyroll.collector.slab.names import excluded_columns, new_name
 from tallyroll.collector.slab.slab import Slab, SlabColumn, SlabColumns
 from tallyroll.storage.rows.batch_dims import batch_dims_of
 from tallyroll.storage.rows.dtypes import SIGNED
@@ -46,11 +47,15 @@ from tallyroll.storage.rows.keys import (
     COLLECTOR,
     DONE,
     IS_INIT,
+    LANE,
     NEXT,
     NEXT_VALID,
     POLICY_ID,
+    POLICY_VERSION,
     POLICY_VERSIONS,
+    STEP,
     TERMINATED,
+    TRAJ_IDS,
     TRUNCATED,
     VALID,
     Key,
@@ -61,7 +66,7 @@ from tallyroll.storage.rows.keys import (
 
 MOST_SLOTS = 4096
 SLAB_BYTES = 256 * 2**20
-"""The size that a slab has at most, roughly; longer batches need several fills."""
+"""The approximate maximum size of a slab; longer batches need several fills."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class SlabPlan:
 
     layout: SlabColumns
     extra: tuple[Key, ...]
-    """Columns that the policy writes beside the action."""
+    """Columns that the policy writes in addition to the action."""
     flowing: tuple[Key, ...]
     """Observations that an environment writes in place."""
     shared: bool
@@ -85,35 +90,38 @@ class SlabPlan:
     """Batch dimensions that nested TensorDicts have after the lanes."""
     in_place: bool
     reset_slots: bool
-    """True for an environment that writes in place and has reset slots."""
+    """True if the environment writes in place and has reset slots."""
     marked: bool
     """True if the environment marks which slots are transitions."""
     inits: tuple[Key, ...] = ()
-    """Columns that are True where a trajectory begins."""
+    """Columns that are True in the first row of a trajectory."""
     arrivals: int = 0
-    """Rows of a slot if lanes return in any order; 0 if every lane has a column of its own."""
+    """Number of rows in a slot if lanes return in any order; 0 if each lane has its own column."""
     flags: tuple[Key, ...] = ()
     """Done flags that the environment declares, by their names at the root.
 
-    Empty except in TorchRL's layout: otherwise workers may differ in them.
+    The tuple is empty except in TorchRL's layout, because in other layouts workers may declare
+    different flags.
     """
     batched: bool = True
     """False for an environment without a lane dimension in TorchRL's layout."""
     notes: tuple[str, ...] = ()
-    """Warnings for users of the rows."""
+    """Warnings for users of the rows, about the policy."""
+    excluded: tuple[Key, ...] = ()
+    """Columns of slabs and batches that are not stored."""
     masks: tuple[MaskRule, ...] = ()
     """Masks of legal actions among the columns."""
     fault: str | None = None
-    """How the environment falsifies ends of episodes, which only TorchRL's layout accepts."""
+    """A text on how the environment falsifies ends of episodes; accepted in TorchRL's layout."""
     ticks: int | None = field(default=1, compare=False)
-    """Simulator ticks of a transition, as the environment reports them; None: unknown."""
+    """Simulator ticks per transition, as the environment reports them; None if unknown."""
     spaces: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """Spaces of observations and actions as JSON, by column names; workers may differ in them."""
+    """Spaces of observations and actions as JSON, by column name; workers may have other ones."""
 
     def executed(self, slab: Slab, start: int, stop: int, pending: NDArray[np.bool_]) -> Mask:
-        """Mark the slots ``[start, stop)`` of ``slab`` that are transitions ``[time, lane]``.
+        """Return marks ``[time, lane]`` of the slots ``[start, stop)`` that are transitions.
 
-        ``pending`` are the lanes that ended in the slot before them.
+        ``pending`` marks the lanes whose episode ended in the slot before ``start``.
         """
         if self.reset_slots:
             return next_step_transitions(ended_in(slab, start, stop), pending)
@@ -122,9 +130,9 @@ class SlabPlan:
         return np.ones((stop - start, slab.lanes), np.bool_)
 
     def slots(self, lanes: int, frames: int, slabs: int = 1) -> int:
-        """Return enough slots for ``frames``, even if every second one is a reset slot.
+        """Return enough slots for ``frames`` rows, even if every second slot is a reset slot.
 
-        A bound may make it fewer: `MOST_SLOTS`, and about `SLAB_BYTES` for ``slabs`` slabs.
+        The number is limited by `MOST_SLOTS`, and by about `SLAB_BYTES` for ``slabs`` slabs.
         """
         row = sum(
             torch.empty((), dtype=column.dtype).element_size() * int(np.prod(column.shape))
@@ -144,11 +152,11 @@ class SlabPlan:
         return few and reward.dtype in (torch.float32, torch.float64)
 
     def columns(self, lanes: int) -> int:
-        """Return the rows of a slot of an environment with ``lanes`` lanes."""
+        """Return the number of rows in a slot of an environment with ``lanes`` lanes."""
         return self.arrivals or lanes
 
     def slab(self, slots: int, lanes: int, **options: Any) -> Slab:
-        """Make a slab of ``slots`` slots; ``options`` are the others of :class:`Slab`."""
+        """Make a slab of ``slots`` slots; ``options`` are the other arguments of :class:`Slab`."""
         return Slab(
             slots,
             self.columns(lanes),
@@ -170,24 +178,25 @@ def plan_slab(
     several = policy if isinstance(policy, SeveralPolicies) else None
     if several is not None and arrivals:
         raise EnvironmentRefused(
-            "policy: several policies act in lanes that step together, and lanes of this "
-            "environment come back in any order; give one policy"
+            "policy: expected one policy, got several. Several policies act in lanes that step "
+            "together, but lanes of this environment come back in any order."
         )
     if policy is None or options.init_random_frames or policy.draws:
-        require_masks(env)  # one of several policies may draw in the trial
+        require_masks(env)  # one of several policies may act at random in the trial
     if policy is not None:
         with torch.no_grad(), set_exploration_type(options.exploration_type), keep_streams(several):
             if several is None:
-                settle_inputs(policy, first, env, _given(env))
+                settle_inputs(policy, first, env, _policy_input_keys(env))
             else:
                 strict = options.checks.validate == "raise"
-                several.try_parts(first, env, _given(env), strict=strict)
+                several.try_parts(first, env, _policy_input_keys(env), strict=strict)
             extra = try_out(policy, first, env, strict=options.checks.validate == "raise")
     if in_place and next_keys(extra):
         raise PolicyError(
-            f"the policy writes {[format_key(key) for key in next_keys(extra)]}, which must be "
-            "carried from step to step and reset with each lane; add its primer to the "
-            "environment: TransformedEnv(env, InitTracker(), policy.make_tensordict_primer())"
+            f"the policy writes {[format_key(key) for key in next_keys(extra)]}: these values must "
+            "be carried from step to step and reset with each lane. Add the primer of the policy "
+            "to the environment: TransformedEnv(env, InitTracker(), "
+            "policy.make_tensordict_primer())"
         )
     if policy is not None:
         with torch.no_grad(), set_exploration_type(options.exploration_type), keep_streams(several):
@@ -202,6 +211,7 @@ def plan_slab(
     dims = _batch_dims(env, layout, policy)
     extra = {key: column for key, column in extra.items() if key not in layout}
     torchrl = options.layout.name == "torchrl"
+    excluded = _excluded(env, (*extra, *layout), options)
     return SlabPlan(
         layout={**extra, **layout},
         extra=tuple(extra),
@@ -209,7 +219,7 @@ def plan_slab(
         shared=in_place and env.stepper.declares.has_reset_slots and not arrivals,
         rewards=tuple((NEXT, *as_key(key)) for key in env.full_reward_spec.keys(True, True)),
         lost_finals=(options.checks.finals == "lost" or loses_finals(env))
-        and not next_valid_keys(layout),  # there the environment marks them
+        and not next_valid_keys(layout),  # otherwise the environment marks lost finals
         observed=observed_keys(env, layout, options),
         dones=nested_dones(env),
         inits=init_columns(env, layout),
@@ -221,27 +231,50 @@ def plan_slab(
         flags=tuple(map(as_key, env.full_done_spec.keys(True, True))) if torchrl else (),
         batched=len(env.batch_size) > 0 or not torchrl,
         notes=() if policy is None else tuple(policy.notes),
+        excluded=excluded,
         masks=tuple(rule for rule in rules_of(env) if {rule.mask, rule.action} <= {*layout}),
         fault=known_fault(env, options.max_frames_per_traj, options.checks.finals == "lost")
-        if torchrl  # in other layouts it was refused before
+        if torchrl  # in other layouts it has been refused
         else None,
         ticks=ticks_of(env) if options.columns.frame_skip is None else 1,
-        spaces=spaces_of(env, layout, options),
+        spaces=spaces_of(env, {k: c for k, c in layout.items() if k not in excluded}, options),
     )
 
 
+def _excluded(env: EnvBase, columns: Sequence[Key], options: Options) -> tuple[Key, ...]:
+    """Return the columns that are not stored.
+
+    Raises:
+        ArgumentError: a name in ``exclude`` matches no column, or a column that every row needs.
+    """
+    rewards, dones = (
+        [(NEXT, *as_key(key)) for key in spec.keys(True, True)]
+        for spec in (env.full_reward_spec, env.full_done_spec)
+    )
+    masks = [new_name((*key[1:-1], "mask"), options.rename, columns) for key in nested_dones(env)]
+    own = [key for key in columns if key[0] == COLLECTOR]
+    required = {
+        **dict.fromkeys(action_keys(env), "an action"),
+        **dict.fromkeys(rewards, "a reward"),
+        **dict.fromkeys((*dones, DONE, TERMINATED, TRUNCATED), "a flag of ends"),
+        **dict.fromkeys((key for key in masks if key in columns), "a mask of agents"),
+        **dict.fromkeys((*own, TRAJ_IDS, STEP, LANE, POLICY_VERSION), "a column of the collector"),
+    }
+    return excluded_columns(options.columns.exclude, columns, required)
+
+
 def _require_values(columns: SlabColumns, error: type[CollectorError], maker: str) -> None:
-    """Refuse columns without values, which no storage can hold."""
+    """Raise ``error`` for columns without values, which no storage can hold."""
     for key, column in columns.items():
         if 0 in column.shape:
             raise error(
                 f"{format_key(key)}: expected at least one value, got the shape "
-                f"{list(column.shape)} of {maker}; leave it out there, or in a wrapper"
+                f"{list(column.shape)} from {maker}. Remove the column there, or in a wrapper."
             )
 
 
-def _given(env: EnvBase) -> list[Key]:
-    """Return the observations that a policy of tensors may get."""
+def _policy_input_keys(env: EnvBase) -> list[Key]:
+    """Return the keys of observations that a policy that takes tensors may get."""
     base = system_of(env)
     infos = () if base is None else base.info_keys
     keys = map(as_key, env.observation_spec.keys(True, True))
@@ -258,24 +291,26 @@ def make_driver(
     board: memoryview,
     run_lanes: int | None = None,
 ) -> LocalDriver:
-    """Make the driver that ``plan`` was made for.
+    """Make the driver for which ``plan`` was made.
 
-    ``rng`` draws for each of ``run_lanes``, the lanes of the run, so that every process with an
-    equal ``rng`` draws the same; with None it draws only for the lanes of ``env``.
+    ``run_lanes`` is the number of lanes of the run. ``rng`` draws for all of them, so that every
+    process with an equal ``rng`` draws the same numbers. If ``run_lanes`` is None, ``rng`` draws
+    only for the lanes of ``env``.
     """
     columns = plan.arrivals or None
     if POLICY_ID in plan.layout and isinstance(policy, SeveralPolicies):
         ids = torch.from_numpy(np.asarray(policy.policy_of_lane))
         slab.columns[POLICY_ID][:] = ids.to(torch.int32)
-    random = RandomActions(env, rng, run_lanes, slab.first_lane, columns)
     lanes: Lanes
+    acting = None
     if plan.arrivals:
         lanes = ArrivingLanes(env, slab, plan.extra, board, by_policy=policy is not None)
-        random.acting = lanes.acting
+        acting = lanes.acting
     elif plan.in_place:
         lanes = SystemLanes(env, slab, board)
     else:
         lanes = CopiedLanes(env, slab, (*plan.extra, POLICY_ID), board)
+    random = RandomActions(env, rng, run_lanes, slab.first_lane, columns, acting)
     return LocalDriver(lanes, policy, extra=plan.extra, random=random, board=board)
 
 
@@ -303,7 +338,7 @@ def in_place_layout(env: SystemEnv) -> dict[Key, SlabColumn]:
 
 
 def reset_layout(env: EnvBase) -> dict[Key, SlabColumn]:
-    """Return the columns of contexts and seeds, if resets get any."""
+    """Return the columns of reset contexts and reset seeds, if resets get any."""
     base = system_of(env)
     resets = None if base is None else base.stepper.contexts.resets
     return {} if resets is None else resets.layout
@@ -317,15 +352,15 @@ def copied_layout(env: EnvBase) -> dict[Key, SlabColumn]:
         shown = format_key(as_key(name))
         if spec.dtype is None:
             raise EnvironmentRefused(
-                f"{shown} is {type(spec).__name__}, which no column can hold; where it is a "
-                f'string, TransformedEnv(env, FixedWidth({{"{shown}": bytes}})) makes one of it, '
-                f'and TransformedEnv(env, ExcludeTransform("{shown}")) leaves it out'
+                f"{shown} is {type(spec).__name__}, which no column can hold. Convert strings with "
+                f'TransformedEnv(env, FixedWidth({{"{shown}": bytes}})), or leave the entry out '
+                f'with TransformedEnv(env, ExcludeTransform("{shown}")).'
             )
         if -1 in spec.shape:
             raise EnvironmentRefused(
-                f"{shown} has no fixed shape ({list(spec.shape)}), and a column has one; around "
-                f'each single environment, TransformedEnv(env, FixedWidth({{"{shown}": shape}})) '
-                "fills shorter ones with zeros"
+                f"{shown}: expected a fixed shape, got {list(spec.shape)}. Fill shorter values "
+                "with zeros: wrap each single environment in TransformedEnv(env, "
+                f'FixedWidth({{"{shown}": shape}})).'
             )
     layout: dict[Key, SlabColumn] = {}
     for name, value in _fake(env).items(True, True):
@@ -336,7 +371,9 @@ def copied_layout(env: EnvBase) -> dict[Key, SlabColumn]:
             key = key[1:]
         layout[key] = SlabColumn(value.dtype, tuple(value.shape[lead:]))
     if DONE not in layout or TERMINATED not in layout:
-        raise EnvironmentRefused("the environment declares no done and terminated at its root")
+        raise EnvironmentRefused(
+            "the environment does not declare both done and terminated at its root"
+        )
     return layout
 
 
@@ -350,21 +387,21 @@ def _fake(env: EnvBase) -> TensorDictBase:
         if not hard:
             raise
         raise EnvironmentRefused(
-            f"TorchRL's own environments and transforms need operations that torch lacks for the "
-            f"dtype of {hard} ({error}); leave transforms out, or cast in a wrapper underneath, "
-            "as gymnasium.wrappers.DtypeObservation(env, np.int32)"
+            "TorchRL's own environments and transforms need operations that torch lacks for the "
+            f"dtype of {hard} ({error}). Leave transforms out, or cast in an inner wrapper, such "
+            "as gymnasium.wrappers.DtypeObservation(env, np.int32)."
         ) from error
 
 
 def nested_dones(env: EnvBase) -> tuple[Key, ...]:
-    """Return columns of the done flags that ``env`` declares below the root: those of groups."""
+    """Return the columns of done flags that ``env`` declares for groups, below the root."""
     keys = (as_key(key) for key in env.full_done_spec.keys(True, True))
     ends = ("terminated", "truncated")
     return tuple((NEXT, *key) for key in keys if len(key) > 1 and key[-1] not in ends)
 
 
 def init_columns(env: EnvBase, layout: SlabColumns) -> tuple[Key, ...]:
-    """Return the columns that mark where a trajectory begins; trackers may rename them."""
+    """Return the columns that mark the first row of a trajectory; trackers may rename them."""
     trackers = (each for each in env.modules() if isinstance(each, InitTracker))
     names = {IS_INIT, *(each.init_key for each in trackers)}
     return tuple(
@@ -385,7 +422,10 @@ def _batch_dims(env: EnvBase, layout: SlabColumns, policy: Policy | None) -> dic
 
 
 def _declared_dims(env: EnvBase) -> dict[Key, int]:
-    """Return those of a :class:`SystemEnv`, without zeros, for which tensordict imports pandas."""
+    """Return the batch dimensions of nested TensorDicts that a :class:`SystemEnv` declares.
+
+    This does not call ``zero`` on the specs, for which tensordict imports pandas.
+    """
     found: dict[Key, int] = {}
     for spec in (env.observation_spec, env.full_action_spec, env.full_done_spec):
         found |= _dims_of_spec(spec, ())

@@ -1,15 +1,15 @@
-"""Sources of transitions: they hand blocks of transitions, and their counts, to a collector.
+"""Sources of transitions, which hand blocks of transitions and their counts to a collector.
 
-A collector asks its source for one block after the other::
+A collector requests one block after the other from its source::
 
     block = source.block(want)
     post(ledger, block.entry)         # once, even if the rows are lost
     rows = copied from block.slab, at block.index
     # or left in the slab: block.keep(), and block.release() after they were copied
-    block.giver.given(block)          # if it has one
+    block.owner.hand_over(block)      # if it has one
 
-From then on the collector counts the rows. Before that, and after an error, the source counts them,
-in ``held`` or among the discarded ones.
+After ``hand_over``, the collector counts the rows. Before that, and after an error, the source
+counts them, in ``carried`` or as discarded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tallyroll.collector.counting.ledger import NOTHING, Ledger, LedgerEntry
@@ -33,22 +34,22 @@ from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.rows.keys import Key
 
-Sound = Callable[[Slab, int], int]
-"""Takes a slab and its number of filled slots; returns how many of these are as declared."""
+ValidSlots = Callable[[Slab, int], int]
+"""Takes a slab and its number of filled slots, and returns the number of leading valid slots."""
 
 
 class BlockOwner(Protocol):
     """The owner of a block's memory, which is valid until the next block."""
 
-    def given(self, block: "Block") -> None:
-        """Hand the block over: the collector copied its rows, unless they are kept."""
+    def hand_over(self, block: "Block") -> None:
+        """Hand the block over. The collector has copied its rows, or has kept its slots."""
 
 
 class SlotKeeper(Protocol):
     """An owner of memory that can keep slots for longer."""
 
     def keeps(self) -> bool:
-        """Return whether the slots stay valid until :meth:`released`."""
+        """Return True if the slots can stay valid until :meth:`released`."""
 
     def released(self) -> None:
         """Release the slots: the rows of the block are no longer needed."""
@@ -56,30 +57,43 @@ class SlotKeeper(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """The transitions of a slab that enter the batch, lane by lane."""
+    """Transitions of a slab that enter the batch, lane by lane."""
 
     slab: Slab
     used: int
-    """Slots of the slab that were filled."""
+    """Number of filled slots of the slab."""
     taken: Mask
-    """``[used, lane]``, the transitions that are rows of this block."""
+    """Marks ``[used, lane]`` of the transitions that are rows of this block."""
     index: NDArray[np.intp]
-    """``[row]``, indices into slots flattened to ``[used * lane]``. Read only: blocks share it."""
+    """Indices ``[row]`` into the slots, flattened to ``[used * lane]``.
+
+    The array is read only, because blocks share it.
+    """
     lane: NDArray[np.int32]
-    """``[row]``, the lane of each row, numbered over the whole run."""
+    """The lane of each row ``[row]``, numbered over the whole run."""
     entry: LedgerEntry = NOTHING
-    """Counts since the block before, this block's transitions included."""
+    """Counts since the previous block, including the transitions of this block."""
     cuts: NDArray[np.bool_] | None = None
-    """``[lane]``, lanes whose trajectories end, unfinished, after the block; None: no lane's."""
-    giver: BlockOwner | None = None
-    """The owner of the memory; None: the block owns it."""
+    """Marks ``[lane]`` of lanes whose trajectories are cut after the block; None if none is."""
+    owner: BlockOwner | None = None
+    """The owner of the memory; None if the block owns it."""
     keeper: SlotKeeper | None = None
-    """The owner, if it can leave the slots as they are when the next block is asked for."""
+    """The owner, if it can leave the slots unchanged when the next block is requested."""
     kept: bool = False
+    _index_there: torch.Tensor | None = None
+    """The copy of ``index`` on the device of the slab."""
 
     @classmethod
-    def of(cls, slab: Slab, transitions: Mask, count: int) -> "Block":
-        """Make a block of the first ``count`` of ``transitions`` ``[used, lane]``."""
+    def of(
+        cls,
+        slab: Slab,
+        transitions: Mask,
+        count: int,
+        *,
+        owner: BlockOwner | None = None,
+        keeper: SlotKeeper | None = None,
+    ) -> "Block":
+        """Make a block of the first ``count`` transitions in the marks ``[used, lane]``."""
         taken = transitions
         if slab.lane is not None:
             taken = first_in_slot_order(transitions, count)
@@ -91,60 +105,80 @@ class Block:
             index, lane = lane_major(taken)
         if slab.first_lane:
             lane += np.int32(slab.first_lane)
-        return cls(slab, len(transitions), taken, index, lane)
+        used = len(transitions)
+        return cls(slab, used, taken, index, lane, owner=owner, keeper=keeper)
+
+    def report(self, entry: LedgerEntry, cuts: NDArray[np.bool_] | None = None) -> "Block":
+        """Set the counts since the last block, and the lanes cut after this one; return self."""
+        self.entry, self.cuts = entry, cuts
+        return self
 
     def __len__(self) -> int:
         return len(self.index)
 
     def numbers_of(self, at: NDArray[np.intp]) -> NDArray[np.int64]:
-        """Return the number of each slot of indices ``at`` among the rows in slot order, from 1."""
+        """Return the number of each slot ``at`` among the rows in slot order, counted from 1."""
         if not len(at):
             return np.zeros(0, np.int64)
         return self.taken.reshape(-1).cumsum(dtype=np.int64)[at]
 
-    def keep(self, more: bool) -> bool:
-        """Keep the slots until :meth:`release`, and return True, if their owner can.
+    @property
+    def is_whole(self) -> bool:
+        """True if every slot is a row, so that ``index`` is a transposition."""
+        return self.slab.lane is None and len(self.index) == self.taken.size
 
-        ``more``: another block is requested before.
+    def index_on(self, device: torch.device) -> torch.Tensor:
+        """Return ``index`` as a tensor on the device of the slab. Only the first call copies it."""
+        if self._index_there is None:
+            self._index_there = torch.from_numpy(self.index).to(device)
+        return self._index_there
+
+    def keep(self, more: bool) -> bool:
+        """Keep the slots until :meth:`release`, and return True, if their owner can do so.
+
+        ``more`` is True if another block is requested before the release.
         """
         if self.keeper is None:
-            return self.giver is None or not more
+            return self.owner is None or not more
         self.kept = self.keeper.keeps()
         return self.kept
 
     def release(self) -> None:
-        """Return kept slots to their owner."""
+        """Give the slots back to their owner, if :meth:`keep` kept them."""
         if self.kept and self.keeper is not None:
             self.keeper.released()
         self.kept = False
 
 
 class DiscardedTransitions(NamedTuple):
-    """Counts and lanes of transitions that a source discarded. All arrays are ``[lane]``."""
+    """Counts and lanes of transitions that a source has discarded. All arrays are ``[lane]``."""
 
     entry: LedgerEntry
-    """Counts since the last block, all discarded transitions included."""
+    """Counts since the last block, including all discarded transitions."""
     lanes: NDArray[np.bool_]
     """Lanes that lost transitions."""
     reward: NDArray[np.float64]
-    """Reward of the last slot."""
+    """The reward of each lane in the last slot."""
     ended: NDArray[np.bool_]
-    """Lanes of which the last slot reported an end."""
+    """Lanes that reported an end in the last slot."""
 
 
-class PendingTransitions(NamedTuple):
-    """Transitions that were executed and are in no block, in the order of lanes and time."""
+class UndeliveredTransitions(NamedTuple):
+    """Transitions that were executed and are in no block, ordered by lane, then by time."""
 
     lane: NDArray[np.int32]
-    """``[row]``, ascending."""
+    """The lane of each transition ``[row]``, ascending."""
     ended: NDArray[np.bool_]
-    """``[row]``, the transition is the last one of its episode."""
+    """Marks ``[row]`` of transitions that are the last of their episode."""
     cuts: NDArray[np.bool_] | None = None
-    """``[lane]``, lanes whose trajectories are cut after these; None: no lane's."""
+    """Marks ``[lane]`` of lanes whose trajectories are cut after these; None if none is."""
 
     @classmethod
-    def of(cls, slab: Slab, transitions: Mask, ended: Mask) -> "PendingTransitions":
-        """Return all ``transitions`` ``[used, lane]``; ``ended`` are the ends in these slots."""
+    def of(cls, slab: Slab, transitions: Mask, ended: Mask) -> "UndeliveredTransitions":
+        """Return the marked ``transitions``; ``ended`` marks the ends of episodes in these slots.
+
+        Both are ``[used, lane]``.
+        """
         block = Block.of(slab, transitions, transitions.size)
         return cls(block.lane, ended.reshape(-1)[block.index])
 
@@ -157,49 +191,52 @@ class TransitionSource(Protocol):
 
     @property
     def slabs(self) -> Sequence[Slab]:
-        """The slabs of its blocks; they differ only in their lanes."""
+        """The slabs of the blocks, which differ only in their lanes."""
 
     @property
     def counts(self) -> Decision:
-        """The way a slot of all lanes is counted; see `RunPlan.counts`."""
+        """The decision about how a slot of all lanes is counted; see `RunPlan.counts`."""
 
     def block(self, want: int) -> Block:
-        """Return at most ``want`` transitions after those of the last block; perhaps none yet."""
+        """Return at most ``want`` transitions after the last block, or an empty block for now."""
 
     @property
-    def held(self) -> int:
-        """Number of transitions that an entry counted and no block has; computed at each access."""
+    def carried(self) -> int:
+        """Number of transitions that an entry has counted but that are in no block.
 
-    def still(self) -> AbstractContextManager[Sequence[PendingTransitions]]:
-        """Wait for steps under way, and return a context in which no step is made.
-
-        It has the transitions that are in no block, in the order in which blocks will have them.
-        The lanes executed no others.
+        It is computed at each access.
         """
 
-    def drawn_ahead(self, openings: Openings) -> Counts:
-        """Return how many random actions at the start of several policies are in no block.
+    def still(self) -> AbstractContextManager[Sequence[UndeliveredTransitions]]:
+        """Wait for steps under way, and return a context in which no step is made.
 
-        Those of steps under way count too.
+        The context yields all executed transitions that are in no block, in the order in which
+        blocks will have them.
+        """
+
+    def undelivered_random(self, openings: Openings) -> Counts:
+        """Return the number of opening random actions of each policy that are in no block.
+
+        Random actions of steps under way count too.
         """
 
     @property
     def dry(self) -> bool:
-        """True if no more blocks will come: the run was stopped, or its episodes are complete."""
+        """True if no more blocks will come: the run is stopped, or its episodes are complete."""
 
     def discard(self, rewards: Sequence[Key]) -> DiscardedTransitions:
         """Discard all transitions that are in no block, and sum their ``rewards`` columns."""
 
     def restart_lanes(self, ledger: Ledger) -> None:
-        """Reset every lane before its next slot; no transition may be held.
+        """Reset every lane before its next slot; no transition may be carried at this time.
 
-        ``ledger`` has the counts of stored transitions, which say what is left of a budget.
+        ``ledger`` has the counts of stored rows, which determine the rest of a budget.
         """
 
-    def salvage(self, sound: Sound, most: int) -> Iterator[Block]:
-        """Yield at most ``most`` complete transitions of the ``sound`` slots after an error.
+    def recover(self, valid_slots: ValidSlots, most: int) -> Iterator[Block]:
+        """Yield at most ``most`` complete transitions of valid slots after an error.
 
-        The source discards the others, and counts them in the last entry at the latest.
+        The source discards all other transitions, and counts them in the last entry at the latest.
         """
 
     def refused(self) -> tuple[Slab, int, NDArray[np.bool_]] | None:

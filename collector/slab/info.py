@@ -1,4 +1,4 @@
-"""Declarations of entries of infos that become columns."""
+"""Declarations of ``info`` entries that become columns; `InfoColumns` writes their values."""
 
 import re
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from tallyroll.storage.rows.dtypes import NUMPY, TORCH
 from tallyroll.storage.rows.keys import Key
 
 GIVEN = "_given"
-"""Suffix of the column that marks where an info with ``fill`` was given."""
+"""Suffix of the column that marks the rows in which an info with ``fill`` was given."""
 
 # Torch supports few operations on wider unsigned integers.
 _DTYPES = {each: TORCH[each] for each in TORCH if each.kind != "u" or each.itemsize == 1}
@@ -34,11 +34,11 @@ class Info:
 
     Args:
         name: name of the entry; a tuple of names, or ``"episode/r"``, if it is nested.
-        dtype: a NumPy or torch dtype, or its name. None uses the dtype of ``fill``, or that of the
-            first infos: int64 for Python's integers, float64 for its floats.
+        dtype: a NumPy or torch dtype, or its name. None uses the dtype of ``fill``, or the dtype of
+            the first infos: int64 for Python's integers, float64 for Python's floats.
         shape: shape of one lane's value; requires a dtype.
-        fill: a number, the value if a step or a reset does not give one. An additional bool column
-            ``<name>_given`` is True where the value was given. None: every step and every
+        fill: the number to use if a step or a reset does not give a value. An additional bool
+            column ``<name>_given`` is True where the value was given. If None, every step and every
             reset must give the value.
 
     Raises:
@@ -53,7 +53,7 @@ class Info:
     def __post_init__(self) -> None:
         if not self.key or not all(isinstance(part, str) and part for part in self.key):
             raise ArgumentError(
-                f"Info: expected a name, or a tuple of names where it is nested, got {self.name!r}"
+                f"Info: expected a name, or a tuple of names for a nested entry, got {self.name!r}"
             )
         object.__setattr__(self, "shape", self._checked_shape())
         if self.fill is not None:
@@ -89,8 +89,8 @@ class Info:
             )
         if not np.isfinite(found):
             raise ArgumentError(
-                f"Info {self.name!r}: expected a finite fill, got {self.fill!r}; the column "
-                f"{self.key[-1]}{GIVEN} says where it was given"
+                f"Info {self.name!r}: expected a finite fill, got {self.fill!r}. The column "
+                f"{self.key[-1]}{GIVEN} marks the steps that have a value."
             )
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "fill", found.item())
@@ -130,7 +130,7 @@ def infos_of(info_keys: Any) -> tuple[Info, ...]:
     """Return ``info_keys`` as declarations.
 
     Raises:
-        ArgumentError: an element is neither a name nor :class:`Info`, or occurs twice.
+        ArgumentError: an element is neither a name nor an :class:`Info`, or occurs twice.
     """
     if isinstance(info_keys, (str, Info)) or not isinstance(info_keys, Iterable):
         raise ArgumentError(f"info_keys: expected a sequence of names, got {info_keys!r}")
@@ -138,7 +138,9 @@ def infos_of(info_keys: Any) -> tuple[Info, ...]:
     for each in info_keys:
         info = each if isinstance(each, Info) else Info(each)
         if info.key in found:
-            raise ArgumentError(f"info_keys: {'/'.join(info.key)!r} is there twice")
+            raise ArgumentError(
+                f"info_keys: expected each name once, got {'/'.join(info.key)!r} twice"
+            )
         found[info.key] = info
     return tuple(found.values())
 

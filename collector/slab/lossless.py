@@ -1,4 +1,11 @@
-"""Lossless casts of arrays, which report the values that they would change. Pure functions."""
+"""Lossless casts of arrays, which report the values that they would change. Pure functions.
+
+An observation keeps the dtype of its space. For values of another dtype, `ExactRow.array`
+(``envs/exact.py``) converts those of one lane, and `Results.array` (``envs/stepping/results.py``)
+refuses those of all lanes together. The storage converts nothing. Rewards: `fitting`
+(``envs/stepping/arrays.py``), `reward_of` (``envs/exact.py``), and ``put_reward`` in
+``native/_step.c``.
+"""
 
 from functools import cache
 from typing import Any
@@ -15,10 +22,12 @@ _WHOLE = "biu"
 def cast(values: Array, dtype: np.dtype[Any]) -> tuple[Array, Mask | None]:
     """Cast ``values`` of a numeric dtype to ``dtype``.
 
-    NaN stays NaN. An integer equals the float of its value and ``True`` equals 1, and the reverse.
+    NaN stays NaN. An integer and the float of the same value count as equal, and so do ``True`` and
+    1.
 
     Returns:
-        The cast values, and marks of those that changed; None if none did.
+        The cast values, and marks of the values that changed; None instead of the marks if no value
+        changed.
     """
     if values.dtype == dtype:
         return values, None
@@ -42,7 +51,7 @@ def cast(values: Array, dtype: np.dtype[Any]) -> tuple[Array, Mask | None]:
 
 @cache
 def _always(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
-    """Return True if every value fits. NumPy calls casts of int64 to floats safe; they are not."""
+    """Return True if every value fits; NumPy wrongly calls casts of int64 to floats safe."""
     wide = source.kind in "iu" and source.itemsize == 8 and target.kind in "fc"
     return not wide and np.can_cast(source, target, "safe")
 

@@ -15,11 +15,13 @@ from tallyroll.storage.rows.keys import (
     VALID,
     Key,
     can_be_stored,
+    format_key,
     next_valid_keys,
+    without_next,
 )
 
 Rename = Mapping[Any, str | tuple[str, ...]]
-"""Old name of a column -> new name; a nested one is a tuple of names, or ``"a/b"``."""
+"""Maps the old names of columns to new names; a nested name is a tuple of names, or ``"a/b"``."""
 
 _KEPT = (NEXT, COLLECTOR)
 _FLAGS = (REWARD, DONE, TERMINATED, TRUNCATED)
@@ -33,7 +35,7 @@ class NamedColumn:
 
     key: Key
     path: tuple[Hashable, ...]
-    """The environment's name for it; keys of a Dict space need not be strings."""
+    """The environment's name for the column; keys of a Dict space need not be strings."""
     what: str = "observation"
 
 
@@ -57,12 +59,12 @@ def checked_rename(rename: Any) -> dict[Any, Key]:
     """Return ``rename`` with its new names as tuples.
 
     Raises:
-        ArgumentError: it is no mapping of names to names.
+        ArgumentError: the argument is not a mapping of names to names.
     """
     if not isinstance(rename, Mapping):
         raise ArgumentError(
-            f"rename: expected a mapping of old names to new ones, got {rename!r}; write "
-            'rename={"action": "previous_action"}'
+            f"rename: expected a mapping of old names to new ones, got {rename!r}. Write "
+            f'rename={{"action": "previous_action"}}.'
         )
     checked: dict[Any, Key] = {}
     for old, new in rename.items():
@@ -73,7 +75,7 @@ def checked_rename(rename: Any) -> dict[Any, Key]:
                 f"not empty, got {new!r}"
             )
         if any(split(other) == split(old) for other in checked):
-            raise ArgumentError(f"rename: {old!r} is given two new names; give one")
+            raise ArgumentError(f"rename: {old!r} has two new names. Give one.")
         checked[old] = key
     return checked
 
@@ -84,7 +86,9 @@ def spelled_rename(rename: Mapping[Any, Key]) -> list[str]:
 
 
 def renamed(columns: Sequence[NamedColumn], rename: Rename) -> list[Key]:
-    """Return the keys of ``columns`` after all renames at once; a group includes its keys.
+    """Return the keys of ``columns`` after all renames are applied at once.
+
+    The name of a group includes its keys.
 
     An old name is looked up among observations first, and then among infos.
 
@@ -98,13 +102,14 @@ def renamed(columns: Sequence[NamedColumn], rename: Rename) -> list[Key]:
         if not found:
             known = sorted(spelled(column.key) for column in columns)
             raise ArgumentError(
-                f"rename: expected the names of columns, got {old!r}; there are {', '.join(known)}"
+                f"rename: expected the names of columns, got {old!r}. The columns are "
+                f"{', '.join(known)}."
             )
         for index, depth in found:
             if index in by:
                 raise ArgumentError(
                     f"rename: {spelled(columns[index].key)} is renamed twice, by {by[index]!r} and "
-                    f"by {old!r}; leave one of them out"
+                    f"by {old!r}. Leave one of them out."
                 )
             by[index] = old
             inner = len(columns[index].path) - depth
@@ -113,7 +118,7 @@ def renamed(columns: Sequence[NamedColumn], rename: Rename) -> list[Key]:
 
 
 def _matches(columns: Sequence[NamedColumn], old: Any) -> list[tuple[int, int]]:
-    """Return the columns that ``old`` names, and how many parts of their paths it covers."""
+    """Return the columns that ``old`` names, each with the number of path parts that it covers."""
     forms = [(old,), split(old)] if isinstance(old, str) else [split(old)]
     for what in dict.fromkeys(column.what for column in columns):
         for form in forms:
@@ -134,6 +139,79 @@ def _named(
             yield index, max(0, size - len(name) + len(column.path))
 
 
+# --- exclude --------------------------------------------------------------------------------------
+
+
+def checked_exclude(exclude: Any) -> tuple[str | tuple[str, ...], ...]:
+    """Return the names of columns in ``exclude`` as a tuple, each as it was given.
+
+    Raises:
+        ArgumentError: ``exclude`` is not a sequence of names, or a name occurs twice or begins with
+            ``next``.
+    """
+    if isinstance(exclude, str) or not isinstance(exclude, Iterable):
+        raise ArgumentError(f"exclude: expected a sequence of names, got {exclude!r}")
+    names, seen = tuple(exclude), set[Key]()
+    for name in names:
+        key = split(name)
+        if not key or not all(isinstance(part, str) and part for part in key):
+            raise ArgumentError(
+                "exclude: expected names, each a string or a tuple of strings that are not empty, "
+                f"got {name!r}"
+            )
+        if key[0] == NEXT:
+            raise ArgumentError(
+                f"exclude: expected a name without {NEXT!r}, got {name!r}. The name of a column "
+                f"includes the column under {NEXT!r}."
+            )
+        if key in seen:
+            raise ArgumentError(f"exclude: {'/'.join(key)!r} is named twice. Name it once.")
+        seen.add(key)
+    return names
+
+
+def excluded_columns(
+    exclude: Iterable[str | tuple[str, ...]],
+    columns: Iterable[Key],
+    required: Mapping[Key, str],
+) -> tuple[Key, ...]:
+    """Return the columns that ``exclude`` names, and their counterparts under ``next``.
+
+    The name of a group includes its columns.
+
+    Args:
+        exclude: the result of :func:`checked_exclude`.
+        columns: all columns of rows.
+        required: the columns that every row needs, each with a description for messages.
+
+    Raises:
+        ArgumentError: a name matches no column, or includes a required column.
+    """
+    keys = list(dict.fromkeys((*columns, *required)))
+    found = set[Key]()
+    for name in exclude:
+        forms = [(name,), split(name)] if isinstance(name, str) else [name]
+        named = next(filter(None, ([k for k in keys if _is_in(k, form)] for form in forms)), [])
+        if not named:
+            can = {*map(without_next, keys)} - {*map(without_next, required)}
+            raise ArgumentError(
+                f"exclude: expected the names of columns, got {name!r}. Columns that can be left "
+                f"out are {', '.join(sorted(map(format_key, can))) or 'none'}."
+            )
+        if needed := [key for key in named if key in required]:
+            raise ArgumentError(
+                f"exclude: expected columns that rows can lack, got {name!r}. Every row needs "
+                f"{format_key(needed[0])}, which is {required[needed[0]]}. Leave it out of exclude."
+            )
+        found.update(named)
+    return tuple(key for key in keys if key in found)
+
+
+def _is_in(key: Key, group: Key) -> bool:
+    """Return True if the name ``group``, of a column or a group, includes the column ``key``."""
+    return without_next(key)[: len(group)] == group
+
+
 def new_name(key: Key, rename: Rename, columns: Iterable[Key]) -> Key:
     """Return the name of the info ``key`` after ``rename``."""
     for old, new in checked_rename(rename).items():
@@ -150,9 +228,9 @@ def new_name(key: Key, rename: Rename, columns: Iterable[Key]) -> Key:
 class _Entry:
     key: Key
     what: str
-    """Why the name is reserved, for messages."""
+    """The reason why the name is reserved, for messages."""
     settle: str = ""
-    """How to give it another name; empty if that is not possible."""
+    """The way to give the column another name, for messages; empty if that is not possible."""
 
 
 def require_names(
@@ -174,7 +252,8 @@ def require_names(
         given: the keys of ``observations`` if they were renamed.
 
     Raises:
-        NameRefused: a name is taken, empty or that of a mask; the message names it and a remedy.
+        NameRefused: a name is taken or empty, or TorchRL reads it as a mask; the message names it
+            and a remedy.
     """
     keys = [column.key for column in observations] if given is None else list(given)
     own = (VALID, *next_valid_keys(keys))
@@ -189,13 +268,13 @@ def require_names(
             )
         if masks := sorted(_MASKS & set(entry.key)):
             raise NameRefused(
-                f"{spelled(entry.key)}: expected another name than {masks[0]!r}, which TorchRL "
-                f"takes for a mask of lanes ({entry.what}); {entry.settle}"
+                f"{spelled(entry.key)}: expected another name than {masks[0]!r}, because TorchRL "
+                f"reads that as a mask of lanes ({entry.what}); {entry.settle}"
             )
     flags = {*_FLAGS, *((NEXT, *key) for key in (*rewards, *flags))}
-    _require_apart(
+    _require_disjoint(
         [
-            *(_Entry((name,), "tallyroll keeps it for its own columns") for name in _KEPT),
+            *(_Entry((name,), "tallyroll reserves it for its own columns") for name in _KEPT),
             *(_Entry(key[1:], _flag(key)) for key in _FLAGS),
             *(_Entry(key, "it is an action") for key in actions),
             *seen,
@@ -203,25 +282,25 @@ def require_names(
         ]
     )
     after = [replace(entry, key=(NEXT, *entry.key)) for entry in seen]
-    _require_apart([*(_Entry(key, _flag(key)) for key in sorted(flags)), *after], under=1)
+    _require_disjoint([*(_Entry(key, _flag(key)) for key in sorted(flags)), *after], under=1)
 
 
 def require_storable(keys: Iterable[Key]) -> None:
     """Raise an error if a storage cannot hold a column of one of these names.
 
     Raises:
-        NameRefused: a part of a name is empty, ``.`` or ``..``, holds ``/`` or NUL, or is no valid
-            Unicode.
+        NameRefused: a part of a name is empty, ``.`` or ``..``, contains ``/`` or NUL, or is not
+            valid Unicode.
     """
     for key in keys:
         wrong = [part for part in key if not can_be_stored(part)]
         if wrong:
-            bare = key[1:] if key[0] == NEXT else key
+            bare = without_next(key)
             raise NameRefused(
                 f"{spelled(bare)}: {wrong[0][:80]!r} is empty, '.', '..', holds '/' or NUL, or is "
-                "no valid Unicode, so that no storage can hold it; give it another name: "
-                f"rename={{{spelled(bare)}: {spelled(_proposal(bare))}}}, or out_keys where the "
-                "policy writes it"
+                "not valid Unicode, so no storage can hold it. Give the column another name: "
+                f"rename={{{spelled(bare)}: {spelled(_proposal(bare))}}}, or out_keys if the "
+                "policy writes it."
             )
 
 
@@ -247,7 +326,7 @@ def _cleaned(part: str) -> str:
     return bare[:40].strip(".") or "unnamed"
 
 
-def _require_apart(entries: Sequence[_Entry], under: int = 0) -> None:
+def _require_disjoint(entries: Sequence[_Entry], under: int = 0) -> None:
     """Raise an error if two keys are equal, or one is a group that contains the other.
 
     Messages omit the first ``under`` parts of all keys.
@@ -266,7 +345,8 @@ def _require_apart(entries: Sequence[_Entry], under: int = 0) -> None:
             if group is not None:
                 raise NameRefused(
                     f"{spelled(entry.key[under:])} and the name {spelled(group.key[under:])} "
-                    f"collide: {group.what}, and {entry.what} as a group; {_way_out(group, entry)}"
+                    f"collide. The second is a column: {group.what}. The first needs it as a "
+                    f"group: {entry.what}. To resolve this, {_way_out(group, entry)}"
                 )
 
 

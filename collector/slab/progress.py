@@ -1,4 +1,4 @@
-"""Progress board: words that a driver writes while it steps, and that others may read."""
+"""Progress board: words that a driver writes while it steps, and that other code may read."""
 
 import struct
 from typing import Any, Final
@@ -9,12 +9,13 @@ FILLED, HALT, COUNTED, LEASE, STEPPED, ROUNDED, REWARD = range(7)
 
 * the number of complete slots of the slab;
 * if not 0, a request to end after the step in progress, for good (`STOP`) or for a while (`PAUSE`);
-* counts so far of a lease, ``slots << 32 | transitions``, in one word that is written atomically;
-* the number of the lease that was begun last;
-* for a worker whose rows are sent with its answers: the slots that it filled, before the rows
-  arrive;
-* one more than the number of a lane whose reward was changed by its storage dtype; 0: none since
-  the word was last read; below 0: the run has warned of one, and records no more;
+* the counts of the lease so far, ``slots << 32 | transitions``, in one word that is written
+  atomically;
+* the number of the lease that began last;
+* the number of slots that a worker has filled, if its rows are sent with its replies and so arrive
+  later;
+* one more than the number of a lane whose reward was changed by its storage dtype; 0 if there was
+  none since the word was last read; below 0 if the run has warned of one and records no more;
 * that reward as the environment returned it: the bits of a float64.
 """
 STOP: Final = 1
@@ -27,12 +28,12 @@ def counted_word(slots: int, transitions: int) -> int:
 
 
 def counted_in(word: int) -> tuple[int, int]:
-    """Return slots and transitions from a word at :data:`COUNTED`."""
+    """Return the numbers of slots and transitions in a word at :data:`COUNTED`."""
     return word >> 32, word & 0xFFFF_FFFF
 
 
 def note_rounding(board: Any, lane: int, reward: float) -> None:
-    """Record a reward that its storage dtype changed, unless the board has one already."""
+    """Record a reward that was changed by its storage dtype, unless the board already has one."""
     if not board[ROUNDED]:
         (board[REWARD],) = struct.unpack("q", struct.pack("d", reward))
         board[ROUNDED] = lane + 1
@@ -47,5 +48,5 @@ def rounding_on(board: Any) -> tuple[int, float] | None:
 
 
 def new_board() -> memoryview:
-    """Return a private board of one driver."""
+    """Return a board in the memory of this process, for one driver."""
     return memoryview(bytearray(8 * BOARD_WORDS)).cast("q")

@@ -1,9 +1,10 @@
 """A preallocated block of slots that a rollout fills in place.
 
-Every column is one tensor ``[time, lane, ...]``. A key that flows from one step to the next
-(an observation) has one more slot: the value that the step returned in slot ``t`` is the one that
-the policy sees in slot ``t + 1``. If the two never differ (``shared``), the root column and the
-``"next"`` column use the same memory, one slot apart, so that a step writes each byte once.
+Every column is one tensor ``[time, lane, ...]``. A key that flows from one step to the next, an
+observation, has one more slot: the policy sees, in slot ``t + 1``, the value that the step returned
+in slot ``t`` or the first observation after a reset. If these two never differ (``shared``), the
+root column and the ``"next"`` column use the same memory, one slot apart, so that a step writes
+each byte once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,17 +51,19 @@ SlabColumns = Mapping[Key, SlabColumn]
 
 @dataclass(slots=True)
 class Cursor:
-    """Arrays of a slab that an environment reads actions from and writes results to.
+    """Arrays of a slab from which an environment reads actions, and to which it writes results.
 
-    All arrays are ``[time, lane, ...]``; the slot is ``at``. An environment reads ``actions`` and
-    writes the results of the step to ``rewards``, ``terminated``, ``truncated`` and ``next_obs``
-    (the final observation where an episode ended). It writes the observation that the policy sees
-    in the next slot to ``root_obs``, which is empty if the slab shares the memory of observations.
-    Actions, rewards and observations are in the order of the environment's columns.
+    All arrays are ``[time, lane, ...]``, and ``at`` is the current slot. An environment reads
+    ``actions`` and writes the results of the step to ``rewards``, ``terminated``, ``truncated`` and
+    ``next_obs`` (the final observation where an episode ended). It writes the observation that the
+    policy sees in the next slot to ``root_obs``, which is empty if the slab shares the memory of
+    observations. Actions, rewards and observations are in the order of the environment's columns.
 
     The cursor has whole arrays and one index instead of a view per slot. The CPU cache would evict
     such views before they are used.
     """
+
+    # Hot path: steppers and drivers assign `at` in each step.
 
     actions: tuple[Array, ...]
     next_obs: tuple[Array, ...]
@@ -68,7 +71,7 @@ class Cursor:
     seen_obs: tuple[Array, ...]
     """Observations that the policy saw in the slot."""
     rewards: tuple[Array, ...]
-    """Rewards, without the last axis if a lane has a single number."""
+    """Rewards, without the last axis if a lane has a single reward."""
     terminated: Array
     truncated: Array
     agents: Mapping[str, tuple[Array, Array, Array]]
@@ -76,16 +79,17 @@ class Cursor:
     agents_valid: Mapping[str, Array]
     """``next_valid`` of each group of agents that may lose observations ``[time, lane, agent]``."""
     next_valid: Array | None
-    """Marks of final observations that are not lost; None if none is ever lost."""
+    """Marks of the final observations that are not lost; None if none is ever lost."""
     board: memoryview
-    """Board with the number of complete slots, by the adapter, and with requests to halt."""
+    """The board with the number of complete slots, which the adapter writes, and halt requests."""
     at: int = 0
 
     def slot(self, at: int) -> tuple[Arrays, Array, Array, Array, Arrays]:
         """Return views ``[lane, ...]`` of a slot, for a slab with one column of rewards.
 
-        They are next observations, reward, terminated, truncated, and the observations that the
-        policy sees in the next slot. In shared memory the last are the next observations again.
+        They are the next observations, the reward, terminated, truncated, and the observations that
+        the policy sees in the next slot. In shared memory, the last are again the next
+        observations.
         """
         rows = tuple(column[at] for column in self.next_obs)
         roots = tuple(column[at] for column in self.root_obs or self.next_obs)
@@ -100,7 +104,7 @@ def memory_of(
     shared: bool,
     arrivals: bool = False,
 ) -> dict[Key, tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype of each piece of memory of a slab, of which columns are views."""
+    """Return the shape and dtype of each piece of a slab's memory. Columns are views of pieces."""
     pieces: dict[Key, tuple[tuple[int, ...], torch.dtype]] = {}
     flowing = set(flowing)
     for key, column in layout.items():
@@ -119,9 +123,9 @@ class Slab:
     """Memory for ``slots`` slots of ``lanes`` lanes.
 
     Args:
-        slots: capacity in time.
+        slots: the maximum number of slots.
         lanes: number of lanes.
-        layout: every column, root and ``"next"``.
+        layout: every column, at the root and under ``"next"``.
         flowing: keys that flow from step to step; each is in ``layout`` at the root and
             under ``"next"``. Only an environment that writes in place has any.
         shared: True if root and ``"next"`` observations share memory (see the module).
@@ -169,7 +173,9 @@ class Slab:
             for key, column in self.columns.items()
             if column.device.type == "cpu" and column.dtype is not torch.bfloat16
         }
-        """Columns as NumPy views ``[time, lane, ...]``, if NumPy can represent them."""
+        """The columns that NumPy can represent, as NumPy views ``[time, lane, ...]``."""
+        self.on_host = all(column.device.type == "cpu" for column in self.columns.values())
+        """False if the columns are on a device."""
         self._carried = [
             self.arrays.get(key, column)
             for key, column in self.columns.items()
@@ -181,11 +187,15 @@ class Slab:
             for key, array in self.arrays.items()
             if array.flags.c_contiguous
         }
-        """The same as ``[time * lane, ...]``, if their memory is contiguous."""
+        """These columns as ``[time * lane, ...]``, if their memory is contiguous."""
         self.transitions: NDArray[np.bool_] = memory[VALID].numpy()
         self.version: NDArray[np.int64] = memory[POLICY_VERSION].numpy()
         self.lane: NDArray[np.int32] | None = memory[LANE].numpy() if arrivals else None
-        """``[time, arrival]``, the lane of each row, from 0; None if columns are lanes."""
+        """The lane of each row ``[time, arrival]``, from 0 on; None if columns are lanes."""
+
+    def is_filled_from(self, device: torch.device | None) -> bool:
+        """Return True if the columns are on the host, and their values come from ``device``."""
+        return self.on_host and device is not None and device.type != "cpu"
 
     def lane_at(self, slot: int, column: int) -> int:
         """Return the number in the run of the lane whose row is at ``slot`` and ``column``."""
@@ -193,7 +203,10 @@ class Slab:
         return self.first_lane + lane
 
     def of_lane(self, slot: int, column: int) -> NDArray[np.bool_]:
-        """Mark rows ``[time, lane]`` before ``slot`` of the lane at ``slot`` and ``column``."""
+        """Return marks ``[time, column]`` of the rows before ``slot`` in the lane of a row.
+
+        The row is at ``slot`` and ``column``.
+        """
         columns = np.arange(self.lanes) if self.lane is None else self.lane[:slot]
         of_it: NDArray[np.bool_] = columns == self.lane_at(slot, column) - self.first_lane
         return np.broadcast_to(of_it, (slot, self.lanes))
@@ -207,8 +220,8 @@ class Slab:
 
         Args:
             used: number of slots that were filled.
-            lanes: lanes of the last slot whose transition starts the next block, or None. They
-                are moved to slot 0.
+            lanes: marks of the lanes in the last slot whose transitions start the next block and
+                are moved to slot 0; None if there are none.
         """
         if used == 0:
             return
@@ -229,7 +242,7 @@ class Slab:
 
     @property
     def carry_words(self) -> list[Any]:
-        """The pieces of memory that :meth:`keep_last` moves, in the form for the extension.
+        """The table words for the pieces of memory that :meth:`keep_last` moves.
 
         Pieces that flow come first; all are contiguous if every column is in ``flat``.
         """
@@ -286,14 +299,14 @@ class Slab:
         )
 
     def _squeezed(self, key: Key) -> Array:
-        """Return a column without its last axis, if that has the length 1."""
+        """Return a column, without its last axis if that axis has the length 1."""
         array = self.array(key)
         return array[..., 0] if array.ndim > 2 and array.shape[-1] == 1 else array
 
     def tensordicts(self, groups: Mapping[str, int]) -> list[TensorDict]:
-        """Return a TensorDict of views for the policy, for each slot.
+        """Return one TensorDict for each slot, with views for the policy.
 
-        ``groups`` of agents have one more batch dimension.
+        ``groups`` maps groups of agents to their sizes; they have one more batch dimension.
         """
         batch = torch.Size([self.lanes])
         views = {key: memory.unbind(0) for key, memory in self._flow.items()}

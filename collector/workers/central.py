@@ -1,8 +1,9 @@
 """Actions that the parent chooses for lanes of many workers (``policy_placement="central"``).
 
-A worker that needs actions answers its question with a :class:`~messages.ActionRequest`, and
-waits. The pool lets :class:`CentralPolicy` act for all waiting workers in one call, and sends each
-an :class:`~messages.ActionReply`. The worker continues until it needs other actions or is done.
+A worker that needs actions answers the parent's question with a :class:`~messages.ActionRequest`,
+and waits. The pool lets :class:`CentralPolicy` act for all waiting workers in one call, and sends
+each an :class:`~messages.ActionReply`. The worker continues until it needs other actions or is
+done.
 """
 
 import threading
@@ -23,7 +24,7 @@ from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.collector.policies.trial import no_tensordict
 from tallyroll.collector.rollout.actor import WHILE_ACTING
-from tallyroll.collector.rollout.lanes import changed
+from tallyroll.collector.rollout.lanes import changed_error
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.transport import Channel
 from tallyroll.storage.rows.keys import Key, as_key
@@ -57,7 +58,7 @@ class AskingPolicy(Policy):
         if self._channel is None:
             return super().__call__(td)
         lead = len(td.batch_size)
-        self._channel.send(m.ActionRequest(_seen(td), _levels(td)))
+        self._channel.send(m.ActionRequest(_policy_inputs(td), _levels(td)))
         chosen = self._channel.receive()
         assert isinstance(chosen, m.ActionReply)
         if chosen.values is None:
@@ -70,7 +71,7 @@ class AskingPolicy(Policy):
         return out if td.device is None else out.to(td.device)
 
 
-def _seen(td: TensorDictBase) -> m.Values:
+def _policy_inputs(td: TensorDictBase) -> m.Values:
     """Return the tensors of a policy's input, each ``[lane, ...]``."""
     found = {as_key(key): value for key, value in td.items(True, True)}
     tensors = {key: each for key, each in found.items() if isinstance(each, torch.Tensor)}
@@ -91,7 +92,7 @@ def _levels(td: TensorDictBase) -> Mapping[Key, Sequence[int]]:
 def _value(tensor: torch.Tensor) -> m.Value:
     """Return a tensor in the form that is sent: an array, and the dtype.
 
-    NumPy has no bfloat16, so that the array of such a tensor is a view as int16.
+    NumPy has no bfloat16, so the array of such a tensor is a view as int16.
     """
     plain = tensor.detach().cpu()
     array = plain.view(torch.int16) if plain.dtype is torch.bfloat16 else plain
@@ -110,9 +111,9 @@ class CentralPolicy:
 
     Args:
         policy: the policy of the collector.
-        called: the way to call it, as a worker's trial found it.
-        exploration: the exploration type while it acts.
-        in_step: True if workers step in lockstep: the policy then acts only when every busy worker
+        called: the way to call the policy, as found in the trial of a worker.
+        exploration: the exploration type while the policy acts.
+        in_step: True if workers step in lockstep. The policy then acts only when every busy worker
             waits, so that one call serves all lanes.
     """
 
@@ -132,8 +133,8 @@ class CentralPolicy:
     def choose(self, wanted: Sequence[m.ActionRequest]) -> list[m.ActionReply]:
         """Return the actions for each of ``wanted``, chosen in as few calls as possible.
 
-        Requests with the same input keys share a call. Those of workers that begin may lack keys
-        that the policy wrote before, and need a call of their own.
+        Requests with the same input keys share a call. A worker that has just begun may lack keys
+        that the policy writes, so its request needs another call.
         """
         found: dict[int, m.ActionReply] = {}
         for keys in {frozenset(each.seen): None for each in wanted}:
@@ -151,7 +152,7 @@ class CentralPolicy:
         chosen, start = [], 0
         for size in sizes:
             lanes = slice(start, start := start + size)
-            # Copied, because the policy may act again before it is sent.
+            # Copied, because the policy may act again before the reply is sent.
             own = {key: (array[lanes].copy(), dtype) for key, (array, dtype) in arrays.items()}
             chosen.append(m.ActionReply(version, own))
         return chosen
@@ -164,12 +165,12 @@ class CentralPolicy:
             if not isinstance(out, TensorDictBase):
                 raise no_tensordict(out)
             values = {key: out.get(key, None) for key in self._writes}
-            # The worker reports a missing key or a wrong shape after the lanes.
+            # The worker reports missing keys, and wrong dimensions other than the lanes.
             found = {k: each for k, each in values.items() if isinstance(each, torch.Tensor)}
             lanes = tuple(td.batch_size)
             for key, each in found.items():
                 if each.shape[:1] != lanes:
-                    raise changed(key, each, each.new_empty((*lanes, *each.shape[1:])))
+                    raise changed_error(key, each, each.new_empty((*lanes, *each.shape[1:])))
         except Exception as error:
             setattr(error, WHILE_ACTING, True)
             raise
@@ -194,15 +195,15 @@ def settle_here(policy: Policy) -> None:
     """
     if isinstance(policy, SeveralPolicies):
         raise ArgumentError(
-            'policy_placement="central" does not go with several policies; give one, or leave it '
-            "out"
+            'policy_placement="central": expected one policy, got several. Give one policy, or '
+            "leave policy_placement out."
         )
     module = policy.module
     if isinstance(module, nn.Module):
         lazy = [name for name, each in module.named_parameters() if is_lazy(each)]
         if lazy:
             raise ArgumentError(
-                f"{lazy[0]}: expected weights, got a parameter without a shape; call the module "
-                "once before"
+                f"{lazy[0]}: expected weights, got a parameter without a shape. Call the module "
+                "once before you pass it."
             )
         policy.keep_copy()

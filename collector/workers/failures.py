@@ -49,11 +49,11 @@ def died(member: Member, gone: Gone) -> WorkerError:
     if gone.mistake:
         text = gone.mistake.format(who=member.who)
     elif not member.ready:
-        text = f"{member.who} {gone.how} before it was ready. What it wrote to stderr may say why"
+        text = f"{member.who} {gone.how} before it was ready. Its output on stderr may explain this"
     else:
         text = (
-            f"{member.who} {gone.how}{_details(member, None)}\nWhat was committed is safe; "
-            f'on_worker_death="respawn" goes on with a new worker{gone.hint}'
+            f"{member.who} {gone.how}{_details(member, None)}\nCommitted rows are safe. Pass "
+            f'on_worker_death="respawn" to continue with a new worker{gone.hint}'
         )
     return WorkerDied(text, **_facts(member, None), exitcode=gone.exitcode)
 
@@ -61,19 +61,21 @@ def died(member: Member, gone: Gone) -> WorkerError:
 def hung(member: Member, seconds: float, ended: bool) -> WorkerError:
     """Return the error for a worker that made no progress for ``seconds`` seconds.
 
-    ``ended`` is True if the worker was ended; a thread cannot be.
+    ``ended`` is True if the worker was ended, which is impossible for a thread.
     """
     end = (
-        "and was ended" if ended else "and a thread cannot be ended: it goes on in its environment"
+        "and was ended"
+        if ended
+        else "and a thread cannot be ended: it continues in its environment"
     )
     if not member.ready:
         text = f"{member.who} was not ready after start_timeout={seconds:g} seconds, {end}"
     else:
-        way = 'on_worker_death="respawn" to go on with a new worker'
+        way = 'on_worker_death="respawn" to continue with a new worker'
         text = (
-            f"{member.who} completed no step within step_timeout={seconds:g} seconds, {end}"
-            f"{_details(member, None)}\nWhat was committed is safe; make step_timeout "
-            f"larger, or pass {way if ended else _PROCESS}"
+            f"{member.who} completed no step within step_timeout={seconds:g} seconds, "
+            f"{end}{_details(member, None)}\nCommitted rows are safe. Make step_timeout larger, or "
+            f"pass {way if ended else _PROCESS}"
         )
     return WorkerHung(text, **_facts(member, None))
 
@@ -115,6 +117,6 @@ def _unpickled(error: bytes | None) -> BaseException | None:
         return None
     try:
         found = pickle.loads(error)
-    except Exception:  # noqa: BLE001  its text has to do
+    except Exception:  # noqa: BLE001  fall back to the text of the report
         return None
     return found if isinstance(found, BaseException) else None

@@ -25,7 +25,8 @@ class LeasedRollout:
         policy: the policy; None draws random actions.
         extra: keys that the policy writes in addition to the action.
         surplus: the fate of transitions of the last step beyond those requested.
-        episodes: True if the budget counts episodes. It begins with none; each lease adds some.
+        episodes: True if the budget counts episodes. The budget begins with no episodes, and each
+            lease adds some.
     """
 
     def __init__(
@@ -56,41 +57,40 @@ class LeasedRollout:
 
     @property
     def random_frames(self) -> Sequence[int]:
-        """Transitions with random actions that the last lease asked for and that were not made."""
+        """Transitions with random actions that the last lease requested but that were not made."""
         if self._openings is None:
             return [self._filling.random_frames]
         left: list[int] = self._openings.left.tolist()
         return left
 
-    @random_frames.setter
-    def random_frames(self, frames: Sequence[int]) -> None:
+    def _begin_at_random(self, frames: Sequence[int]) -> None:
         if self._openings is None:
-            (self._filling.random_frames,) = frames
+            self._filling.begin_at_random(*frames)
         else:
-            self._openings.left[:] = frames
+            self._openings.go_on_with(frames)
 
     def lease(self, lease: Lease, slots: int) -> None:
         """Fill a segment of at most ``slots`` slots."""
         driver, filling, base = self._driver, self._filling, lease.base
         driver.slab.carry_root(driver.used, base)
-        driver.used = base
+        driver.seek(base)
         driver.board[COUNTED] = counted_word(base, 0)
         driver.board[LEASE] = lease.number
         if lease.fresh:
             filling.restart()
             if filling.gate is not None:
-                filling.gate = EpisodeBudget(0, driver.run_lanes)
+                filling.gate.revoke()
         self._completed = 0 if filling.gate is None else filling.gate.completed
-        self.random_frames = lease.random_frames
+        self._begin_at_random(lease.random_frames)
         self._lease = lease
         if filling.restarting and not driver.stopping:
             filling.begin()
         if filling.gate is not None:
-            filling.gate.total += lease.tickets
+            filling.gate.grant(lease.tickets)
         self._fill(lease, base + slots)
 
     def take_filled(self) -> LeaseResult | None:
-        """Return the result of the lease, once; None if some slots that it filled are not counted.
+        """Return the result of the lease once; None if some of its filled slots are not counted.
 
         After an error the result covers the slots that were complete before it.
         """
@@ -105,7 +105,7 @@ class LeasedRollout:
         """Fill slots up to ``limit``, until the lease has its number of transitions."""
         driver, filling, have = self._driver, self._filling, 0
         while have < lease.frames and driver.used < limit and not self._ends(lease):
-            if self._policy is not None:  # also for slots in which only some lanes ask it
+            if self._policy is not None:  # even for slots in which only some lanes ask it
                 self._policy.refresh()
             try:
                 have += filling.advance(lease.frames - have, limit)

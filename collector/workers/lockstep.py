@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.errors import WorkerError
+from tallyroll.collector.interrupts import pause_on_signal
 from tallyroll.collector.policies.slot_rng import Array, Draw, SlotRng
 from tallyroll.collector.rollout.driver import Driver
 from tallyroll.collector.rollout.lanes import Account, ended_in
-from tallyroll.collector.rollout.os_signals import pausable
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.progress import FILLED, HALT, PAUSE, STOP, new_board
 from tallyroll.collector.slab.slab import Slab
@@ -25,25 +25,25 @@ from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 class Turns:
     """Asks all workers to fill the same slots, and tracks the slots that each completed.
 
-    While workers fill slots, their boards hold the number of complete slots. Afterwards the board
-    of this process holds it, which a call of the extension also changes.
+    While workers fill slots, their boards hold the number of complete slots. Afterwards the number
+    is on the board of this process, which a call of the extension also changes.
 
     Args:
         pool: the workers.
-        startup: replaces workers that failed.
+        startup: the object that replaces workers that failed.
         lanes: number of lanes of the run.
     """
 
     def __init__(self, pool: WorkerPool, startup: WorkerStartup, lanes: int) -> None:
         self._worker_pool, self._startup, self._lanes = pool, startup, lanes
-        self._pausable = pausable(pool.pause)
+        self._interruptible = pause_on_signal(pool.pause)
         self.board = new_board()
         self._by_workers = False
-        """True if the boards of workers hold the number of complete slots, not the one here."""
+        """True if the number of complete slots is on the boards of workers, not on ``board``."""
         self.start = 0
         """The first slot of the last question to the workers."""
         self.died: dict[int, int] = {}
-        """Slots that each worker which died in this call had filled, by the worker's index."""
+        """Number of slots that each worker had filled when it failed in this call, by its index."""
         self.cuts: NDArray[np.bool_] | None = None
         """Lanes that had to be reset; None if there were none."""
 
@@ -52,8 +52,8 @@ class Turns:
         """Number of slots that every lane completed."""
         return min(self.filled) if self._by_workers else self.board[FILLED]
 
-    @used.setter
-    def used(self, slots: int) -> None:
+    def seek(self, slots: int) -> None:
+        """Set the number of complete slots to ``slots``, so that all lanes continue after these."""
         for member in self._worker_pool.members:
             member.board[FILLED] = slots
         self.board[FILLED], self._by_workers = slots, False
@@ -77,11 +77,12 @@ class Turns:
 
     def fill(self, start: int, stop: int, by: m.Actor) -> None:
         """Let all workers fill slots ``[start, stop)``, or fewer if they halt."""
-        self.used = self.start = start
+        self.seek(start)
+        self.start = start
         self.died.clear()
         self._by_workers = True
         try:
-            if not self._worker_pool.all_do(m.whole_steps(start, stop, by), self._pausable):
+            if not self._worker_pool.all_do(m.whole_steps(start, stop, by), self._interruptible):
                 self._hear(start + 1)
         except BaseException:
             self._settle()
@@ -103,9 +104,9 @@ class Turns:
         raised.
 
         Args:
-            questions: one per worker; None: no question.
+            questions: one question per worker; None for a worker without a question.
             empty: number of slots that stay empty if no worker filled any. The first observation of
-                a lane may share memory with the next observation of the slot before.
+                a lane may share memory with the next observation of the previous slot.
         """
         pool, start = self._worker_pool, self.used
         self.start = start
@@ -120,6 +121,11 @@ class Turns:
             self._settle()
             raise
 
+    def take_cuts(self) -> NDArray[np.bool_] | None:
+        """Return the lanes that had to be reset since the last call, or None."""
+        cuts, self.cuts = self.cuts, None
+        return cuts
+
     def _settle(self) -> None:
         """Let all workers finish after an exception."""
         self._startup.replacements.give_up()  # the slots will differ when the run continues
@@ -129,7 +135,7 @@ class Turns:
         """Wait for the answers of all workers that were asked."""
         pool, failed = self._worker_pool, []
         while any(member.asked for member in pool.members):
-            for member, answer in pool.events(during=self._pausable):
+            for member, answer in pool.events(during=self._interruptible):
                 if isinstance(answer, Exception):
                     failed.append((member, self._startup.allowed(answer)))
         if failed:
@@ -166,14 +172,14 @@ class LockstepDriver(Driver):
         slab: the slab of all lanes.
         plan: the layout of the slab.
         draws: a function per action key that draws the random actions of all lanes of the run, as
-            one process would; None: workers draw.
-        width: numbers drawn for the actions of one slot.
+            one process would; None if workers draw them.
+        width: number of random numbers for the actions of one slot.
         rng: the generator of random actions.
-        startup: replaces workers that failed.
+        startup: the object that replaces workers that failed.
     """
 
     board: memoryview
-    """Board of this process; while workers fill slots, theirs show the progress."""
+    """Board of this process. While workers fill slots, the workers' boards show the progress."""
 
     def __init__(
         self,
@@ -211,13 +217,13 @@ class LockstepDriver(Driver):
         """Number of slots that every lane completed."""
         return self._turns.used
 
-    @used.setter
-    def used(self, slots: int) -> None:
-        self._turns.used = slots
+    def seek(self, slots: int) -> None:
+        """Set the number of complete slots to ``slots``, so that all lanes continue after these."""
+        self._turns.seek(slots)
 
     @property
     def mended(self) -> bool:
-        """True if a worker failed when slots were last filled, and was replaced."""
+        """True if a worker failed the last time that slots were filled."""
         return bool(self._turns.died)
 
     @property
@@ -235,7 +241,7 @@ class LockstepDriver(Driver):
         return self._turns.paused
 
     def go_on(self) -> None:
-        """Continue after the signal handler was called; this undoes :meth:`stop`, too."""
+        """Continue after a signal handler was called. This also undoes :meth:`stop`."""
         self._worker_pool.go_on()
 
     # --- stepping ---------------------------------------------------------------------------------
@@ -249,7 +255,7 @@ class LockstepDriver(Driver):
         fresh, self._fresh = self._fresh, False
         self._pending[:] = False
         # All lanes are reset at the same slot, because no lane is behind.
-        self.used = self.used
+        self.seek(self.used)
         self._turns.ask([m.Begin(fresh)] * len(self._worker_pool.members), empty=0)
 
     def random_steps(self, start: int, stop: int) -> None:
@@ -263,7 +269,7 @@ class LockstepDriver(Driver):
             self._rng.return_to(place, self._drawers, filled - start, self._width)
 
     def _take(self, slots: int) -> Sequence[Array]:
-        """Return the actions of the next slots ``[slot, lane, ...]``, if they are drawn here."""
+        """Return the next slots' actions ``[slot, lane, ...]``, if this process draws them."""
         if not self._drawers:
             return ()
         drawn, first = self._rng.take(self._drawers, slots, self._width), self.slab.first_lane
@@ -345,10 +351,9 @@ class LockstepDriver(Driver):
         )
 
     def upcoming(self) -> NDArray[np.bool_]:
-        """Lanes whose next slot will be a transition."""
+        """Return the lanes whose next slot will be a transition."""
         return ~self._pending
 
     def take_cuts(self) -> NDArray[np.bool_] | None:
         """Return the lanes that had to be reset since the last call, or None."""
-        cuts, self._turns.cuts = self._turns.cuts, None
-        return cuts
+        return self._turns.take_cuts()

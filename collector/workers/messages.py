@@ -3,7 +3,7 @@
 The parent asks; a worker answers each question once, in order::
 
     Job         -> EnvReady       create the environment              (sent with the process)
-    Seed        -> SlabRequest    seed it, reset it, call the policy once on trial
+    Seed        -> SlabRequest    seed and reset the environment, call the policy once on trial
     Bind        -> Bound          attach the memory, at the offsets of the worker's lanes
     Steps       -> Done           mode="sync":  fill these slots
     Begin       -> Done           mode="sync":  reset every lane
@@ -57,7 +57,7 @@ class Job:
     policy: Any
     options: Options
     threads: int | None
-    """Threads of torch in a worker process; None: the worker is a thread, and sets none."""
+    """Number of torch threads in a worker process; None in a thread, which does not set it."""
     off: frozenset[str]
     """Names of fast paths that are disabled."""
 
@@ -72,7 +72,7 @@ class EnvReady:
 
 @dataclass(frozen=True)
 class Seed:
-    """Seed the lanes ``first_lane``, … of the run, and the worker's own generators."""
+    """Seed the worker's lanes, which begin at ``first_lane`` of the run, and its own generators."""
 
     seed: int
     incarnation: int
@@ -86,12 +86,12 @@ class Seed:
 
 @dataclass(frozen=True)
 class PolicyCall:
-    """The way to call a policy, as a trial found it."""
+    """The way to call a policy, as found in a trial."""
 
     inputs: tuple[Inputs, Sequence[Key], int] | None
-    """Arguments of `Policy.takes`; None: it takes a TensorDict."""
+    """Arguments of `Policy.takes`; None if the policy takes a TensorDict."""
     writes: tuple[Key, ...]
-    """Keys that the policy adds to its input, the action among them."""
+    """Keys that the policy adds to its input, including the action."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class SlabRequest:
     plan: SlabPlan
     ranges: Sequence[Range]
     lane_seeds: Sequence[int]
-    """Seed of each lane; None for those that TorchRL chooses."""
+    """Seed of each lane; empty if the environment chooses some of the seeds itself."""
     actions: Mapping[Key, TensorSpec]
     """Spec of each action of one lane, by key."""
     drawn_ahead: bool
@@ -124,7 +124,7 @@ class Bind:
 
 @dataclass(frozen=True)
 class Done:
-    """The question was carried out. For :class:`Steps`: up to the slot that the board names."""
+    """The question was carried out. For :class:`Steps`, the board has the number of slots."""
 
     state: bytes | None = None
 
@@ -156,16 +156,16 @@ class Steps:
     stop: int
     by: Actor
     lanes: int | None = None
-    """Step only the first ``lanes`` lanes, of one slot; None: all lanes."""
+    """Step only the first ``lanes`` lanes, in one slot. None steps all lanes."""
     random_lanes: Mask | None = None
-    """``[lane]``, or by group ``[policy, lane]``: lanes that act at random, of one slot."""
+    """Lanes that act at random, in one slot: ``[lane]``, or by group ``[policy, lane]``."""
     drawn: Mapping[Key, Action] | None = None
     """``[lane, ...]``: the random actions, if they were drawn elsewhere."""
 
 
 @lru_cache(maxsize=256)
 def whole_steps(start: int, stop: int, by: Actor) -> Steps:
-    """Return the question to fill slots of all lanes; cached, so that each is pickled once."""
+    """Return the question to fill slots of all lanes. Cached, so that each is pickled once."""
     return Steps(start, stop, by)
 
 
@@ -174,7 +174,7 @@ class Lease:
     """A part of the budget: fill at least ``frames`` transitions into slots from ``base`` on."""
 
     number: int
-    """Number among all leases, from 1; the board names the lease that was begun."""
+    """Number among all leases, from 1. The board has the number of the lease that was begun."""
     base: int
     frames: int
     random_frames: Sequence[int]
@@ -199,7 +199,7 @@ class LeaseResult:
     entry: LedgerEntry
     """Events to add to the ledger."""
     random_left: Sequence[int]
-    """``[policy]``: number of the lease's ``random_frames`` that were not made."""
+    """``[policy]``: number of the lease's ``random_frames`` that were not collected."""
     completed: int
     """Number of episodes completed during this lease."""
     state: bytes | None = None
@@ -212,7 +212,7 @@ Values = Mapping[Key, Value]
 
 @dataclass(frozen=True)
 class ActionRequest:
-    """Request for actions of all lanes of the worker; its answer to the question follows later."""
+    """Request for actions of all lanes of a worker. Its answer to the question follows later."""
 
     seen: Values = field(repr=False)
     """``[lane, ...]``: the input of the policy."""
@@ -232,7 +232,10 @@ class ActionReply:
     version: int
     """Version of the weights that chose the actions."""
     values: Values | None = field(repr=False)
-    """``[lane, ...]``: the values that the policy writes; None: answer without another step."""
+    """``[lane, ...]``: the values that the policy writes.
+
+    None asks the worker to answer its question without another step.
+    """
 
 
 NOTHING_CHOSEN = ActionReply(-1, None)

@@ -9,17 +9,9 @@ from multiprocessing.util import Finalize
 from operator import attrgetter
 from typing import Any
 
-from tallyroll.collector.errors import WorkerError, WorkerHung
-from tallyroll.collector.rollout.os_signals import admitted, are_deferred
-from tallyroll.collector.slab.progress import (
-    BOARD_WORDS,
-    FILLED,
-    HALT,
-    PAUSE,
-    STEPPED,
-    STOP,
-    new_board,
-)
+from tallyroll.collector.errors import WorkerHung
+from tallyroll.collector.interrupts import allow_signals, signals_are_deferred
+from tallyroll.collector.slab.progress import HALT, PAUSE, STOP
 from tallyroll.collector.workers import failures
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.central import CentralPolicy
@@ -64,7 +56,7 @@ class WorkerPool:
         self._changed = True
         """True if `_busy` and `_links` may be out of date."""
         self.central: CentralPolicy | None = None
-        """Chooses actions for workers that request them; None: each worker acts for itself."""
+        """Policy that acts for workers that request actions; None if each acts for itself."""
         self._settling = False
         # Called by `close`, or at the interpreter's exit before multiprocessing waits for children.
         self._finalize = Finalize(self, _kill_all, (self.members,), exitpriority=100)
@@ -79,13 +71,15 @@ class WorkerPool:
 
     # --- questions and answers --------------------------------------------------------------------
 
+    def act_by(self, central: CentralPolicy) -> None:
+        """Let ``central``, in this process, choose the actions of all workers."""
+        self.central = central
+
     def ask(self, member: Member, message: object) -> None:
         """Send a question; :meth:`events` reports a worker that is dead."""
         if not member.asked:
-            member.since, self._changed = time.monotonic(), True
-        member.asked += 1
-        if member.failed is None:
-            member.link.send(message)
+            self._changed = True
+        member.ask(message)
 
     def events(
         self,
@@ -98,23 +92,23 @@ class WorkerPool:
 
         Args:
             limit: seconds after which an empty list is returned if there was no event.
-            of: the members to listen to; None: all.
-            during: the context of the wait; None: one in which signal handlers may raise.
+            of: the members to listen to; None selects all.
+            during: the context of the wait. None selects one in which signal handlers may raise.
         """
         until = math.inf if limit is None else time.monotonic() + limit
         if self._changed or of is not None:
             self._listen(self.members if of is None else of)
             self._changed = of is not None
             for member in self._busy.values():
-                if member.failed is not None:  # already reported; report it again
-                    self._changed, member.asked = True, 0
-                    return [(member, member.failed)]
+                if (failure := member.take_failure()) is not None:  # report it again
+                    self._changed = True
+                    return [(member, failure)]
         busy, links = self._busy, self._links
         while busy:
             if self.central is not None:  # no event is pending here that an error would lose
                 links = self._act(self.central, [*busy.values()])
             patience = min(_LOOK_SECONDS, max(0.0, until - time.monotonic()))
-            with admitted() if during is None else during:
+            with allow_signals() if during is None else during:
                 ready = self.transport.ready(links, patience)
             says = [busy[link] for link in ready if link in busy]
             heard = [self._heard(member) for member in sorted(says, key=_BY_INDEX)]
@@ -129,7 +123,7 @@ class WorkerPool:
                     for link, member in busy.items()
                     if (every or not member.ready) and link not in ready
                 ]
-                events += [(member, self._hung(member)) for member in silent if self._hangs(member)]
+                events += [self._hung(member) for member in silent if self._hangs(member)]
             if events or time.monotonic() >= until:
                 return events
         return []
@@ -146,19 +140,17 @@ class WorkerPool:
         handles the answers that are left. ``during`` is the context of the wait if signal handlers
         are deferred.
         """
-        now, idle = time.monotonic(), True
-        self._changed = True
+        idle = self._changed = True
         for member in self.members:
             if member.asked or member.failed is not None or self.central is not None:
                 self.ask(member, message)
                 idle = False
             else:
-                member.since, member.asked = now, 1
-                member.link.send(message)
+                member.ask(message)
         waiting = {member.link: member for member in self.members}
         links = [*waiting]  # one list throughout, which the transport recognizes
         while waiting and idle:
-            if are_deferred():
+            if signals_are_deferred():
                 with during:
                     ready = self.transport.ready(links, _LOOK_SECONDS)
             else:
@@ -169,7 +161,7 @@ class WorkerPool:
             for member in says:
                 self._heard(member)
                 if member.failed is not None:
-                    member.asked = 1  # so that `events` reports it again
+                    member.postpone_failure()  # until `events` is called
                     return False
             if len(says) < len(ready):  # a member that had answered is gone
                 return False
@@ -180,8 +172,8 @@ class WorkerPool:
     def _act(self, central: CentralPolicy, busy: Sequence[Member]) -> list[Link]:
         """Act for members that wait for actions; return the links of the other members.
 
-        With ``in_step`` no member gets actions until all busy members wait. During :meth:`settle`,
-        waiting members get none, and answer their question without another step.
+        If ``central.in_step`` is True, no member gets actions until all busy members wait. During
+        :meth:`settle`, waiting members get none, and answer their question without another step.
         """
         waiting = [member for member in busy if member.wants is not None]
         if waiting and (self._settling or not central.in_step or len(waiting) == len(busy)):
@@ -189,55 +181,50 @@ class WorkerPool:
             nothing = [m.NOTHING_CHOSEN] * len(waiting)
             chosen = nothing if self._settling else central.choose(wanted)
             for member, actions in zip(waiting, chosen, strict=True):
-                member.wants, member.since = None, time.monotonic()
-                member.link.send(actions)
+                member.act(actions)
         return [member.link for member in busy if member.wants is None]
 
     def _heard(self, member: Member) -> Event | None:
         """Receive a member's message; return None if it is a request for actions."""
-        answer = member.link.hear()
+        answer = member.hear()
         if isinstance(answer, Gone):
             self._changed = True
-            _end(member)
-            member.failed = failures.died(member, answer)
-            return member, member.failed
-        member.since = time.monotonic()
+            member.end()
+            return self._failure(member, failures.died(member, answer))
         if isinstance(answer, m.ActionRequest):
-            member.wants = answer
             return None
-        self._changed |= member.asked == 1
-        member.asked -= 1
+        self._changed |= not member.asked
         if isinstance(answer, m.ExceptionReport):
-            self._changed, member.asked = True, 0
-            member.failed = failures.worker_error(member, answer)
-            member.complete = answer.filled
-            return member, member.failed
-        member.state = getattr(answer, "state", None) or member.state
+            error = failures.worker_error(member, answer)
+            return self._failure(member, error, answer.filled)
         return member, answer
+
+    def _failure(
+        self, member: Member, error: Exception, complete: m.LeaseResult | None = None
+    ) -> Event:
+        """Mark a worker as failed, and return that event."""
+        self._changed = True
+        member.fail(error, complete)
+        return member, error
 
     def _hangs(self, member: Member) -> bool:
         """Return True if the member made no progress within its time limit."""
         timeout = self._timeout(member)
         if timeout is None or member.wants is not None:
             return False
-        now = time.monotonic()
-        filled = member.board[FILLED], member.board[STEPPED]
-        if filled != member.filled:
-            member.filled, member.since = filled, now
-        return now - member.since > timeout
+        return member.idle_seconds() > timeout
 
     def _timeout(self, member: Member) -> float | None:
         limits = self._supervision
         return limits.step_timeout if member.ready else limits.start_seconds
 
-    def _hung(self, member: Member) -> WorkerError:
+    def _hung(self, member: Member) -> Event:
         kills, self._changed = self.transport.kills, True
         if kills:
-            _end(member)
+            member.end()
         else:
-            _leave(member)
-        member.failed = error = failures.hung(member, self._timeout(member) or 0.0, kills)
-        return error
+            member.abandon()
+        return self._failure(member, failures.hung(member, self._timeout(member) or 0.0, kills))
 
     # --- stopping and restarting ------------------------------------------------------------------
 
@@ -261,7 +248,7 @@ class WorkerPool:
         """Halt all workers, and receive the answers that they owe.
 
         Workers that do not answer soon are killed.
-        With ``patient`` they may take as long as for any other step.
+        If ``patient`` is True, they may take as long as for any other step.
         """
         self.halt()
         heard: list[Event] = []
@@ -272,7 +259,7 @@ class WorkerPool:
                 limit = None if patient else max(0.0, until - time.monotonic())
                 events = self.events(limit, during=None if patient else nullcontext())
                 silent = [] if events else [member for member in self.members if member.asked]
-                heard += events or [(member, self._hung(member)) for member in silent]
+                heard += events or [self._hung(member) for member in silent]
         finally:
             self._settling = False
         return heard
@@ -280,18 +267,15 @@ class WorkerPool:
     def give_up(self, member: Member, why: Exception) -> None:
         """Stop waiting for a worker and mark it as failed.
 
-        :meth:`events` reports ``why`` once asked.
+        :meth:`events` reports ``why`` once the worker is asked again.
         """
-        self._changed, member.asked, member.failed = True, 0, why
+        self._failure(member, why)
 
     def restart(self, member: Member) -> None:
         """Start another worker in the place of ``member``, without waiting for its first answer."""
         self._changed = True
-        _end(member)
-        member.link = self.transport.start(member.index)
-        member.asked, member.since = 1, time.monotonic()
-        member.ended, member.ready, member.failed = False, False, None
-        member.complete = None
+        member.end()
+        member.restart(self.transport.start(member.index))
 
     @property
     def is_closed(self) -> bool:
@@ -324,23 +308,4 @@ def _kill_all(members: list[Member]) -> None:
         member.board[HALT] = STOP
         member.link.kill()
     for member in members:
-        _end(member)
-
-
-def _leave(member: Member) -> None:
-    """Abandon a worker that cannot be killed: it stops after its step, which is not counted."""
-    member.asked, member.wants = 0, None
-    member.ended = True
-    seen = [member.board[word] for word in range(BOARD_WORDS)]
-    member.board[HALT] = STOP
-    member.board = new_board()
-    for word, value in enumerate(seen):
-        member.board[word] = value
-    member.link.kill()
-
-
-def _end(member: Member) -> None:
-    """End a worker, dead or alive."""
-    member.asked, member.wants = 0, None
-    member.ended = True
-    member.link.end()
+        member.end()

@@ -13,20 +13,20 @@ class Share:
     slots: int
     """Slots of a slab, or of a segment."""
     segments: int
-    """Segments of each worker's own slab; 0: one slab is shared by all."""
+    """Number of segments of each worker's own slab; 0 if all workers share one slab."""
     first_lane: int = 0
     """Number in the run of the first of these lanes; the run may have other lanes."""
     run_lanes: int | None = None
-    """Number of lanes of the run; None: the run has only these."""
+    """Number of lanes of the run; None if the run has only these lanes."""
 
     def of(self, worker: int) -> range:
-        """Return the lanes of a worker, numbered over all lanes that are made here."""
+        """Return the lanes of a worker, numbered over the lanes of all workers."""
         first = sum(self.lanes[:worker])
         return range(first, first + self.lanes[worker])
 
     @property
     def stride(self) -> int:
-        """Slots between the first slot of one segment and that of the next.
+        """Number of slots from the first slot of one segment to the first slot of the next.
 
         One more than a segment fills: the observation after a segment's last slot may be written
         while the next segment is still read.
@@ -35,7 +35,7 @@ class Share:
 
     @property
     def total(self) -> int:
-        """Number of lanes that are made here."""
+        """Number of lanes of all workers."""
         return sum(self.lanes)
 
     @property

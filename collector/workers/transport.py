@@ -2,8 +2,9 @@
 
 Pool, leases, lockstep, startup and supervision use workers only through this interface. A new
 transport implements these protocols: ``MultiprocessCollector(transport=...)`` takes any callable
-that makes one from jobs. ``local/`` has the transports of this machine and ``ray/`` those of a
-cluster. ``far/`` has the memory of workers that share none with their parent.
+that makes one from jobs. ``local/`` has the transports of this machine, and ``collector/ext/ray/``
+has the transport of a Ray cluster. ``collector/ext/far/`` has the memory of workers that share none
+with their parent.
 """
 
 from collections.abc import Collection, Sequence
@@ -36,14 +37,14 @@ class Link(Protocol):
     name: str
     """Name of the worker for messages, such as "process 12"."""
     pid: int | None
-    """Its process id; None if it has no process of its own."""
+    """Process id of the worker; None if it has no process of its own."""
 
     @property
     def alive(self) -> bool:
         """True until the worker was observed to end."""
 
     def send(self, question: object) -> None:
-        """Send a question without waiting; the end of a worker is reported later."""
+        """Send a question without waiting. If the worker has ended, :meth:`hear` reports it."""
 
     def hear(self) -> object:
         """Return the next answer, or :class:`Gone`, once :meth:`Transport.ready` names this link.
@@ -108,7 +109,7 @@ class Place(Protocol):
 
     @property
     def weights(self) -> Weights:
-        """The weights of the policy; there are none if it is no module."""
+        """The weights of the policy, which are empty if it is not a module."""
 
     def board(self, worker: int) -> Any:
         """Return the words of a worker, as a :class:`Board`. Safe to write in a signal handler."""
@@ -128,7 +129,7 @@ class Place(Protocol):
     def actions(self, worker: int) -> NDArray[Any] | None:
         """Return the actions ``[slot, lane, ...]`` in the slab of a worker.
 
-        None if the slab does not have them in one array.
+        Return None if the slab does not have the actions in one array.
         """
 
 

@@ -124,7 +124,7 @@ class Worker:
         self.description = made.description
         self.rng = SlotRng()
         self.shared_rng = SlotRng()
-        """In the same state in all workers."""
+        """Generator that is in the same state in all workers."""
         self.doing = ""
         self.plan: SlabPlan | None = None
         self._first: TensorDictBase | None = None
@@ -165,7 +165,7 @@ class Worker:
     # --- startup ----------------------------------------------------------------------------------
 
     def seed(self, message: m.Seed) -> m.SlabRequest:
-        """Seed everything; the first time, also determine the layout of a slab."""
+        """Seed the environment and all generators. The first time, also plan the slab."""
         self.doing = "resetting the environment"
         words = driver_seed(message.seed, message.incarnation, message.worker).generate_state(3)
         if self._own_process:  # the generators of a thread are those of the program
@@ -216,7 +216,8 @@ class Worker:
         elif self.policy is not None:
             self.policy.ask_by(self._channel)
         slab, board = place.slab_of(message.worker), place.board(message.worker)
-        # With leases each worker draws for itself; in lockstep all draw for the lanes of all.
+        # With leases, each worker draws actions for its own lanes. In lockstep, each one draws the
+        # actions of all lanes.
         rng, lanes = (self.rng, None) if share.segments else (self.shared_rng, share.of_run)
         driver = make_driver(self.env, self.policy, self.plan, slab, rng, board, lanes)
         self.driver = driver
@@ -269,10 +270,10 @@ class Worker:
         if self.policy is not None:
             self.policy.refresh()
         lanes = self.lanes if message.lanes is None else message.lanes
-        driver.actor.drawn = message.drawn
+        driver.actor.use_drawn(message.drawn)
         with suppress(NoActions):  # the board shows which slots are complete
             if message.by == "given":
-                driver.given_steps(start, stop, lanes)
+                driver.step_with_actions(start, stop, lanes)
             elif lanes < self.lanes:
                 driver.part(start, lanes, message.random_lanes)
             elif message.by == "random":
@@ -319,13 +320,13 @@ class Worker:
         """Refuse to let another worker or collector drive the environment.
 
         Raises:
-            EnvironmentRefused: this worker still steps it.
+            EnvironmentRefused: this worker still steps the environment.
         """
         if not self._closed:
             raise EnvironmentRefused(
                 "create_env_fn: expected an environment of its own for each worker, got one that "
-                "another worker's thread steps already; let each call of the factory make a new "
-                "one, and all that it wraps, or shut the other collector down before"
+                "another worker's thread steps already. Make each call of the factory return a new "
+                "environment with new parts, or shut the other collector down first."
             )
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from tallyroll.collector.options.objects import MoreOptions, OptionObject
 Mode = Literal["sync", "async"]
 TransportName = Literal["process", "thread"]
 MakesTransport = Callable[[Sequence[bytes]], Any]
-"""Returns a :class:`~tallyroll.collector.workers.transport.Transport` for jobs, one per worker."""
+"""Function from jobs, one per worker, to a `~tallyroll.collector.workers.transport.Transport`."""
 OnDeath = Literal["raise", "respawn"]
 _START_SECONDS = 120.0
 
@@ -38,9 +38,9 @@ def _start_method(name: str, value: Any) -> str | None:
         return None
     if value == "fork":
         raise ArgumentError(
-            f'{name}: "fork" copies a process whose threads (torch has some) do not come '
-            'along, so that a lock which one of them holds is never released; use "spawn" or '
-            '"forkserver"'
+            f'{name}: expected "spawn" or "forkserver", got "fork". A forked process has no copies '
+            "of the other threads (torch has some), so a lock that one of them holds is never "
+            "released."
         )
     one_of(name, value, Literal["spawn", "forkserver"])
     return str(value)
@@ -48,7 +48,7 @@ def _start_method(name: str, value: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Supervision(OptionObject):
-    """Supervision of the workers of a :class:`MultiprocessCollector`, to which it is an argument.
+    """Argument of :class:`MultiprocessCollector` for the supervision of its workers.
 
     Args:
         on_worker_death: ``"raise"``, or ``"respawn"`` to replace a worker that raised, died or
@@ -58,7 +58,7 @@ class Supervision(OptionObject):
         max_respawns: maximum number of workers that are replaced; the next failure raises.
         step_timeout: seconds without a completed step after which a worker counts as hung; None
             waits without a limit.
-        start_timeout: seconds that a worker may take to be ready; None: 120.
+        start_timeout: seconds that a worker may take to be ready. None selects 120.
 
     Raises:
         ArgumentError: an argument is not valid.
@@ -82,7 +82,7 @@ class Supervision(OptionObject):
 
 @dataclass(frozen=True, kw_only=True)
 class Processes(OptionObject):
-    """Worker processes of a :class:`MultiprocessCollector`, to which it is an argument.
+    """Argument of :class:`MultiprocessCollector` for its worker processes.
 
     The collector also accepts the fields as the keywords ``mp_start_method`` and
     ``threads_per_worker``.
@@ -120,7 +120,7 @@ def _interval(name: str, value: Any) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Actors(OptionObject):
-    """Ray actors that are the workers of a :class:`RayCollector`, to which it is an argument.
+    """Argument of :class:`RayCollector` for the Ray actors that are its workers.
 
     Args:
         address: ``"local"`` starts Ray on this machine, and stops it at the end; ``"auto"`` or
@@ -128,10 +128,10 @@ class Actors(OptionObject):
             or else acts as ``"local"``.
         actor_options: arguments of ``.options()`` of the actors, such as ``num_cpus`` (1),
             ``num_gpus``, ``resources``, ``scheduling_strategy`` (``"SPREAD"``) and ``runtime_env``.
-        spares: number of started actors that stand by, so that a replacement needs no seconds to
-            start; each takes the resources of a worker.
-        heartbeat: seconds between requests for a heartbeat, which an actor that answered meanwhile
-            does not get. An actor that misses five counts as dead.
+        spares: number of actors that are started in advance, so that a replacement does not take
+            seconds to start. Each takes the resources of a worker.
+        heartbeat: seconds between requests for a heartbeat. An actor that sent an answer meanwhile
+            gets no request. An actor that misses five heartbeats counts as dead.
 
     Raises:
         ArgumentError: an argument is not valid.
@@ -189,8 +189,8 @@ class SupervisedOptions(Options):
             self._refuse_sharded(given)
         if self.acts_centrally and given["policy"] is None:
             raise ArgumentError(
-                'policy_placement="central" says where the policy acts, and there is none; give '
-                "one, or leave it out"
+                'policy_placement="central": expected a policy, got none. Give a policy, or leave '
+                "policy_placement out."
             )
         if self.mode == "async":
             self._refuse_in_async()
@@ -198,40 +198,43 @@ class SupervisedOptions(Options):
     def _refuse_sharded(self, given: Any) -> None:
         """Refuse arguments that need rows in this process, or an order of all rows."""
         wrong = {
-            'mode="sync" (rows of several shards have no order); give mode="async"': self.mode
+            'mode="sync", because shards have no common order. Give mode="async"': self.mode
             == "sync",
-            "no storage; give storage=, a path": given["storage"] is None,
-            "a replay buffer, which gets no rows; leave it out": given["replay_buffer"] is not None,
-            "postproc, which gets no rows; leave it out": self.postproc is not None,
-            f'layout="{self.layout.name}", and no batch is yielded; leave it out': self.layout.name
+            "storage=None. Pass a path as storage=": given["storage"] is None,
+            "a replay buffer, because it would get no rows. Leave replay_buffer out": given[
+                "replay_buffer"
+            ]
+            is not None,
+            "postproc, because it would get no rows. Leave postproc out": self.postproc is not None,
+            f'layout="{self.layout.name}", as no batch is yielded. Leave it out': self.layout.name
             != "rows",
-            "total_episodes (which start first, no worker knows); give total_frames": (
+            "total_episodes, because no worker knows which start first. Give total_frames": (
                 self.total_episodes is not None
             ),
-            'budget_unit="agent_transitions"; leave it out': self.by_agent,
-            "init_random_frames, which are the first ones of all; leave it out, or collect them by "
-            "a run of their own": self.init_random_frames > 0,
-            'policy_placement="central"; leave it out: each worker acts for its shard': (
-                self.acts_centrally
-            ),
-            "shard: workers have shards of this run already; leave one of them out": (
+            'budget_unit="agent_transitions". Leave budget_unit out': self.by_agent,
+            "init_random_frames, because they are the first frames of the whole run. Leave "
+            "init_random_frames out, or collect them in a run of their own": self.init_random_frames
+            > 0,
+            'policy_placement="central", because each worker acts for its shard. Leave '
+            "policy_placement out": (self.acts_centrally),
+            "shard, because workers already have shards of this run. Leave one of them out": (
                 self.shard is not None
             ),
         }
         for what, there in wrong.items():
             if there:
-                raise ArgumentError(f"sharded=True does not go with {what}")
+                raise ArgumentError(f"sharded=True does not go with {what}.")
 
     def _refuse_in_async(self) -> None:
         if self.reset_at_each_iter:
             raise ArgumentError(
-                'reset_at_each_iter needs mode="sync": in async mode workers go on while a batch '
-                "is put together"
+                'reset_at_each_iter needs mode="sync", because in async mode workers continue '
+                "while a batch is assembled."
             )
         if self.surplus == "discard":
             raise ArgumentError(
-                'surplus="discard" needs mode="sync": in async mode there is no last step of a '
-                'batch; use "carry" or "never_step"'
+                'surplus="discard" needs mode="sync", because in async mode a batch has no last '
+                'step. Use "carry" or "never_step".'
             )
 
 
@@ -253,8 +256,8 @@ class WorkerOptions(SupervisedOptions):
         super()._refuse_contradictions(given)
         if self.transport != "process" and self.processes.start_method == "forkserver":
             raise ArgumentError(
-                f'mp_start_method={self.processes.start_method!r} needs transport="process": '
-                "other workers are not started that way; leave it out"
+                f'mp_start_method={self.processes.start_method!r} needs transport="process", '
+                "because other workers have no start method. Leave mp_start_method out."
             )
         if self.transport == "thread":
             self._refuse_in_threads()
@@ -262,11 +265,12 @@ class WorkerOptions(SupervisedOptions):
     def _refuse_in_threads(self) -> None:
         if self.processes.threads_per_worker is not None:
             raise ArgumentError(
-                'threads_per_worker needs transport="process": workers in threads share those of '
-                "this process; leave it out, or call torch.set_num_threads"
+                'threads_per_worker needs transport="process", because workers in threads share '
+                "the threads of this process. Leave threads_per_worker out, or call "
+                "torch.set_num_threads."
             )
         if self.supervision.step_timeout is not None and self.supervision.respawns:
             raise ArgumentError(
-                'step_timeout with on_worker_death="respawn" needs transport="process": a thread '
-                "that hangs cannot be ended, so that none can take its place; leave one of them out"
+                'step_timeout with on_worker_death="respawn" needs transport="process", because a '
+                "thread that hangs cannot be ended and replaced. Leave one of them out."
             )

@@ -1,5 +1,5 @@
-/* Compiled functions that copy and commit rows, draw from sum trees and update them, and search the
-   index of rows by trajectory.
+/* Compiled functions that copy and commit rows, draw from sum trees and update them, search the
+   index of rows by trajectory, and place and read frames.
 
    The extension is optional. `kernel.py` documents the functions, and
    `storage/trajectories/blocks/extension.py` those of the index. Without the extension, Python
@@ -18,7 +18,10 @@
      put_priorities          the same                 the same; powers: Powers._table; numbers in a
                                                       tuple: the caller's tensors
      spots_of, rows_at, ...  LaneBlocks._table        LaneBlocks: its arrays, shelves and tail
-     walk_onward, bounds_of  the same                 the same */
+     walk_onward, bounds_of  the same                 the same
+     place_frames            FrameWriter._table       FrameWriter: its arrays, and the map of the pool;
+                                                      values: the caller of FrameWriter.append
+     read_frames             FrameLayout.table        has no addresses */
 
 #include "_rows.h"
 
@@ -275,6 +278,7 @@ static PyObject *same_rows(PyObject *self, PyObject *const *args, Py_ssize_t giv
 
 #include "_sum_tree.c"
 #include "_lane_blocks.c"
+#include "_frame_pool.c"
 
 static PyMethodDef functions[] = {
     {"copy_rows", (PyCFunction)(void (*)(void))copy_rows, METH_FASTCALL, NULL},
@@ -292,6 +296,9 @@ static PyMethodDef functions[] = {
     {"rows_at", (PyCFunction)(void (*)(void))rows_at, METH_FASTCALL, NULL},
     {"bounds_of", (PyCFunction)(void (*)(void))bounds_of, METH_FASTCALL, NULL},
     {"walk_onward", (PyCFunction)(void (*)(void))walk_onward, METH_FASTCALL, NULL},
+    {"place_frames", (PyCFunction)(void (*)(void))place_frames, METH_FASTCALL, NULL},
+    {"mark_rows", (PyCFunction)(void (*)(void))mark_rows, METH_FASTCALL, NULL},
+    {"read_frames", (PyCFunction)(void (*)(void))read_frames, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -300,6 +307,7 @@ static const Names lists[] = {
     {"TREE", TREE(NAME)},         {"LEVEL", LEVEL(NAME)},     {"NODES", NODES(NAMED)},
     {"POWERS", POWERS(NAMED)},    {"SHELVES", SHELVES(NAME)}, {"NUMBERS", NUMBERS(NAME)},
     {"LADDER", LADDER(NAMED)},    {"SHELF", SHELF(NAMED)},    {"INDEX", INDEX(NAMED)},
+    {"FRAMES", FRAMES(NAME)},     {"WRITER", WRITER(NAME)},
 };
 
 static int export_lists(PyObject *module)

@@ -6,8 +6,8 @@
    of its array, and raises IndexError if it is out of bounds. LaneBlocks keeps the table, and the
    arrays at its addresses, alive. The caller owns the buffers of a call. */
 
-/* An array: its address, the size of a number in bytes, and the number of numbers. Numbers of 8
-   bytes are signed, and smaller numbers are unsigned. */
+/* An array: its address, the size of an element in bytes, and the number of elements. Elements of
+   8 bytes are signed, and smaller elements are unsigned. */
 #define NUMBERS(WORD) WORD(address) WORD(itemsize) WORD(count)
 typedef struct { NUMBERS(MEMBER) } Numbers;
 
@@ -32,8 +32,8 @@ enum { SHELVES(KIND) };
     OF(Numbers, of_ahead) OF(Numbers, of_back) OF(Numbers, words)
 typedef struct { SHELF(TYPED) } ShelfWords;
 
-/* The words of a table: the blocks, of which the first `lost` ones are dropped, and the tail. The
-   shelves follow. */
+/* The first words of a table describe the blocks, of which the first `lost` ones are dropped, and
+   the tail. The words of the shelves follow. */
 #define INDEX(OF)                                                                                  \
     OF(int64_t, lost) OF(int64_t, tail_first) OF(int64_t, width) OF(int64_t, shelves)              \
     OF(Numbers, first) OF(Numbers, shelf) OF(Numbers, slot) OF(Numbers, of_lanes)                  \
@@ -60,7 +60,7 @@ typedef struct {
     int64_t start, id, stop;
 } Piece;
 
-#define NONE (-1) /* an index out of bounds or a damaged number; others are >= 0 */
+#define NONE (-1) /* an index out of bounds or a damaged number; valid numbers are >= 0 */
 #define TOO_LARGE 56 /* bits; larger numbers are damaged, and their sums might overflow */
 
 static inline int64_t entry(const Numbers *of, int64_t i)
@@ -656,7 +656,7 @@ static PyObject *rows_at(PyObject *self, PyObject *const *args, Py_ssize_t count
                             ? index.blocks->first.count - 1
                             : block_of_row(index.blocks, near.words[i]);
         int64_t lane = spots.words[i], position = spots.words[near.count + i] - length + 1;
-        int64_t more = spots.words[2 * near.count + i] - position; /* positions below the lowest */
+        int64_t more = spots.words[2 * near.count + i] - position; /* before the lowest position */
         int64_t *first = row + i * length;
         more = more < 0 ? 0 : more > length - 1 ? length - 1 : more;
         if (length > 0 &&

@@ -111,8 +111,8 @@ static inline char *checked_span(const int64_t *word, int64_t first, int64_t nby
 
 #define note_table(table) ((void)0)
 #define forget_table(table) ((void)0)
-/* The address of byte `first` of an array, of which the code uses `nbytes` bytes from there on.
-   `word` is a word of an open table, with the address of the array. */
+/* The address of byte `first` of an array. The code uses `nbytes` bytes from there on. `word` is a
+   word of an open table, with the address of the array. */
 #define span(word, first, nbytes) ((void)(nbytes), at(word) + (first))
 #define REQUIRE(holds) ((void)0)
 
@@ -226,8 +226,8 @@ static inline const Column *end_of_columns(const Table *table)
 }
 
 /* Release the GIL during a large copy. For a small copy, releasing it would take as long as
-   copying. Meanwhile, the calling Columns keeps its maps alive, even if another thread maps the
-   files again. The caller keeps the other arrays alive. */
+   copying. During the copy, the calling Columns keeps its maps alive, even if another thread maps
+   the files again. The caller keeps the other arrays alive. */
 static inline PyThreadState *let_others_run(const Table *table, int64_t count)
 {
     int64_t row = 0;
@@ -251,7 +251,7 @@ static inline void copy_columns(const Table *table, int64_t slot, int64_t first,
         PyEval_RestoreThread(others);
 }
 
-/* The marked rows among the first `cells` ones. If `lanes` is 0, they are in memory order.
+/* The marked rows among the first `cells` rows. If `lanes` is 0, they are in memory order.
    Otherwise a slot has `lanes` rows, and the marked rows are ordered by lane. */
 typedef struct {
     const char *marks;
@@ -310,7 +310,7 @@ static inline uint64_t word_of(int64_t count)
     return (uint64_t)count | (uint64_t)(bits & 0xFFFF) << 48;
 }
 
-/* Return a CRC-32, continued over more bytes. The loop processes eight bytes at a time. Table k
+/* Return the CRC-32 `crc`, continued over more bytes. The loop processes eight bytes at a time. Table k
    has the effect of a byte that is followed by k more bytes. */
 static inline uint32_t checksum(uint32_t crc, const char *bytes, size_t length)
 {
@@ -350,8 +350,8 @@ static inline char *little_endian(char *to, uint64_t number, int nbytes)
 #define COMMIT(WORD) WORD(head) WORD(reserve) WORD(floor) WORD(sequence) WORD(commits)
 typedef struct { COMMIT(MEMBER) } Commit;
 
-/* Addresses in the map of the header, which Header owns: those of two counts, and those of the
-   slots for records with even and with odd sequence numbers. */
+/* Addresses in the map of the header, which Header owns: of two counts, of the slot for records
+   with even sequence numbers, and of the slot for records with odd ones. */
 #define HEADER(WORD) WORD(reserve) WORD(head) WORD(even_record) WORD(odd_record)
 typedef struct { HEADER(MEMBER) } Header;
 enum { HEADER_WORDS = sizeof(Header) / sizeof(int64_t) };

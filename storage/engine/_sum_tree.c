@@ -451,7 +451,7 @@ static PyObject *renew_sums(PyObject *self, PyObject *const *args, Py_ssize_t gi
     Py_RETURN_NONE;
 }
 
-/* Return the largest number below a positive one. */
+/* Return the largest double below `number`, which is positive. */
 static inline double just_below(double number)
 {
     uint64_t bits;
@@ -632,7 +632,7 @@ static inline double real_at(const Given *numbers, Py_ssize_t i)
     return single;
 }
 
-/* The maximum number of priorities in one call, whose arrays are on the stack. */
+/* The maximum number of priorities in one call, because their arrays are on the stack. */
 enum { MOST_PUT = 1024 };
 
 /* Set the leaves of rows to powers of priorities. Return the number of rows whose leaf is not

@@ -14,7 +14,7 @@ from tallyroll.storage.errors import NotEnoughMemory
 
 @dataclass(frozen=True)
 class _CgroupFiles:
-    """A version of cgroups: the location of its memory controller, and the names of its files."""
+    """Location and file names of the memory controller in one version of cgroups."""
 
     controller: str
     """The controller's name in ``/proc/self/cgroup``."""
@@ -44,13 +44,13 @@ _LITTLE_NBYTES = 2**24
 def require_memory(
     nbytes: int, what: str, instead: str = "Use a smaller storage, or another machine."
 ) -> None:
-    """Raise unless ``nbytes`` of memory are available for ``what``.
+    """Raise unless ``nbytes`` bytes of memory are available for ``what``.
 
-    Memory is allocated only when it is touched, which is too late for an error: the kernel kills
-    the process.
+    The kernel allocates memory only when it is touched. If too little is left then, the kernel
+    kills the process, and no error can be raised.
 
     Raises:
-        NotEnoughMemory: the available memory is smaller.
+        NotEnoughMemory: less memory is available.
     """
     if nbytes > (available := available_bytes()):
         raise NotEnoughMemory(
@@ -62,16 +62,16 @@ def require_memory(
 def is_little(nbytes: int) -> bool:
     """Return True if an allocation is so small that the available memory need not be checked.
 
-    A check takes half a millisecond, and there may be very many storages.
+    A check takes half a millisecond, which adds up if there are very many storages.
     """
     return nbytes <= _LITTLE_NBYTES
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes that can still be allocated, by the machine's and the cgroups' limits.
+    """Return the number of bytes that the machine and its cgroups still let this process allocate.
 
-    File cache that the kernel can reclaim counts as free; swap does not. If the system does not
-    report a limit, there is none. ``root`` is the directory that contains ``proc`` and ``sys``.
+    File cache that the kernel can reclaim counts as free; swap does not. A limit that the system
+    does not report is ignored. ``root`` is the directory that contains ``proc`` and ``sys``.
     """
     left = [mem_available(_read(root / "proc/meminfo"))]
     mounts, paths = _read(root / "proc/self/mountinfo"), _read(root / "proc/self/cgroup")
@@ -91,19 +91,19 @@ def _read(path: Path) -> str:
 
 
 def mem_available(meminfo: str) -> int | None:
-    """Return the available bytes in the text of ``/proc/meminfo``, or None."""
+    """Return the available bytes that the text of ``/proc/meminfo`` states, or None."""
     found = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo, re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 
 def left_in_cgroup(limit: str, used: str, stat: str, reclaimable: str) -> int | None:
-    """Return the bytes that a cgroup can still use, or None without a limit.
+    """Return the number of bytes that a cgroup can still use, or None if it has no limit.
 
     Args:
-        limit: the text of its limit: a number of bytes, or ``max``.
-        used: the text of its usage: a number of bytes.
-        stat: the text of its statistics: lines of a name and a number.
-        reclaimable: the name in ``stat`` of the bytes that can be reclaimed.
+        limit: the text of the limit file: a number of bytes, or ``max``.
+        used: the text of the usage file: a number of bytes.
+        stat: the text of the statistics file: lines with a name and a number.
+        reclaimable: the name in ``stat`` of the number of bytes that can be reclaimed.
     """
     if not limit.strip().isdecimal() or not used.strip().isdecimal():
         return None
@@ -126,7 +126,8 @@ def cgroup_folders(mountinfo: str, cgroup: str) -> Iterator[tuple[PurePosixPath,
         mounts = re.findall(line, mountinfo, re.MULTILINE) if files.controller in paths else []
         for root, top in mounts:
             path = PurePosixPath(paths[files.controller])
-            # Otherwise the process is in a container, or sees only its own part of the hierarchy.
+            # If the path is not visible, the process is in a container, or sees only its own part
+            # of the hierarchy.
             visible = path.is_relative_to(root) and ".." not in path.parts
             inside = path.relative_to(root) if visible else PurePosixPath()
             yield from ((top / folder, files) for folder in (inside, *inside.parents))
@@ -135,8 +136,8 @@ def cgroup_folders(mountinfo: str, cgroup: str) -> Iterator[tuple[PurePosixPath,
 def no_memory(what: str, error: MemoryError) -> NotEnoughMemory:
     """Return the error for a library whose memory allocation failed."""
     return NotEnoughMemory(
-        f"{what} needs more memory than this process gets ({error!s:.200}). Free memory, or raise "
-        "the limit of address space (ulimit -v)."
+        f"{what} needs more memory than this process may allocate ({error!s:.200}). Free memory, "
+        "or raise the address-space limit (ulimit -v)."
     )
 
 

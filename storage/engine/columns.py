@@ -1,4 +1,4 @@
-"""Kinds of rows, and the memory-mapped columns that they are copied to."""
+"""Rows to append, and the memory-mapped columns to which they are copied."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tallyroll.storage.rows.schema import Schema
 
 
 class NewRows:
-    """Rows to append, with one value per column, that were checked against the schema."""
+    """Rows to append, which have a value for every column and were checked against the schema."""
 
     __slots__ = ("count",)
 
@@ -39,12 +39,12 @@ class NewRows:
     def commit(self, columns: Columns, header: Header, slot: int, record: bytes | None) -> bool:
         """Perform an append in one compiled call: reserve, copy, write the record and the head.
 
-        The destination must be `Columns.in_place` from ``slot`` on. Return True if the append is
-        done, or False, with nothing changed, if it takes more calls.
+        The slots from ``slot`` on must satisfy `Columns.in_place`. Return True if the append is
+        done. Return False, with nothing changed, if the append needs more than one call.
         """
         return False
 
-    def apart_from(self, lent: PrivateRows) -> NewRows:
+    def without_overlap(self, lent: PrivateRows) -> NewRows:
         """Return the rows, copied if they are in slots that the append will overwrite."""
         return self
 
@@ -56,7 +56,10 @@ class CopiedInSteps(NewRows, ABC):
 
     @abstractmethod
     def copy_to(self, columns: Columns, slot: int) -> None:
-        """Copy the rows to slots from ``slot`` on, `Columns.in_place` unless they are arrays."""
+        """Copy the rows to slots from ``slot`` on.
+
+        Unless the rows are `ArrayRows`, the slots must satisfy `Columns.in_place`.
+        """
 
     @abstractmethod
     def as_arrays(self) -> ArrayRows:
@@ -64,7 +67,7 @@ class CopiedInSteps(NewRows, ABC):
 
 
 class ArrayRows(CopiedInSteps):
-    """Arrays [count, ...], or references to large rows, in the order of the columns."""
+    """Rows as one array [count, ...], or references to large rows, per column, in column order."""
 
     __slots__ = ("values",)
 
@@ -79,12 +82,12 @@ class ArrayRows(CopiedInSteps):
         """Return the rows themselves."""
         return self
 
-    def apart_from(self, lent: PrivateRows) -> ArrayRows:
-        """Return the rows, with copies of those in lent memory."""
+    def without_overlap(self, lent: PrivateRows) -> ArrayRows:
+        """Return the rows, with copies of the arrays that are in lent memory."""
         return ArrayRows(lent.copied(self.values))
 
     def copy_to(self, columns: Columns, slot: int) -> None:
-        """Copy the rows to mapped slots from ``slot`` on; write large ones through the file."""
+        """Copy the rows to mapped slots from ``slot`` on; write large arrays through the file."""
         to = slice(slot, slot + self.count)
         if not columns.has_large and columns.in_place(slot, self.count):
             for column, value in zip(columns.arrays, self.values, strict=False):
@@ -102,7 +105,7 @@ class ArrayRows(CopiedInSteps):
 
 
 class TensorRows(CopiedInSteps):
-    """Tensors with the layout of an earlier batch, given by the addresses of their values."""
+    """Rows as tensors with the layout of an earlier batch, which are copied by their addresses."""
 
     __slots__ = ("_addresses", "_check", "values")
 
@@ -119,29 +122,29 @@ class TensorRows(CopiedInSteps):
     def as_arrays(self) -> ArrayRows:
         """Return arrays over the same memory."""
         arrays = self._check.tensors(self.values)
-        assert arrays is not None  # as for the tensors with the same layout
+        assert arrays is not None  # earlier tensors with the same layout could be converted
         return ArrayRows(arrays)
 
-    def apart_from(self, lent: PrivateRows) -> NewRows:
-        """Return the rows, or arrays if one of the tensors must be copied first."""
+    def without_overlap(self, lent: PrivateRows) -> NewRows:
+        """Return the rows, converted to arrays if one of the tensors must be copied first."""
         if lent.hold(self._addresses).any():
-            return self.as_arrays().apart_from(lent)
+            return self.as_arrays().without_overlap(lent)
         return self
 
 
 _COPIED_NBYTES: Final = 2**16
-"""The largest slice in bytes to copy. A copy of this size takes no longer and needs no maps."""
+"""Size in bytes up to which a slice is copied. Such a copy takes no longer than maps would."""
 _MOST_MAPS: Final = 2**14
-"""The maximum number of maps that slices hold in a process, which may have some 65,000 (see
-`maps_left`). Further slices are copied."""
+"""The maximum number of maps that slices hold in a process, out of the 65,000 or so that the system
+permits (see `maps_left`). Further slices are copied."""
 _KEPT_AREAS: Final = 2
 
 _lent: dict[int, int] = {}
-"""The number of maps of each living lease."""
+"""The number of maps of each living lease, by the ``id()`` of the lease."""
 
 
 class _Lease:
-    """An area as one array of bytes, which lives as long as anything refers to it."""
+    """Array of bytes over a lent area, which returns the area once nothing refers to the array."""
 
     def __init__(self, area: Area, lender: PrivateRows) -> None:
         region = area.region
@@ -181,10 +184,10 @@ class PrivateRows:
     def rows(
         self, columns: Sequence[np.ndarray], slots: slice, only: Places | None, *, watched: bool
     ) -> list[np.ndarray]:
-        """Return slots of all ``columns``, or of ``only`` some, as arrays that the caller may
-        change.
+        """Return ``slots`` of the columns as arrays that the caller may change.
 
-        With ``watched``, `hold` recognises their memory.
+        ``only`` selects some of the ``columns``. If ``watched`` is True, `hold` recognises the
+        memory of the arrays.
         """
         places = range(len(columns)) if only is None else only
         start, _, step = slots.indices(len(columns[0]))
@@ -241,7 +244,7 @@ class PrivateRows:
         living = [one for ref in self._leases if (one := ref()) is not None] + [lease]
         self._leases = [weakref.ref(one) for one in living]
         self.watches = True
-        # Leases that have ended stay in the list, which causes at most a needless copy.
+        # Leases that end later stay in these arrays, which causes at most a needless copy.
         self._begin = np.array([one.begin for one in living], np.uintp)
         self._end = np.array([one.end for one in living], np.uintp)
 
@@ -253,14 +256,14 @@ class PrivateRows:
 
     def copied(self, arrays: Sequence[np.ndarray | RowRefs]) -> list[np.ndarray | RowRefs]:
         """Return ``arrays``, with copies of those that are in a lent area."""
-        # References to rows point to other memory.
+        # References to rows point to memory that is not lent. Address 0 is in no area.
         addresses = [a.ctypes.data if isinstance(a, np.ndarray) else 0 for a in arrays]
         held = self.hold(addresses)
         return [np.array(a, order="C") if own else a for a, own in zip(arrays, held, strict=True)]
 
 
 RowIndex = range | np.ndarray
-"""Row numbers in order: a range of step 1, or intp [n]. The caller keeps them in bounds."""
+"""Row numbers in the order of copying: a range of step 1, or intp [n], which must be in bounds."""
 
 
 class FixedRows:
@@ -268,7 +271,7 @@ class FixedRows:
 
     Args:
         schema: the schema of the storage.
-        columns: C-contiguous arrays by key. Their memory must not move. Its contents may change
+        columns: C-contiguous arrays by key. Their memory must not move, but its contents may change
             between two appends.
 
     Raises:
@@ -288,7 +291,9 @@ class FixedRows:
             ):
                 got = None if array is None else f"{array.dtype} {list(array.shape[1:])}"
                 wanted = f"{column.numpy_dtype} {list(column.shape)}"
-                wrong.append(f"{format_key(column.key)} is {got}, expected {wanted}, contiguous")
+                wrong.append(
+                    f"{format_key(column.key)} is {got}, expected a contiguous array of {wanted}"
+                )
                 continue
             self.arrays.append(array)
         if wrong:
@@ -299,10 +304,11 @@ class FixedRows:
         """The address of the first row of each column."""
         return [array.ctypes.data for array in self.arrays]
 
-    def taken(self, index: RowIndex) -> list[np.ndarray | RowRefs]:
-        """Return rows of each column.
+    def gather(self, index: RowIndex) -> list[np.ndarray | RowRefs]:
+        """Return the rows ``index`` of each column.
 
-        A range gives views. An array of row numbers gives copies, or references to large rows.
+        The rows are views if ``index`` is a range, and otherwise copies, or references to large
+        rows.
         """
         if isinstance(index, range):
             return [array[index.start : index.stop] for array in self.arrays]
@@ -315,7 +321,7 @@ class FixedRows:
 
 
 class IndexedRows(CopiedInSteps):
-    """Rows of fixed memory, selected by an index."""
+    """Rows of a `FixedRows`, selected by an index."""
 
     __slots__ = ("_index", "_memory")
 
@@ -325,7 +331,10 @@ class IndexedRows(CopiedInSteps):
         self._memory, self._index, self.count = memory, index, len(index)
 
     def commit(self, columns: Columns, header: Header, slot: int, record: bytes | None) -> bool:
-        """Commit a range of rows and a record in one call, unless a commit was interrupted."""
+        """Commit a range of rows and a record in one call, unless the last commit was interrupted.
+
+        Return False, with nothing done, in other cases.
+        """
         index, kernel = self._index, columns.one_call
         if not record or type(index) is not range or kernel is None:
             return False
@@ -354,16 +363,16 @@ class IndexedRows(CopiedInSteps):
 
     def as_arrays(self) -> ArrayRows:
         """Return views or copies of the rows, or references to large ones."""
-        return ArrayRows(self._memory.taken(self._index))
+        return ArrayRows(self._memory.gather(self._index))
 
 
 _WRITE_NBYTES = 2**14
-"""Arrays from this size on are written through the file. Through the map, every new page causes
-a fault: we measured 0.7 to 1.6 GB/s on new pages, and 5 to 8 GB/s with `os.pwrite`."""
+"""Size in bytes from which on arrays are written through the file. Through the map, every new page
+causes a fault: we measured 0.7 to 1.6 GB/s on new pages, and 5 to 8 GB/s with `os.pwrite`."""
 _GATHER_NBYTES = 2**18
-"""The size of the pieces of gathered rows that are written through the file, for the CPU cache."""
+"""Size in bytes of the pieces in which gathered rows are written, which fit into the CPU cache."""
 _ALONE_NBYTES = 2**14
-"""Larger copies release the GIL, which costs as much as copying a small array."""
+"""Size in bytes from which on copies release the GIL, which costs as much as a small copy."""
 
 
 Places = tuple[int, ...]
@@ -386,7 +395,7 @@ class Columns:
         format: the files of the storage.
         schema: the schema of the storage.
         arrays: one array [room, ...] per column, over maps of the files.
-        warm: see the attribute.
+        warm: the initial value of the attribute `warm`.
         one_call: permit commits in one call of the extension, if it is available.
     """
 
@@ -411,11 +420,19 @@ class Columns:
         self.row_nbytes = [column.row_nbytes for column in schema.columns]
         self._widest = max(self.row_nbytes)
         self.has_large = self._widest >= LARGE_NBYTES
-        """True if some rows are large, so that they may be references."""
+        """True if a column has large rows, which may be passed as references."""
         self._count = -1
         self._moves: list[tuple[int, int, ctypes.c_size_t]] = []
         self._move = _move
         self._tables: dict[FixedRows, bytes] = {}
+
+    def mark_warm(self) -> None:
+        """Note that this process has written every slot."""
+        self.warm = True
+
+    def refuse_one_call(self) -> None:
+        """Refuse commits in one call of the extension from now on."""
+        self.one_call = None
 
     def in_place(self, slot: int, count: int) -> bool:
         """Return True if ``count`` rows from ``slot`` on should be copied through the map."""
@@ -424,9 +441,10 @@ class Columns:
         return (few or self.warm) and slot + count <= self.room
 
     def copy_memory(self, slot: int, count: int, addresses: Sequence[int]) -> None:
-        """Copy ``count`` rows of each column to slots from ``slot`` on, which must be `in_place`.
+        """Copy ``count`` rows of each column to slots from ``slot`` on.
 
-        The rows of a column are contiguous from its address on.
+        The slots must satisfy `in_place`. ``addresses`` has the address of the first row of each
+        column, and the rows of a column are contiguous.
         """
         if count != self._count:
             self._plan(count)
@@ -435,7 +453,7 @@ class Columns:
             move(base + slot * row_nbytes, address, nbytes)
 
     def goes_through_map(self, nbytes: int) -> bool:
-        """Return True if an array of this size goes through the map instead of the file."""
+        """Return True if arrays of ``nbytes`` bytes go through the map instead of the file."""
         return self.warm or nbytes < _WRITE_NBYTES
 
     def write(self, place: int, slot: int, values: np.ndarray | RowRefs) -> None:
@@ -462,23 +480,25 @@ class Columns:
         only: Places | None = None,
         below: int | None = None,
     ) -> bool:
-        """Copy slots of each column, or of ``only`` some, to the arrays [*slots.shape, ...] of
-        ``room``.
+        """Copy ``slots`` of each column to the arrays [*slots.shape, ...] of ``room``, in one call.
 
-        Return False, with nothing copied, if there is no kernel, or if a slot does not exist or is
-        not below ``below``.
+        ``only`` selects some of the columns. Return False, with nothing copied, if there is no
+        kernel, if ``slots`` is not contiguous intp, or if a slot does not exist or is not below
+        ``below``.
         """
         kernel = self.kernel
         if kernel is None or slots.dtype != np.intp or not slots.flags.c_contiguous:
             return False
-        if room.table is None or room.of is not self:
+        table = room.table
+        if table is None or room.of is not self:
             sources, row_nbytes = self.arrays, self.row_nbytes
             if only is not None:
                 sources = [sources[place] for place in only]
                 row_nbytes = [row_nbytes[place] for place in only]
-            room.table, room.of = copy_table(room.arrays, sources, row_nbytes), self
+            table = copy_table(room.arrays, sources, row_nbytes)
+            room.keep_table(table, self)
         try:
-            kernel.gather_rows(room.table, 0, slots, self.room if below is None else below)
+            kernel.gather_rows(table, 0, slots, self.room if below is None else below)
         except IndexError:  # caused by links in a damaged storage
             return False
         return True

@@ -28,7 +28,7 @@ class CommittedCounts:
 
     Args:
         header: the header with the counts.
-        follows: see the attribute.
+        follows: the initial value of the attribute `follows`.
     """
 
     def __init__(self, header: Header, *, follows: bool) -> None:
@@ -37,7 +37,7 @@ class CommittedCounts:
         """True if another process may write, so that counts and the rows of a ring may change."""
 
     def follow(self) -> None:
-        """Allow another process to write from now on."""
+        """Expect another process to write from now on."""
         self.follows = True
         self._header.follow()
 
@@ -58,7 +58,7 @@ class CommittedCounts:
 
     @property
     def span(self) -> range:
-        """The numbers of the valid rows, counted over all rows ever written."""
+        """The row numbers of the valid rows. The numbering counts all rows ever written."""
         if not self._ring:
             return range(self._header.head)
         head, reserve = self.now()
@@ -79,7 +79,10 @@ class CommittedCounts:
         return HeaderCounts(head, reserve, floor)
 
     def now(self) -> tuple[int, int]:
-        """Return consistent ``head`` and ``reserve``, or an older head, which hides rows."""
+        """Return consistent ``head`` and ``reserve``.
+
+        If a writer changes them all the time, ``head`` is older, which only hides the newest rows.
+        """
         header = self._header
         counts = header.counts
         if counts is not None:
@@ -93,11 +96,11 @@ class CommittedCounts:
 
     @property
     def record(self) -> tuple[int, bytes] | None:
-        """The newest record, with the number of rows committed when it was written."""
+        """The newest record, or None: the number of rows when it was written, and its payload."""
         header = self._header
         if not self.follows:
             return header.record
-        # Records are written in turn, so that a concurrent one may hide the newest.
+        # Records alternate between two slots, so one that is being written may hide the newest.
         for _ in range(_LOOKS):
             head, record = header.head, header.record
             if record is not None and header.head == head:

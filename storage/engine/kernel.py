@@ -1,9 +1,9 @@
 """Compiled functions that copy, commit and find rows, if they are built.
 
-Each function does in one call the work of Python and NumPy code beside its use, which takes one
-call per column. The same tests run with and without the functions. If no compiler was available at
-installation, or the functions are switched off (``-kernel``, see `fast_paths`), that code runs
-instead.
+Each function does in one call what Python and NumPy do in one call per column. The equivalent
+Python code is next to each use of a function. It runs if no compiler was available at installation,
+or if the functions are switched off (``-kernel``, see `fast_paths`). The same tests run with and
+without the functions.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ class TreeKernel(Protocol):
     """The functions for sum trees; see `SumTree`."""
 
     def set_leaves(self, table: bytes, slots: np.ndarray, leaves: np.ndarray, /) -> None:
-        """Set leaves, float32 [n], of ``slots``, int64 [n], and update their sums; see `SumTree`.
+        """Set the leaves of ``slots``, and update the sums over them; see `SumTree`.
 
-        Both arrays are contiguous. ``slots`` is overwritten.
+        ``slots`` is int64 [n], and ``leaves`` is float32 [n]. Both arrays are contiguous. ``slots``
+        is overwritten.
 
         Raises:
             IndexError: a slot is not in the tree; nothing is changed.
@@ -47,13 +48,14 @@ class TreeKernel(Protocol):
         most: int,
         /,
     ) -> int:
-        """Set leaves, float32 [n], of rows, int64 [n], that have leaves above 0; see `SumTree`.
+        """Set the leaves of those ``rows`` whose present leaf is above 0; see `SumTree`.
 
-        Both arrays are contiguous and are overwritten. Rows ``[first, stop)`` may have leaves, in
-        slot r % ring, or r - base if ``ring`` is 0.
+        ``rows`` is int64 [n], and ``leaves`` is float32 [n]. Both arrays are contiguous and are
+        overwritten. Only the rows ``[first, stop)`` can have leaves. Row r is in slot r % ring, or
+        in slot r - base if ``ring`` is 0.
 
         Returns:
-            The number of rows that have none.
+            The number of rows whose present leaf is not above 0.
 
         Raises:
             IndexError: a row is below 0, or not below ``most``; nothing is changed.
@@ -75,15 +77,16 @@ class TreeKernel(Protocol):
     ) -> int:
         """Set the leaves of rows to powers of priorities; see `SumTree.put_priorities`.
 
-        Numbers are an array, or a tuple of address, count and item size of contiguous ones: int64
-        for the index, float32 or float64 for priorities. ``powers`` is the address of the table of
-        `Powers`. For the other arguments see `put_leaves`.
+        ``index`` (int64) and ``priorities`` (float32 or float64) are arrays, or tuples of the
+        address, the count and the item size of contiguous numbers. ``powers`` is the address of the
+        table of `Powers`. For ``drawn`` see `SumTree.put_priorities`, and for the other arguments
+        see `put_leaves`.
 
         Returns:
-            The number of rows that have none. The result is -1, with nothing done, if an array has
-            another dtype, several dimensions and gaps, or more than 1024 numbers, if their counts
-            differ, if a row never existed, or if a priority or its power is negative, infinite, 0
-            or NaN.
+            The number of rows whose present leaf is not above 0. The result is -1, with nothing
+            done, if an array has another dtype, several dimensions and gaps, or more than 1024
+            numbers, if their counts differ, if a row never existed, if a priority is negative,
+            infinite or NaN, or if its power is not a positive normal float32.
         """
 
     def renew_sums(self, table: bytes, first: int, stop: int, /) -> None:
@@ -104,7 +107,7 @@ class TreeKernel(Protocol):
         stop: int,
         /,
     ) -> None:
-        """Draw rows in proportion to their leaves; see `SumTree`. Arrays are contiguous.
+        """Draw rows in proportion to their leaves; see `SumTree`. All arrays are contiguous.
 
         Args:
             table: the table of the tree.
@@ -120,8 +123,72 @@ class TreeKernel(Protocol):
         """
 
 
-class Kernel(TreeKernel, Protocol):
-    """The compiled functions. :func:`table_of` makes a table; the caller keeps its arrays alive."""
+class FrameKernel(Protocol):
+    """The functions for pools of frames; see `frame_pool`. All arrays are contiguous."""
+
+    def place_frames(
+        self,
+        table: bytes,
+        lanes: np.ndarray,
+        begins: np.ndarray,
+        ends: np.ndarray,
+        positions: np.ndarray,
+        done: int,
+        first_row: int,
+        oldest: int,
+        /,
+    ) -> int:
+        """Place the frames of the rows from ``done`` on, until free segments run out.
+
+        ``lanes`` are indices into the arrays of the table, int64 [n]; ``begins`` and ``ends`` are
+        the addresses of observations and next observations, int64 [n]; ``positions``, int32 [n, 2 *
+        stack], is the output array. ``first_row`` is the number of the first row. Segments whose
+        last row is below ``oldest`` are free.
+
+        Returns:
+            The number of rows that are placed, including the rows before ``done``.
+
+        Raises:
+            ValueError: the arrays differ in length, or a lane is not in the table. Nothing is
+                placed.
+        """
+
+    def mark_rows(
+        self, positions: np.ndarray, numbers: np.ndarray, last_row: np.ndarray, per: int, /
+    ) -> None:
+        """Write to ``last_row``, int64 [segments], the last row that needs each segment.
+
+        ``positions`` is int32 [n, frames of a row], and ``numbers`` is int64 [n], ascending.
+
+        Raises:
+            IndexError: a position is not in the segments.
+        """
+
+    def read_frames(
+        self,
+        memory: np.ndarray,
+        positions: np.ndarray,
+        out: np.ndarray,
+        later: np.ndarray,
+        table: bytes,
+        wide: int,
+        /,
+    ) -> None:
+        """Read the frames at ``positions``, int32 [n, wide], to ``out`` and ``later``.
+
+        See `tallyroll.storage.engine.frame_pool.read_frames`.
+
+        Raises:
+            IndexError: a position is not in the pool; nothing is read.
+            ValueError: an output has another size.
+        """
+
+
+class Kernel(TreeKernel, FrameKernel, Protocol):
+    """The compiled functions.
+
+    :func:`table_of` makes their tables. The caller keeps the arrays of a table alive.
+    """
 
     def copy_rows(self, table: bytes, slot: int, first: int, count: int, /) -> None:
         """Copy rows ``[first, first + count)`` of each column to slots from ``slot`` on.
@@ -142,13 +209,15 @@ class Kernel(TreeKernel, Protocol):
     ) -> bool:
         """Copy rows as `copy_rows` does, then commit and count them with ``record``, in one call.
 
-        ``header`` is `Header.addresses`, and ``known`` is the address of the block of the same
-        header's counts. Return False, with nothing done, if an earlier commit was interrupted or
+        ``header`` is `Header.addresses`, and ``known`` is the address of the `CommitCounts` of the
+        same header. Return False, with nothing done, if an earlier commit was interrupted or
         another process writes.
         """
 
     def gather_rows(self, table: bytes, slot: int, index: np.ndarray, rows: int, /) -> None:
-        """Copy rows ``index``, contiguous intp [n], in their order; the table is `copy_rows`'s.
+        """Copy the rows ``index`` of each column, in that order, to slots from ``slot`` on.
+
+        ``index`` is contiguous, intp [n]. For the table see `copy_rows`.
 
         Raises:
             IndexError: a row is not among the first ``rows``; nothing is copied.
@@ -157,11 +226,11 @@ class Kernel(TreeKernel, Protocol):
     def pack_runs(
         self, table: bytes, runs: np.ndarray, parts: np.ndarray, rows: int, most: int, /
     ) -> None:
-        """Copy ``runs`` of rows to one place, part by part, and column by column within each part.
+        """Copy ``runs`` of rows to one target, part by part, and by column within each part.
 
-        Runs are contiguous int64 [n, 2]: the slot of the first row, and the number of rows.
-        ``parts``, int64 [m], has the number of runs of each part. The table is `copy_rows`'s, in
-        which all columns have the address of the place, which has space for ``most`` rows.
+        ``runs``, contiguous int64 [n, 2], has the slot of the first row and the number of rows of
+        each run. ``parts``, int64 [m], has the number of runs of each part. The table is like that
+        of `copy_rows`, but all columns have the same target, with space for ``most`` rows.
 
         Raises:
             IndexError: a row is not among the first ``rows``, there are more than ``most`` rows, or
@@ -169,10 +238,10 @@ class Kernel(TreeKernel, Protocol):
         """
 
     def same_rows(self, one: np.ndarray, other: np.ndarray, same: np.ndarray, skip: int, /) -> None:
-        """Write to ``same``, bool [n], which rows [n, ...] of two arrays have the same bytes.
+        """Compare the bytes of rows [n, ...] of two arrays; write True to ``same`` for equal rows.
 
-        All arrays are contiguous. The first ``skip`` bytes of each row of ``one``, and the last
-        ``skip`` bytes of each row of ``other``, are ignored.
+        ``same`` is bool [n]. All arrays are contiguous. The first ``skip`` bytes of each row of
+        ``one``, and the last ``skip`` bytes of each row of ``other``, are ignored.
 
         Raises:
             ValueError: the arrays differ in size, or their rows have fewer than ``skip`` bytes.
@@ -180,10 +249,10 @@ class Kernel(TreeKernel, Protocol):
 
 
 def table_of(words: Iterable[int | np.ndarray]) -> bytes:
-    """Return a table of numbers and of the addresses of arrays, which it does not keep alive.
+    """Return a table of numbers and of array addresses, which does not keep the arrays alive.
 
-    A debug build of the extensions finds the sizes of the arrays before the words and checks that
-    it stays within them. It does not know the size of an address that is given as a number.
+    For a debug build of the extensions, the sizes of the arrays precede the words. The build checks
+    that it stays within the arrays. The size of an array that is given by address is unknown.
     """
     words = [*words]
     table = np.array([_address_of(word) for word in words], np.int64)
@@ -218,7 +287,7 @@ class Extension:
     """A compiled extension, which may be missing or switched off.
 
     Args:
-        name: the name of its module.
+        name: the name of the extension module.
     """
 
     def __init__(self, name: str) -> None:
@@ -236,11 +305,11 @@ class Extension:
         return self.module is not None
 
     def require_names(self, block: str, names: tuple[str, ...]) -> None:
-        """Raise unless the extension has the same words in a block of counts, in the same order.
+        """Raise unless the extension has the words ``names`` in a block of counts, in this order.
 
         Args:
-            block: the name under which the extension exports its names.
-            names: the names in Python's list.
+            block: the name under which the extension exports the names of the words.
+            names: the names in the list of the Python code.
 
         Raises:
             ExtensionMismatch: the names differ, and the extension is not switched off.
@@ -252,7 +321,8 @@ class Extension:
     def in_order(self, block: str, /, **words: Word) -> list[Word]:
         """Return the words of a table in the order in which the extension reads them.
 
-        Only the extension reads tables. Without it, the order is that of the arguments.
+        Only the extension reads tables. Without the extension, the words are in the order of the
+        arguments.
 
         Args:
             block: the name under which the extension exports the names of the words.
@@ -275,9 +345,9 @@ class Extension:
             return
         raise ExtensionMismatch(
             f"expected the extension {self.module.__file__} to have the words {', '.join(names)} "
-            f"in {block}, got {', '.join(built) or 'none'}: it was built from other sources. "
-            f"Install tallyroll again, or set {fast_paths.VARIABLE}=-kernel to do without the "
-            "extension."
+            f"in {block}, got {', '.join(built) or 'none'}. The extension was built from other "
+            f"sources. Install tallyroll again, or set {fast_paths.VARIABLE}=-kernel to run "
+            "without the extension."
         )
 
 

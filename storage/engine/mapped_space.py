@@ -28,7 +28,7 @@ class MappedSpace:
         schema: the schema of the storage.
         header: the header of the storage.
         access: the access mode of the maps.
-        one_call: see `Columns`.
+        one_call: permit commits in one call of the extension; see `Columns`.
     """
 
     columns: Columns
@@ -42,14 +42,13 @@ class MappedSpace:
         self._format, self._schema, self._header = format, schema, header
         self._access, self._one_call = access, one_call
         self.warm_at = header.head + ring if ring else sys.maxsize
-        """The number of rows at which this process has written every slot of the ring."""
+        """The number of committed rows at which this process has written every slot of the ring."""
         self._remap(in_use(header.head, ring), warm=False)
 
     def follow(self) -> None:
-        """Allow another process to write from now on, in a forked child.
+        """Expect the parent process to write from now on, in a forked child.
 
-        A thread of the parent, which does not exist here, may have held the lock, so it is
-        replaced.
+        The lock is replaced, because a thread of the parent may have held it during the fork.
         """
         self._access, self.mutex = "read", threading.RLock()
         self.close()
@@ -57,7 +56,8 @@ class MappedSpace:
     def arrays(self, head: int | None = None) -> list[np.ndarray]:
         """Return one array [room, ...] per column, indexed by slot.
 
-        They have room for the first ``head`` rows, or for all committed rows if it is None.
+        The arrays have room for the first ``head`` rows, or for all committed rows if ``head`` is
+        None.
         """
         slots = in_use(self._header.head if head is None else head, self.ring)
         if slots > self.columns.room:
@@ -67,7 +67,7 @@ class MappedSpace:
         return self.columns.arrays
 
     def committed(self) -> list[np.ndarray]:
-        """Return a read-only view [slots, ...] per column of all slots in use."""
+        """Return the slots in use, as one read-only view [slots, ...] per column."""
         slots = in_use(self._header.head, self.ring)
         arrays = [column[:slots] for column in self.arrays()]
         for array in arrays:
@@ -78,7 +78,7 @@ class MappedSpace:
         """Make room for the rows ``[stop - count, stop)``, and some more.
 
         Raises:
-            BatchTooLong: the ring has fewer slots.
+            BatchTooLong: the ring has fewer than ``count`` slots.
             StorageFull: the disk has no space.
         """
         require_slots(self._format.path, self.ring, count)
@@ -98,7 +98,7 @@ class MappedSpace:
         self._remap(rows, warm=self.columns.warm)
 
     def reserve(self, rows: int) -> None:
-        """Reserve space for ``rows`` rows in all, limited to the slots of a ring.
+        """Reserve space for ``rows`` rows in total, or for all slots of a smaller ring.
 
         Raises:
             StorageFull: the disk has no space.
@@ -112,7 +112,8 @@ class MappedSpace:
 
     def close(self) -> None:
         """Prevent further commits in one call. A commit that has begun is not affected."""
-        self._one_call, self.columns.one_call = False, None
+        self._one_call = False
+        self.columns.refuse_one_call()
 
     def _remap(self, rows: int, *, warm: bool) -> None:
         arrays = self._format.arrays(rows, self._access)

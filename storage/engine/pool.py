@@ -18,7 +18,7 @@ _HELD_BY_THE_POOL = max(map(sys.getrefcount, [np.empty(0)]))
 
 
 class Room:
-    """Memory for one array per column, at a fixed address."""
+    """Memory for one array per column, whose addresses do not change."""
 
     __slots__ = ("arrays", "of", "table", "words")
 
@@ -27,8 +27,16 @@ class Room:
         self.words: Any = None
         """The addresses of the arrays, int64 in a buffer, set on first use."""
         self.table: bytes | None = None
-        """The kernel's table that copies from the columns ``of`` a storage to these arrays."""
+        """The kernel table for copies to these arrays from the columns in the attribute `of`."""
         self.of: object = None
+
+    def keep_words(self, words: Any) -> None:
+        """Keep the addresses of the arrays."""
+        self.words = words
+
+    def keep_table(self, table: bytes, of: object) -> None:
+        """Keep the kernel table for copies from the columns ``of``."""
+        self.table, self.of = table, of
 
     @property
     def count(self) -> int:
@@ -42,10 +50,11 @@ class Room:
 
 
 class BufferPool:
-    """Pool of sets of arrays, one per column. New memory costs five times as much as used memory.
+    """Pool of sets of arrays, with one array per column in each set.
 
-    A tensor from `torch.from_numpy` keeps its array alive as long as its memory is in use. An array
-    that only the pool refers to is therefore free.
+    Allocating new memory takes five times as long as reusing memory. A tensor from
+    `torch.from_numpy` keeps its array alive as long as its memory is in use. An array that only the
+    pool refers to is therefore free.
 
     Args:
         columns: the dtype and the shape of one row, for each column.

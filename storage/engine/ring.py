@@ -6,10 +6,10 @@ committed. The rows ``[reserve - size, head)`` are valid, because the slots of t
 ``head`` to ``reserve`` may be half overwritten. Without a ring ``size`` is 0, and row r is in slot
 r.
 
-A writer empties a ring by storing ``head + size`` as ``reserve``. No row is valid then, and later
-rows become valid one by one, until there are ``size`` of them. The row at which this last happened
-is the ``floor``, which is not above any valid row. Indices are counted from it, as in a new ring:
-row r has index ``(r - floor) % size``.
+A writer empties a ring by storing ``head + size`` as ``reserve``. No row is valid then. Later rows
+become valid one by one, until there are ``size`` of them. The row at which the ring was last
+emptied is the ``floor``. No row below the floor is valid. Indices are counted from the floor, as in
+a new ring: row r has index ``(r - floor) % size``.
 """
 
 from __future__ import annotations
@@ -35,20 +35,19 @@ def slots_of(rows: Rows, size: int) -> Rows:
 
 
 def require_slots(path: Path, size: int, count: int) -> None:
-    """Raise `BatchTooLong` if a ring at ``path`` has fewer slots than ``count`` new rows."""
+    """Raise `BatchTooLong` if the ring at ``path`` has fewer than ``count`` slots."""
     if 0 < size < count:
         raise BatchTooLong(
-            f"{path} is a ring of {size} rows and got {count} at once, so that the first of them "
-            f"would be lost. Nothing was written; write fewer at a time, or the last {size} of "
-            "them."
+            f"{path}: expected at most {size} rows at once, the size of its ring, got {count}. "
+            f"Nothing was written. Write fewer rows at a time, or only the last {size}."
         )
 
 
 def overrun(path: Path, size: int, what: str) -> Overrun:
     """Return the error for rows that a writer overwrites before they are read."""
     return Overrun(
-        f"{path} is a ring of {size} rows, and its writer overwrites them faster than {what} can "
-        "be read. Read fewer at a time, or make the ring larger."
+        f"{path} is a ring of {size} rows, and its writer overwrites rows faster than {what} can "
+        "be read. Read fewer rows at a time, or make the ring larger."
     )
 
 
@@ -71,10 +70,10 @@ def pieces(start: int, stop: int, size: int) -> list[tuple[int, int, int]]:
 
 
 def slots_at(index: np.ndarray, head: int, reserve: int, size: int, floor: int = 0) -> np.ndarray:
-    """Return the slots of the valid rows ``index`` [*], counted from 0 in the order of slots.
+    """Return the slots of the valid rows ``index`` [*], which are counted from 0 in slot order.
 
-    Index i is slot i, except that half overwritten rows are skipped. With a floor, slots are
-    counted from the slot of that row.
+    Index i is slot i, except that half-overwritten rows are skipped. If ``floor`` is not 0, the
+    count begins at the slot of that row.
     """
     if floor:
         return slots_of(slots_at(index, head - floor, reserve - floor, size) + floor, size)

@@ -11,6 +11,7 @@ import numpy as np
 
 from tallyroll.storage.engine.columns import Places, PrivateRows
 from tallyroll.storage.engine.committed_counts import CommittedCounts, HeaderCounts
+from tallyroll.storage.engine.frame_pools import FramePools, PoolFile
 from tallyroll.storage.engine.mapped_space import MappedSpace
 from tallyroll.storage.engine.pool import BufferPool, Room
 from tallyroll.storage.engine.ring import first_valid, in_use, overrun, rows_in, slots_at
@@ -26,7 +27,7 @@ _NO_LOCK = nullcontext()
 
 
 class RowCopies:
-    """Copier of the rows of a storage to pooled arrays, and lender of them as private memory.
+    """Copies rows of a storage to pooled arrays, and lends the rows as private memory.
 
     Args:
         format: the files of the storage.
@@ -35,6 +36,7 @@ class RowCopies:
         counts: the counts of the valid rows.
         space: the columns.
         lent: the lender of private memory.
+        pools: the frame pools; None if no column is stored once.
     """
 
     def __init__(
@@ -45,33 +47,41 @@ class RowCopies:
         counts: CommittedCounts,
         space: MappedSpace,
         lent: PrivateRows,
+        pools: FramePools | None = None,
     ) -> None:
         self._format, self._header, self._schema, self._lent = format, header, schema, lent
-        self._counts, self._space, self._ring = counts, space, space.ring
+        self._counts, self._space, self._ring, self._frames = counts, space, space.ring, pools
         self.follow()
 
     def follow(self) -> None:
-        """Create new pools, since a thread of a forked child's parent may hold the old locks."""
+        """Create new pools: in a forked child, a thread of the parent may hold the old locks."""
         self._pool = BufferPool([(c.numpy_dtype, c.shape) for c in self._schema.columns])
         self._pools: dict[Places, BufferPool] = {}
-        """The pools for reads of some columns, by these columns."""
+        """The pools for reads of a selection of columns, by selection."""
 
     def no_append(self) -> AbstractContextManager[object]:
         """Return the lock that prevents other threads of this process from appending to a ring.
 
-        Hold it while the counts are read and rows are copied. In other cases it does nothing:
-        without a ring rows do not change, and a writer in another process does not use this lock.
+        Hold the lock while the counts are read and rows are copied. In other cases the result does
+        nothing: without a ring, rows do not change, and a writer in another process does not use
+        this lock.
         """
         return self._space.mutex if self._ring and not self._counts.follows else _NO_LOCK
 
     def private(
-        self, slots: slice, only: Places | None = None, head: int | None = None
-    ) -> list[np.ndarray]:
-        """Return arrays of slots in use, of all columns or of ``only`` some, that the caller may
-        change.
+        self,
+        slots: slice,
+        only: Places | None = None,
+        head: int | None = None,
+        *,
+        defers: bool = False,
+    ) -> list[Any]:
+        """Return slots in use as arrays that the caller may change.
 
-        Changes are visible only in these arrays. ``head`` is the number of committed rows; None:
-        read it from the header.
+        Changes are visible only in these arrays. ``only`` selects some of the columns. ``head`` is
+        the number of committed rows; if it is None, it is read from the header. If ``defers`` is
+        True, large columns that are stored once are returned as tensors that are decoded on first
+        use.
         """
         space = self._space
         if head is None:
@@ -79,7 +89,22 @@ class RowCopies:
         used = in_use(head, self._ring)
         columns = [column[:used] for column in space.arrays(head)]
         with space.mutex:  # prevents appends of other threads, which read the leases
-            return self._lent.rows(columns, slots, only, watched=bool(self._ring))
+            pools = self._frames
+            if pools is None:
+                return self._lent.rows(columns, slots, only, watched=bool(self._ring))
+            places = tuple(range(len(columns))) if only is None else only
+            plain = tuple(place for place in places if place not in pools.of_place)
+            found: dict[int, Any] = {}
+            if plain:
+                lent = self._lent.rows(columns, slots, plain, watched=bool(self._ring))
+                found = dict(zip(plain, lent, strict=True))
+            once = [place for place in places if place in pools.of_place]
+            if defers:
+                deferred = pools.deferred(columns, slots, once)
+                found |= deferred
+                once = [place for place in once if place not in deferred]
+            found |= pools.decoded(columns, slots, once)
+            return [found[place] for place in places]
 
     def first_shown(self, seen: HeaderCounts) -> int | None:
         """Return the first slot of the valid rows, if they are contiguous and in index order.
@@ -105,12 +130,13 @@ class RowCopies:
     def take(
         self, index: np.ndarray, seen: HeaderCounts, only: Places | None = None
     ) -> list[np.ndarray]:
-        """Return arrays [*index.shape, ...], one per column, of the valid rows ``index`` from 0.
+        """Return valid rows as arrays [*index.shape, ...], one per column.
 
         The arrays come from a pool, to which they return when nothing refers to them.
 
         Args:
-            index: int64, below the number of rows that were valid when ``seen`` was read.
+            index: the indices of the rows among the valid rows, int64 from 0 to below the number of
+                rows that were valid when ``seen`` was read.
             seen: the counts. The caller has held `no_append` since they were read.
             only: the positions of the columns; None: all.
 
@@ -123,10 +149,11 @@ class RowCopies:
         return self.gather(slots, only, seen.head)
 
     def take_into(self, index: Any, room: Room, only: Places | None) -> bool:
-        """Copy the valid rows ``index`` [n], from 0, to the arrays [n, ...] of ``room``.
+        """Copy the valid rows ``index`` [n], counted from 0, to the arrays [n, ...] of ``room``.
 
-        Return False if one call of the extension cannot copy them: there is no extension, another
-        process writes this ring, its indices are not slots, or ``index`` is not int64 from 0.
+        Return False if one call of the extension cannot copy the rows: there is no extension,
+        another process writes this ring, indices of the ring differ from slots, or ``index`` is
+        not an int64 array of indices from 0 on.
         """
         numbers = plain_numbers(index)
         if numbers is None or len(numbers) != room.count:
@@ -138,9 +165,16 @@ class RowCopies:
             seen = self._counts.read()
             if seen.floor or seen.head != seen.reserve:
                 return False
-            space.arrays(seen.head)  # ensures that all of the rows are mapped
+            columns = space.arrays(seen.head)  # ensures that all of the rows are mapped
             rows = in_use(seen.head, self._ring)
-            return space.columns.take_compiled(numbers, room, only, rows)
+            if self._frames is None:
+                return space.columns.take_compiled(numbers, room, only, rows)
+            if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < rows:
+                return False
+            if only is not None:
+                columns = [columns[place] for place in only]
+            self._copy_to(room.arrays, columns, [numbers] * len(columns), only)
+            return True
 
     def take_numbered(
         self, index: np.ndarray, seen: HeaderCounts, only: Places | None = None
@@ -167,12 +201,37 @@ class RowCopies:
             columns, pool = [columns[place] for place in only], self._pool_of(only)
         places = [slots] * len(columns) if isinstance(slots, np.ndarray) else slots
         found, room = pool.room(places[0].shape)
+        if self._frames is not None:
+            self._copy_to(found, columns, places, only)
+            return found
         if isinstance(slots, np.ndarray) and self._space.columns.take_compiled(slots, room, only):
             return found
         for column, where, out in zip(columns, places, found, strict=True):
             # The indices were checked. With mode "clip", NumPy writes directly to out.
             column.take(where, axis=0, out=out, mode="clip")
         return found
+
+    def _copy_to(
+        self,
+        found: Sequence[np.ndarray],
+        columns: Sequence[np.ndarray],
+        slots: Sequence[np.ndarray],
+        only: Places | None,
+    ) -> None:
+        """Copy rows in slots to the arrays ``found``, and decode columns that are stored once."""
+        assert self._frames is not None
+        of_place = self._frames.of_place
+        places = range(len(columns)) if only is None else only
+        of_pools: dict[PoolFile, tuple[list[np.ndarray], list[np.ndarray]]] = {}
+        for place, column, where, out in zip(places, columns, slots, found, strict=True):
+            if place in of_place:
+                positions, outs = of_pools.setdefault(of_place[place], ([], []))
+                positions.append(column.take(where, axis=0, mode="clip"))
+                outs.append(out)
+            else:
+                column.take(where, axis=0, out=out, mode="clip")
+        for pool, (positions, outs) in of_pools.items():  # an observation with its next one
+            pool.read(np.concatenate(positions, axis=-1), *outs)
 
     def _pool_of(self, only: Places) -> BufferPool:
         pool = self._pools.get(only)
@@ -193,19 +252,17 @@ class RowCopies:
         found = self.gather(slots, only, seen.head)
         while (torn := np.flatnonzero(rows < first_valid(self._header.reserve, ring))).size:
             if time.monotonic() > deadline:
-                raise overrun(self._format.path, ring, f"these {len(flat)}")
+                raise overrun(self._format.path, ring, f"these {len(flat)} rows")
             seen = self._valid(flat[torn], self._counts.read())
             slots = slots_at(flat[torn], seen.head, seen.reserve, ring, seen.floor)
             rows[torn] = rows_in(slots, seen.head, ring)
-            columns = self._space.arrays(seen.head)
-            chosen = columns if only is None else [columns[place] for place in only]
-            for column, out in zip(chosen, found, strict=True):
-                out[torn] = column[slots]
+            for again, out in zip(self.gather(slots, only, seen.head), found, strict=True):
+                out[torn] = again
         shaped = [array.reshape(*index.shape, *array.shape[1:]) for array in found]
         return shaped, rows.reshape(index.shape)
 
     def _valid(self, index: np.ndarray, seen: HeaderCounts) -> HeaderCounts:
-        """Return ``seen`` if rows ``index`` are valid by it, else later counts that include them.
+        """Return ``seen`` if it includes the valid rows ``index``, or else later counts that do.
 
         While a writer overwrites the oldest rows, fewer rows are valid for a moment.
         """
@@ -214,7 +271,7 @@ class RowCopies:
             files = self._format
             if time.monotonic() > deadline or not is_held(files.inside, files.lock_path):
                 raise IndexOutOfRange(
-                    f"row {last} is not there: {self._format.path} has {count} rows that are whole."
+                    f"row {last} is out of range: {self._format.path} has {count} complete rows."
                 )
             time.sleep(1e-5)
             seen = self._counts.read()

@@ -10,7 +10,7 @@ from tallyroll.storage.errors import DiskFailed, ReadOnlyStorage, StorageLocked,
 from tallyroll.storage.files.lock import WriterLock
 
 LOOK_SECONDS = 0.05
-"""Seconds between two checks of a writer that its lock file still exists."""
+"""Seconds between two checks that the lock file of a writer still exists."""
 
 
 class RightToWrite:
@@ -28,8 +28,12 @@ class RightToWrite:
         self.look_at = 0.0
         """The time from which :meth:`look` checks again; 0 if this process may not write."""
 
+    def drop(self) -> None:
+        """Refuse further writes of this process."""
+        self.look_at = 0.0
+
     @property
-    def held(self) -> bool:
+    def may_write(self) -> bool:
         """True if this process may write."""
         return self._lock is not None and not self._lock.lost and self._lock.stands
 
@@ -47,16 +51,15 @@ class RightToWrite:
             )
         if self._lock.lost:
             raise WriterForked(
-                f"{self._path} is written by the process that opened it, and this is a forked "
-                "child of it. Write from the parent, or open the storage in the child with "
-                'mode="read".'
+                f"this is a forked child of the process that writes to {self._path}. Write from "
+                'the parent, or open the storage in the child with mode="read".'
             )
         if not self._lock.stands:
             self._require_there()
             raise StorageLocked(
-                f"the lock file of {self._path} was removed while this process writes, so that "
-                "another one may be writing too. Committed rows are intact, and nothing more is "
-                "written from here; open the storage again, and never remove that file."
+                f"the lock file of {self._path} was removed while this process was writing, so "
+                "another process may be writing too. Committed rows are intact, and this process "
+                "writes no more. Open the storage again, and never remove the lock file."
             )
 
     def require_there(self) -> None:
@@ -67,6 +70,6 @@ class RightToWrite:
     def _require_there(self) -> None:
         if not os.path.lexists(self._path):
             raise DiskFailed(
-                f"{self._path} was deleted or moved while this process writes to it. Committed "
-                "rows moved with it; this process writes no more."
+                f"{self._path} was deleted or moved while this process was writing to it. "
+                "Committed rows moved with it, and this process writes no more."
             )

@@ -27,11 +27,11 @@ def require_free(place: Path) -> None:
     refuse_impossible(place)
     require_creatable(place.parent)
     if os.path.lexists(place):
-        raise _taken(place)
+        raise _path_exists_error(place)
 
 
 @contextlib.contextmanager
-def written_aside(place: Path) -> Iterator[Path]:
+def atomic_creation(place: Path) -> Iterator[Path]:
     """Yield a temporary path for a new storage, and rename it to ``place`` at the end.
 
     The temporary folder is next to ``place``, on the same file system. Leftovers of a killed
@@ -44,7 +44,7 @@ def written_aside(place: Path) -> Iterator[Path]:
     place = place.absolute()  # other libraries change the working directory, or join paths twice
     folder = place.parent / f".{place.name}{_SUFFIX}"
     target = folder / f"rows{place.suffix}"
-    with _held(folder, place):
+    with _locked_folder(folder, place):
         _take_back(target, place)
         _clear(folder)
         yield target
@@ -52,7 +52,7 @@ def written_aside(place: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def folder_beside(place: Path, suffix: str) -> Iterator[Path]:
+def scratch_folder(place: Path, suffix: str) -> Iterator[Path]:
     """Yield an empty scratch folder next to ``place``, for use until a new storage exists.
 
     Leftovers of a killed process are removed first. The folder is removed at the end.
@@ -62,13 +62,13 @@ def folder_beside(place: Path, suffix: str) -> Iterator[Path]:
     """
     place = place.absolute()
     folder = place.parent / f".{place.name}{suffix}"
-    with _held(folder, place):
+    with _locked_folder(folder, place):
         _clear(folder)
         yield folder
 
 
 @contextlib.contextmanager
-def _held(folder: Path, place: Path) -> Iterator[None]:
+def _locked_folder(folder: Path, place: Path) -> Iterator[None]:
     """Hold a folder exclusively, and remove it at the end."""
     make_directory(place.parent)
     with translated(folder):
@@ -99,8 +99,8 @@ def _locked(folder: Path, place: Path) -> int:
         except BlockingIOError as error:
             os.close(held)
             raise StorageLocked(
-                f"{place} is being written by another process, beside it in {folder}. Wait for "
-                "it, or give another path."
+                f"{place} is being written by another process, in the temporary folder {folder}. "
+                "Wait until that process has finished, or give another path."
             ) from error
         except FileNotFoundError:
             pass
@@ -119,33 +119,33 @@ def _clear(folder: Path) -> None:
 
 
 def _publish(target: Path, place: Path) -> None:
-    """Rename a complete storage, which is on the disk, to ``place`` atomically.
+    """Rename a complete storage, whose data is already on the disk, to ``place`` atomically.
 
     The side files of a single-file storage, such as an index, are renamed first.
     """
     with translated(place):
         if os.path.lexists(place):
-            raise _taken(place)
+            raise _path_exists_error(place)
         if target.is_dir():
             try:
                 os.rename(target, place)  # replaces an empty directory, and nothing else
             except OSError as error:
                 if os.path.lexists(place):
-                    raise _taken(place) from error
+                    raise _path_exists_error(place) from error
                 raise
         else:
-            for each, named in _beside(target, place):
+            for each, named in _side_files(target, place):
                 linked = each.with_name("linked")
                 os.link(each, linked, follow_symlinks=False)
                 os.replace(linked, named)
             try:
                 os.link(target, place, follow_symlinks=False)
             except FileExistsError as error:
-                raise _taken(place) from error
+                raise _path_exists_error(place) from error
     sync_above(place)
 
 
-def _beside(target: Path, place: Path) -> Iterator[tuple[Path, Path]]:
+def _side_files(target: Path, place: Path) -> Iterator[tuple[Path, Path]]:
     """Yield the side files of a file, and their final names."""
     for each in [*target.parent.iterdir()]:
         if each.name.startswith(f"{target.name}.") and each.suffix != ".lock":
@@ -155,12 +155,13 @@ def _beside(target: Path, place: Path) -> Iterator[tuple[Path, Path]]:
 def _take_back(target: Path, place: Path) -> None:
     """Remove side files that a killed process published before it could publish the main file."""
     if not os.path.lexists(place):
-        for each, named in _beside(target, place):
+        for each, named in _side_files(target, place):
             if os.path.lexists(named) and os.path.samestat(os.lstat(each), os.lstat(named)):
                 named.unlink()
 
 
-def _taken(place: Path) -> PathIsTaken:
+def _path_exists_error(place: Path) -> PathIsTaken:
     return PathIsTaken(
-        f"{place} is there already, and is not replaced. Give another path, or remove it first."
+        f"{place} already exists and is not replaced. Give another path, or remove the existing "
+        "one first."
     )

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from rich.filesize import decimal
 
 from tallyroll.storage.engine.available_memory import require_memory
+from tallyroll.storage.engine.once_columns import stored_schema
 from tallyroll.storage.errors import ColumnsMissing, NotWritable, Overrun, StateMismatch
-from tallyroll.storage.ext.atomic_create import require_free, written_aside
+from tallyroll.storage.ext.atomic_create import atomic_creation, require_free
 from tallyroll.storage.ext.joined.union import UnionPart, UnionReader
+from tallyroll.storage.ext.overlays.overlaid import OverlaidReader
 from tallyroll.storage.ext.overlays.overlay_copies import NewOverlays, OverlaysOf
 from tallyroll.storage.ext.views.view_reader import ViewReader
 from tallyroll.storage.files.copied_runs import (
@@ -26,6 +29,7 @@ from tallyroll.storage.files.copied_runs import (
     room_for_copies,
     source_of,
 )
+from tallyroll.storage.files.excluded_columns import excluded_note
 from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.formats.by_name import FILES, format_at
@@ -34,26 +38,27 @@ from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.batch_dims import fitting
 from tallyroll.storage.rows.keys import STEP, TRAJ_IDS, Key, Keys, as_key, format_key
+from tallyroll.storage.rows.pages import Page, PageSource
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.schema import Schema
-from tallyroll.storage.stores.opened_files import OpenedFiles
+from tallyroll.storage.stores.opened_files import OpenedFiles, PlanOnce, once_as_in
 from tallyroll.storage.stores.row_writer import RowWriter
 from tallyroll.storage.trajectories.columns import missing, numbers_of
 from tallyroll.storage.user_code import user_callback
 
 _BLOCK_NBYTES: Final = 2**26
 _SORTED_NBYTES: Final = 48
-"""Memory in bytes per row that sorting needs."""
+"""The memory that sorting needs, in bytes per row."""
 _LOOK_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class CopyReport:
+class CopyReport(PageSource):
     """Result of a copy, or of a dry run."""
 
     path: str
     format: str
-    """The short name: ``memmap``, ``hdf5`` or ``zarr``."""
+    """The short name of the format: ``memmap``, ``hdf5`` or ``zarr``."""
     rows: int
     row_nbytes: int
     columns: tuple[str, ...]
@@ -64,7 +69,25 @@ class CopyReport:
     overlays: tuple[str, ...] = ()
     """The names of the overlays that were copied."""
     overlays_left_out: tuple[str, ...] = ()
-    """Other overlays of the sources, as ``PATH: NAME``."""
+    """The overlays of the sources that were not copied, as ``PATH: NAME``."""
+
+    def _show_on_(self, page: Page) -> None:
+        show_copy(self, page)
+
+
+def show_copy(report: CopyReport, page: Page, *, dry: bool = False) -> None:
+    """Write a report to a page; ``dry`` is True for a dry run."""
+    said = "would be written" if dry else "written"
+    page.print(
+        f"{report.path}: {report.rows:,} rows of {report.row_nbytes:,} bytes {said} "
+        f"({report.format}, {len(report.columns)} columns, {decimal(report.nbytes)})"
+    )
+    if dry:
+        page.print(f"{decimal(report.free)} are free there; nothing was written")
+    if report.overlays:
+        page.print(f"with overlays {', '.join(report.overlays)}")
+    for each in report.overlays_left_out:
+        page.print(f"not copied: overlay {each}")
 
 
 @user_callback("copy")
@@ -104,11 +127,13 @@ def copy(
         schema = schema_of_copy(reader, wanted, overlays.every)
         files = FILES[name](place.absolute())
         files.check(schema)
-        space, rows = estimate(files, schema, len(span)), len(span)
+        plan = _plan_once(reader, files)
+        stored = schema if plan is None else stored_schema(schema, plan(schema))
+        space, rows = estimate(files, stored, len(span)), len(span)
         if not dry_run:
-            require_room(files, schema, len(span))
+            require_room(files, stored, len(span))
             with (
-                written_aside(place) as target,
+                atomic_creation(place) as target,
                 closing(_StorageCopy(reader, span, schema, overlays, FILES[name](target))) as it,
             ):
                 it.take(_blocks(reader, span, schema, sort=sort), len(span), progress)
@@ -121,9 +146,9 @@ def copy(
         rows,
         schema.row_nbytes,
         tuple(map(format_key, schema.keys)),
-        files.footprint(schema, rows).nbytes + overlays.nbytes(rows),
+        files.footprint(stored, rows).nbytes + overlays.nbytes(rows),
         space.free,
-        tuple(format_key(each.key) for each in overlays.kept),
+        tuple(format_key(each.key) for each in overlays.headers),
         tuple(overlays.left_out),
     )
 
@@ -143,18 +168,24 @@ class ColumnSelection:
 def schema_of_copy(
     reader: RowReader, wanted: ColumnSelection, beside: Collection[Key] = ()
 ) -> Schema:
-    """Return the selected columns in their order; ``beside`` are the names of overlays."""
+    """Return the schema of the selected columns, in their order.
+
+    ``beside`` contains the keys of overlays, which the selection may also name.
+    """
     schema = reader.schema
     known = {*schema.keys, *beside}
-    unknown = sorted(map(format_key, (wanted.dropped | (wanted.only or set())) - known))
+    unknown = sorted((wanted.dropped | (wanted.only or set())) - known)
     if unknown or wanted.only == set():
         raise ColumnsMissing(
             f"columns: expected some of {', '.join(map(format_key, schema.keys))}, got "
-            f"{', '.join(unknown) or 'none'}."
+            f"{', '.join(sorted(map(format_key, unknown))) or 'none'}."
+            f"{excluded_note(reader.runs, unknown)}"
         )
     left = [key for key in schema.keys if wanted(key)]
     if not left:
-        raise ColumnsMissing(f"all columns of {reader.path} would be dropped. Keep one.")
+        raise ColumnsMissing(
+            f"all columns of {reader.path} would be dropped. Keep at least one column."
+        )
     kept = tuple(each for each in schema.columns if each.key in left)
     dims = fitting(dict(schema.batch_dims), {each.key: each.shape for each in kept})
     return Schema(kept, tuple(dims.items()))
@@ -166,22 +197,34 @@ def _several(keys: Keys) -> Sequence[str | Key]:
 
 def _require_followed(reader: RowReader, name: str, sort: bool) -> None:
     if sort:
-        raise ValueError("follow and sort: the order of all rows is known at the end only.")
+        raise ValueError(
+            "follow and sort cannot be combined, because the order of all rows is known only at "
+            "the end. Leave out one of them."
+        )
     if name == "hdf5":
         raise ValueError(
-            "follow: an HDF5 file has to know how many rows there will be. Copy to memmap or zarr."
+            "follow: an HDF5 file needs its final number of rows in advance. Copy to memmap or "
+            "zarr."
         )
     if not isinstance(reader, FileReader):
         raise ValueError(
-            f"follow: {reader.path} is not one storage that a process may be writing. Give its "
-            "path alone."
+            "follow: expected a single storage that another process may be writing, got "
+            f"{reader.path}. Give only the path of that storage."
         )
 
 
 def sources_of(reader: RowReader) -> list[RowReader]:
-    """Return the readers of the storages that hold the rows."""
+    """Return the readers of the storages that hold the rows of ``reader``."""
     reader, _ = _there(reader, np.empty(0, np.int64))
     return [e.reader for e in reader.members] if isinstance(reader, UnionReader) else [reader]
+
+
+def _plan_once(reader: RowReader, files: Format) -> PlanOnce | None:
+    """Return the plan of the columns that the copy stores once, as all sources do."""
+    sources = [
+        each.rows if isinstance(each, OverlaidReader) else each for each in sources_of(reader)
+    ]
+    return once_as_in(*sources) if files.pools else None
 
 
 def source_around(reader: RowReader, place: Path) -> Path | None:
@@ -192,7 +235,7 @@ def source_around(reader: RowReader, place: Path) -> Path | None:
 
 
 def overlays_of(reader: RowReader) -> tuple[str, ...]:
-    """Return the overlays of the storages that hold the rows, as ``PATH: NAME``."""
+    """Return the overlays of the storages that hold the reader's rows, as ``PATH: NAME``."""
     with closing(OverlaysOf(sources_of(reader), lambda _: False)) as overlays:
         return tuple(overlays.left_out)
 
@@ -224,8 +267,8 @@ def trajectory_order(reader: RowReader, span: range) -> np.ndarray:
     """
     if lacking := missing(reader.schema, (TRAJ_IDS, STEP)):
         raise ColumnsMissing(
-            f"{reader.path} has no {', no '.join(lacking)} (whole numbers, one a row), by which "
-            "rows are sorted. Leave out the sorting."
+            f"{reader.path} has no {', no '.join(lacking)} (whole numbers, one per row). "
+            "Sorting needs these columns. Copy without sorting."
         )
     require_memory(
         len(span) * _SORTED_NBYTES, f"the order of {len(span):,} rows", "Copy without sorting."
@@ -238,7 +281,7 @@ def trajectory_order(reader: RowReader, span: range) -> np.ndarray:
 
 
 class _StorageCopy:
-    """Writer of a new storage that copies the rows ``span`` of a reader, and any later rows."""
+    """Writer that copies the rows ``span`` of a reader, and any later rows, to a new storage."""
 
     def __init__(
         self, reader: RowReader, span: range, schema: Schema, overlays: OverlaysOf, files: Format
@@ -249,11 +292,12 @@ class _StorageCopy:
         self._sources = _Sources(reader)
         self._upto, self.rows = span.stop, 0
         target = FileReader(files, files.path, "create")
-        opened = OpenedFiles(target, capacity=max(1, len(span)), durability="power")
+        once = _plan_once(reader, files)
+        opened = OpenedFiles(target, capacity=max(1, len(span)), durability="power", once=once)
         self._writer = RowWriter(opened)
         try:
             self._writer.runs.create(schema, [{"first_row": 0}])
-            self._beside = NewOverlays(target, overlays.kept)
+            self._beside = NewOverlays(target, overlays.headers)
         except BaseException:
             self._writer.close()
             raise
@@ -273,7 +317,7 @@ class _StorageCopy:
         for block in blocks:
             parts = self._sources.parts(block)
             values = self._overlays.take(parts, len(block))
-            self._writer.append(self._writer.given.checked(self._read(block)))
+            self._writer.append(self._writer.input_rows.checked(self._read(block)))
             self._beside.put(values, self.rows)
             self.rows += len(block)
             self._sources.count(parts)
@@ -281,8 +325,7 @@ class _StorageCopy:
                 progress(self.rows * each, total * each)
         if self._reader.rewinds != self._rewinds:
             raise StateMismatch(
-                f"rows of {self._reader.path} were taken back while they were copied. Copy them "
-                "again."
+                f"rows of {self._reader.path} were rewound during the copy. Copy the storage again."
             )
         self._writer.runs.write(self._sources.entries())
 
@@ -293,7 +336,7 @@ class _StorageCopy:
             rows = {
                 key: column.slice(block.start, block.stop) for key, column in self._columns.items()
             }
-            if is_overwritten(self._reader):  # the values may be views of the ring's memory
+            if may_be_overwritten(self._reader):  # the values may be views of the ring's memory
                 rows = {key: values.copy() for key, values in rows.items()}
         _require_left(self._reader, block)
         return rows
@@ -314,18 +357,21 @@ class _StorageCopy:
 
 
 def _there(reader: RowReader, rows: np.ndarray) -> tuple[RowReader, np.ndarray]:
-    """Return the reader below a view, and the numbers that the rows have there."""
+    """Return the reader below a view, and the numbers of ``rows`` in that reader.
+
+    Any other reader is returned with the same numbers.
+    """
     return (reader.rows, reader.numbers(rows)) if isinstance(reader, ViewReader) else (reader, rows)
 
 
-def is_overwritten(reader: RowReader) -> bool:
+def may_be_overwritten(reader: RowReader) -> bool:
     """Return True if a source is a ring, whose writer may overwrite rows during a read."""
     return any(each.ring for each in sources_of(reader))
 
 
 def _require_left(reader: RowReader, block: range | np.ndarray) -> None:
     """Raise `Overrun` if rows were overwritten while they were read."""
-    if not is_overwritten(reader):
+    if not may_be_overwritten(reader):
         return
     reader, rows = _there(reader, np.asarray(block))
     if isinstance(reader, UnionReader):
@@ -333,8 +379,8 @@ def _require_left(reader: RowReader, block: range | np.ndarray) -> None:
     elif int(rows.min()) < (first := reader.span.start):
         raise Overrun(
             f"{reader.path} is a ring, and its writer has overwritten row {int(rows.min())} before "
-            f"it was copied: it begins with row {first} now. Nothing was written. Copy it again, "
-            "or when the writer pauses."
+            f"that row was copied: the ring starts with row {first} now. Nothing was written. Copy "
+            "again, or copy while the writer pauses."
         )
 
 
@@ -352,7 +398,7 @@ class _Stretch:
 
 
 class _Sources:
-    """Record of the source storage of each row of the new storage, for its manifest."""
+    """Record of the source of each row of the new storage, for the new manifest."""
 
     def __init__(self, reader: RowReader) -> None:
         self._reader, self._readers = reader, sources_of(reader)
@@ -368,7 +414,7 @@ class _Sources:
 
     def count(self, parts: Iterable[UnionPart]) -> None:
         """Record the sources of rows that were written."""
-        # Members follow one another even if trajectories are sorted by their first rows.
+        # The rows of a member stay together, even if trajectories are sorted by their first rows.
         for part in parts:
             self._add(part.member, part.rows)
 

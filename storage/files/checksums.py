@@ -1,4 +1,4 @@
-"""CRC-32 of blocks of rows by column, small enough for a manifest. Pure; independent of files."""
+"""Checksums of blocks of rows, small enough for a manifest. Pure; independent of files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SlotColumn(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Slots ``start`` to ``stop`` of a column, where some value differs from the record."""
+    """Slots ``[start, stop)`` of a column, whose values do not match the recorded checksum."""
 
     key: Key
     start: int
@@ -37,15 +37,15 @@ class Mismatch:
 
 
 def checksums(
-    columns: Mapping[Key, np.ndarray], rows: int, progress: MoreDone | None = None
+    columns: Mapping[Key, SlotColumn], rows: int, progress: MoreDone | None = None
 ) -> dict[str, Any]:
     """Return a JSON value with checksums of each column's first ``rows`` rows, in slot order.
 
     All columns are divided into blocks with the same number of rows, about 4096 blocks in all. The
-    value thus stays below 48 KiB for up to some hundred columns.
+    value therefore stays below 48 KiB for up to a few hundred columns.
 
     Args:
-        columns: arrays [rows or more, ...] by key.
+        columns: values [rows or more, ...] by key.
         rows: the number of rows to include.
         progress: callback that is called with the number of bytes read since its last call.
     """
@@ -83,8 +83,9 @@ def mismatches(
         wanted = recorded["columns"][format_key(key)]
         if len(column) < rows or len(wanted) != _DIGITS * -(-rows // size):
             raise CorruptStorage(
-                f"the checksums of {format_key(key)} are for {rows} rows in blocks of {size}, and "
-                f"it has {len(column)} rows and {len(wanted)} digits: one of them is damaged."
+                f"column {format_key(key)}: expected {rows} rows and a checksum for each block of "
+                f"{size} rows, got {len(column)} rows and {len(wanted)} digits of checksums. The "
+                "column or the manifest is damaged. Restore the storage from a copy."
             )
         for number, block in enumerate(_blocks(column, rows, size)):
             if _of_block(block, progress) != wanted[_DIGITS * number : _DIGITS * (number + 1)]:
@@ -106,7 +107,8 @@ def rows_covered(recorded: Any) -> int:
         if counts and texts:
             return int(recorded["rows"])
     raise CorruptStorage(
-        "the checksums in the manifest are damaged: expected CRC-32 in blocks of rows, by column."
+        "the checksums in the manifest are damaged: expected a text of CRC-32 values for each "
+        "column. Restore the manifest from a copy."
     )
 
 
@@ -114,8 +116,8 @@ def _require_same_columns(columns: Iterable[Key], recorded: Mapping[str, str]) -
     here = {format_key(key) for key in columns}
     if different := sorted(here ^ set(recorded)):
         raise CorruptStorage(
-            f"the checksums in the manifest are of other columns than the storage has: "
-            f"{', '.join(different)} is in one of them only."
+            "the checksums in the manifest do not match the columns of the storage: only one of "
+            f"the two has {', '.join(different)}. Restore the manifest from a copy."
         )
 
 

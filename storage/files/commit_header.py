@@ -13,6 +13,11 @@ Layout, little-endian, offsets in bytes::
 `reserve` and `head` are in separate cache lines, and each is stored as one machine word. A reader
 therefore sees either the old or the new count, even after a kill. Both have check bits (see
 `header_words`).
+
+No code recovers rows. After a kill, the rows below `head` are the committed ones
+(`CommittedCounts.span`), and `Engine.__init__` of the next writer drops the rest. After a power cut
+this holds with ``durability="power"``, because of the order in `Engine._commit`; otherwise no row
+is promised. In a sharded storage the lines of ``acknowledged_rows.py`` decide instead.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ import numpy as np
 
 from tallyroll.storage.errors import CopyOfOpenStorage, CorruptStorage
 from tallyroll.storage.files.counts import counts_of
+from tallyroll.storage.files.format_versions import FORMAT_VERSION
 from tallyroll.storage.files.header_identity import identity_bytes, refuse_newer, ring_of
 from tallyroll.storage.files.header_words import (
     BORN,
@@ -51,7 +57,6 @@ from tallyroll.storage.files.record_slots import (
     Rewind,
     check_record_size,
 )
-from tallyroll.storage.files.versions import FORMAT_VERSION
 
 _RESERVE, _HEAD, _FLOOR, _REWINDS = 64 // 8, 128 // 8, 256 // 8, 264 // 8
 _MOST_ROWS, _MOST_RECORDS = 2 ** (COUNT_BITS - 1), 2**62
@@ -62,26 +67,26 @@ HEADER_NBYTES = RECORDS_AT + RECORDS_NBYTES
 CommitCounts = counts_of("head", "reserve", "floor", "sequence", "commits")
 """Counts of a storage that a writer caches, so that it need not read them from the file.
 
-Head, reserve and floor are -1 if another process writes, in which case they must be read.
-``sequence`` is the sequence of the last record, and ``commits`` the number of row commits through
-this header.
+Head, reserve and floor are -1 if another process writes, in which case they must be read from the
+file. ``sequence`` is the sequence number of the last record, and ``commits`` is the number of row
+commits through this header.
 """
 
 
 ADDRESSES = ("reserve", "head", "even_record", "odd_record")
-"""The words of `Header.addresses`. A record's slot depends on the parity of its sequence."""
+"""The words of `Header.addresses`. The slot of a record depends on its sequence number's parity."""
 
 
-def header_bytes(schema_crc: int, *, ring: int = 0) -> bytes:
-    """Return a new header without rows or record, for ``ring`` slots, or 0 to grow."""
-    return identity_bytes(schema_crc, ring).ljust(HEADER_NBYTES, b"\0")
+def header_bytes(schema_crc: int, *, ring: int = 0, version: int = FORMAT_VERSION) -> bytes:
+    """Return a new header without rows or record, for a ring of ``ring`` slots (0: no ring)."""
+    return identity_bytes(schema_crc, ring, version).ljust(HEADER_NBYTES, b"\0")
 
 
 class Header:
     """Header that is mapped from the start of a file.
 
     Args:
-        open_file: opens the file with given flags and returns a descriptor.
+        open_file: a function that opens the file with given flags and returns a descriptor.
         path: the path of the file, for messages.
         schema_crc: the CRC-32 of the schema that the manifest declares.
         writable: map the header for writing.
@@ -108,7 +113,7 @@ class Header:
         self.known = CommitCounts()
         self.follow()
         self._spelt = (0, word_of(0))
-        """Cache of the last reserve and its word, which is usually stored as head next."""
+        """The last ``reserve`` and its word, which usually becomes the word of ``head`` next."""
         try:
             self._map = _mapped(self._file, path, writable=writable)
             self.ring = ring_of(
@@ -151,45 +156,45 @@ class Header:
         if same_age and self._count(INODE) == inode_of(self._file):
             return
         raise CopyOfOpenStorage(
-            f"{self._path} is a copy of a storage that was open for writing when it was copied, or "
-            "whose writer was killed before. Files that are copied one by one are of different "
-            "moments, so that committed rows may be missing here: only the first "
-            f"{closed_at}, which were committed when the original was last closed, are sure to be "
-            "whole. Close the original (if its writer was killed, open it for appending and close "
-            "it) and copy it again. To open this copy as it is, give accept_copy=True "
-            "(--accept-copy on the command line); so too if it is no copy, and its file system "
-            "gives files new inode numbers."
+            f"{self._path} is a copy of a storage that was open for writing, or whose writer had "
+            "been killed. Its files may have been copied at different moments, so committed rows "
+            f"may be missing: only the first {closed_at}, which were committed when the original "
+            "was last closed, are known to be complete. Close the original (if its writer was "
+            "killed, open it for appending and close it) and copy it again. To open this copy as "
+            "it is, pass accept_copy=True (--accept-copy on the command line). Do the same if this "
+            "storage is not a copy and its file system assigns new inode numbers to files."
         )
 
     def _require_possible(self) -> None:
         wrong = self._impossible()
         if wrong and self._impossible() == wrong:  # recheck, in case a rewind was in progress
-            raise CorruptStorage(f"{self._path} says {wrong}. Restore it from a copy.")
+            raise CorruptStorage(
+                f"{self._path} has impossible counts: {wrong}. Restore it from a copy."
+            )
 
     def _impossible(self) -> str:
-        # The counts may change during these reads. In this order no count is too large, except
-        # during a rewind.
+        # The counts may change during these reads. If they are read in this order, none appears too
+        # large, except during a rewind.
         floor = self.floor
         head = self.head
         reserve = self.reserve
         self.known.sequence = sequence = self.records.newest
         wrong = ""
         if head > reserve:
-            wrong = f"{head} rows committed of {reserve} reserved, which cannot be"
+            wrong = f"{head} rows are committed, but only {reserve} are reserved"
         elif reserve > _MOST_ROWS:
             wrong = (
-                f"{head} rows committed of {reserve} reserved, and no storage has more than "
+                f"{reserve} rows are reserved ({head} committed), but a storage has at most "
                 f"{_MOST_ROWS}"
             )
         elif floor and floor + self.ring > reserve:
             wrong = (
-                f"that its ring of {self.ring} rows was emptied at row {floor}, with {reserve} "
-                "rows reserved, which cannot be"
+                f"its ring of {self.ring} rows was emptied at row {floor}, but only {reserve} rows "
+                "are reserved"
             )
         elif sequence > _MOST_RECORDS:
             wrong = (
-                f"that its last record is number {sequence}, and no storage has more than "
-                f"{_MOST_RECORDS}"
+                f"its last record is number {sequence}, but a storage has at most {_MOST_RECORDS}"
             )
         return wrong
 
@@ -200,14 +205,14 @@ class Header:
                 f" (the last record was written with {rows})" for _, rows, _ in self.records.intact
             ]
             raise CorruptStorage(
-                f"a count in {self._path} fails its check, at byte {8 * at}: it is damaged, and "
-                f"no reader knows which rows are committed{''.join(last[:1])}. Restore it from a "
-                "copy."
+                f"a count in {self._path} fails its check, at byte {8 * at}. The file is damaged, "
+                f"and the number of committed rows is unknown{''.join(last[:1])}. Restore it from "
+                "a copy."
             )
         return count
 
     def follow(self) -> None:
-        """Read the counts from the file each time, because another process writes now."""
+        """Read the counts from the file from now on, because another process writes."""
         self.known.head = self.known.reserve = self.known.floor = self._rewinds = -1
 
     @property
@@ -216,8 +221,8 @@ class Header:
         reserve = self.known.reserve
         return reserve if reserve >= 0 else self._count(_RESERVE)
 
-    @reserve.setter
-    def reserve(self, rows: int) -> None:
+    def set_reserve(self, rows: int) -> None:
+        """Store that ``rows`` rows may have been written."""
         word = word_of(rows)
         self._words[_RESERVE] = word
         self.known.reserve, self._spelt = rows, (rows, word)
@@ -228,8 +233,8 @@ class Header:
         head = self.known.head
         return head if head >= 0 else self._count(_HEAD)
 
-    @head.setter
-    def head(self, rows: int) -> None:
+    def set_head(self, rows: int) -> None:
+        """Store that ``rows`` rows are committed."""
         count, word = self._spelt
         self._words[_HEAD] = word if count == rows else word_of(rows)
         self.known.head = rows
@@ -267,20 +272,21 @@ class Header:
         return self._knows_file and self._count(OPEN) != 0
 
     def begin_writing(self) -> None:
-        """Mark the storage as open for writing, in this file.
+        """Mark the storage as open for writing, and store the identity of this file.
 
-        If the last writer did not close the storage, wipe its unfinished record.
+        If the last writer did not close the storage, wipe the records that it left unfinished.
         """
         if self._left_open:
             self.records.forget_torn()
         if self._knows_file:
-            # Without the mark any file may be opened; with it, only the file that is named here.
+            # Without the mark, any copy of the file may be opened. With the mark, only the file
+            # whose identity is stored here may be opened.
             self._words[INODE] = word_of(inode_of(self._file))
             self._words[BORN] = word_of(born_at(self._file))
             self._words[OPEN] = word_of(1)
 
     def end_writing(self) -> None:
-        """Remove the mark. The files must contain exactly the committed rows."""
+        """Remove the mark of `begin_writing`. The files must contain exactly the committed rows."""
         if self._knows_file:
             self._words[CLOSED_AT] = word_of(self.head)
             self._words[OPEN] = word_of(0)
@@ -292,7 +298,7 @@ class Header:
 
     @property
     def record(self) -> tuple[int, bytes] | None:
-        """The newest intact record, with the number of rows committed with it."""
+        """The newest intact record, or None: the number of rows at its commit, and its payload."""
         return self.records.with_rows(self.head)
 
     def write_record(self, payload: bytes, head: int) -> None:
@@ -308,14 +314,14 @@ class Header:
         self.known.sequence = sequence
 
     def forget_uncommitted(self) -> None:
-        """Wipe records of rows that were never committed, since later rows take their numbers."""
+        """Wipe records of uncommitted rows, because later rows will have the same numbers."""
         self.records.forget_after(self.head)
         self.known.sequence = self.records.newest
 
     # --- rewinds ----------------------------------------------------------------------------------
 
     def begin_rewind(self, rewind: Rewind) -> None:
-        """Write the record of a rewind. Storing its rows as ``head`` then commits the rewind."""
+        """Write the record of a rewind, which is committed by storing `Rewind.rows` as ``head``."""
         check_record_size(rewind.payload)
         self.known.sequence += 1
         self.records.write_rewind(self.known.sequence, rewind)
@@ -330,7 +336,7 @@ class Header:
         """Allow appends after a rewind, or discard a rewind that was never committed.
 
         In a ring, the slots of rewound rows stay reserved, because the rows that they had replaced
-        are lost. If no remaining row is valid, the ring starts as an empty one.
+        are lost. If no row remains valid, the ring continues as an empty one.
         """
         rewind, head, ring = self.undone, self.head, self.ring
         if rewind is None:
@@ -338,10 +344,10 @@ class Header:
             self.known.sequence = self.records.newest
             return
         if not ring:
-            self.reserve = head
+            self.set_reserve(head)
         elif self.reserve >= head + ring or self.floor > head:
             self.set_floor(head)  # first, so that a reader never finds the floor above the rows
-            self.reserve = head + ring
+            self.set_reserve(head + ring)
         elif self.reserve > ring:  # count indices from the oldest row, as a writer does
             self.set_floor(self.reserve - ring)
         self.set_rewinds(rewind.number)
@@ -363,8 +369,8 @@ def _opened(open_file: Callable[[int], int], path: Path, *, writable: bool) -> i
         return open_file(os.O_RDWR if writable else os.O_RDONLY)
     except FileNotFoundError as error:
         raise CorruptStorage(
-            f"{path} is missing, and without it no reader knows which rows are committed. "
-            "Restore it from a copy."
+            f"{path} is missing, so the number of committed rows is unknown. Restore it from a "
+            "copy."
         ) from error
     except OSError as error:
         raise failed(path, error, 0) from error

@@ -1,15 +1,24 @@
 """Manifest entries of rows that were copied from another storage.
 
 Such an entry is ``{"first_row": 0, "copied_from": {"id": ..., "rows": [first, last]},
-"runs": [...]}``. ``rows`` is a range of source rows that contains all copied rows. Its end is None
-while rows are copied in pieces, until the writer knows the last row. ``runs`` are the source's
-entries of the runs that made the rows, with their row numbers in the source. ``runs_left_out`` is
-the number of further runs, and ``unchanged`` means that no program could change the rows on the
-way. ``copied_from`` may have more fields: ``rewinds`` is the number of rewinds of the source by
-then. ``ids_moved_by`` is the offset that was added to trajectory ids (None: they were renumbered
-individually). ``sources`` are the storages behind a source that is a view or a union, in the same
-form (None: some are not named). After `_MOST_COPIES` copies, one last entry,
-``{"first_row": n, "copies_left_out": true}``, covers all rows that come from elsewhere.
+"runs": [...]}``. Its fields are:
+
+- ``copied_from``: the source. ``rows`` is a range of source rows that contains all copied rows. The
+  last row is None while rows are copied in pieces, until the writer knows it.
+- ``runs``: the source's entries of the runs that made the rows, with row numbers of the source.
+- ``runs_left_out``: the number of runs that ``runs`` omits.
+- ``unchanged``: True if no program could change the rows during the copy.
+
+``copied_from`` may have more fields:
+
+- ``rewinds``: the number of rewinds of the source at the time of the copy.
+- ``ids_moved_by``: the offset that was added to trajectory ids; None if the ids were renumbered
+  individually.
+- ``sources``: the storages behind a source that is a view or a union, in the form of
+  ``copied_from``; None if some of them are not named.
+
+After `_MOST_COPIES` copies, one last entry, ``{"first_row": n, "copies_left_out": true}``, covers
+the rows of all further copies.
 """
 
 from __future__ import annotations
@@ -29,10 +38,10 @@ LEFT_OUT = "copies_left_out"
 FIRST_ROW_OF_RUN = "first_row_of_run"
 _RUNS, _RUNS_LEFT_OUT = "runs", "runs_left_out"
 _UNCHANGED = "unchanged"
-"""True if no program had access to the rows on the way, which could have changed them."""
+"""True if no program that could have changed the rows had access to them during the copy."""
 _OURS = (COPIED, _RUNS, _RUNS_LEFT_OUT, _UNCHANGED)
 PACKED = "packed_from"
-"""The key of a packed storage's manifest that names the storage that was packed."""
+"""The manifest key of a packed storage whose value names the original storage."""
 SOURCES, MOVED, REWINDS = "sources", "ids_moved_by", "rewinds"
 _MOST_SOURCES = 64
 
@@ -44,12 +53,15 @@ _DEEPEST = 24
 
 
 def is_copied(entry: Mapping[str, Any]) -> bool:
-    """Return True if the entry is of copied rows. Other writers may use the key differently."""
+    """Return True if the entry describes copied rows.
+
+    Other programs may have written other values under the key `COPIED`.
+    """
     return COPIED in entry and rows_copied(entry) is not None
 
 
 def is_collected(entry: Mapping[str, Any]) -> bool:
-    """Return True if the entry is of a collector, whose record counts its rows."""
+    """Return True if the entry describes a run of a collector, whose record counts its rows."""
     return FIRST_ROW_OF_RUN in entry
 
 
@@ -69,7 +81,8 @@ def copied_runs(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def all_makers(entry: Mapping[str, Any], *, unchanged: bool = False) -> list[Mapping[str, Any]]:
     """Return the runs that made an entry's rows, or an empty list if one of them is unknown.
 
-    With ``unchanged``, the list is also empty unless the rows are certainly unchanged since then.
+    If ``unchanged`` is True, the list is also empty unless the rows are certain to be unchanged
+    since those runs.
     """
     if not is_copied(entry):
         return [entry]
@@ -90,7 +103,10 @@ def runs_left_out(entry: Mapping[str, Any]) -> int:
 
 
 def rows_copied(entry: Mapping[str, Any]) -> tuple[str, int, int | None] | None:
-    """Return the id of the source of copied rows, and their first and last row numbers there."""
+    """Return the id of the source of copied rows, and their first and last numbers in the source.
+
+    The result is None if the entry does not describe copied rows.
+    """
     source = entry.get(COPIED)
     if not isinstance(source, dict) or not isinstance(id := source.get("id"), str):
         return None
@@ -103,7 +119,7 @@ def rows_copied(entry: Mapping[str, Any]) -> tuple[str, int, int | None] | None:
 
 
 def bounded(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the source in the entry of a copy, without unknown or oversized values."""
+    """Return the field `COPIED` of the entry of a copy, without unknown or oversized values."""
     said, found = entry[COPIED], rows_copied(entry)
     assert found is not None
     id, first, last = found
@@ -119,7 +135,10 @@ def bounded(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copied_span(entry: Mapping[str, Any], id: str) -> range | None:
-    """Return the rows of storage ``id`` in the entry; empty if the last row is not recorded."""
+    """Return the range of rows that were copied from storage ``id``, or None if none were.
+
+    The range is empty if the last row is not recorded.
+    """
     found = rows_copied(entry)
     if found is None or found[0] != id:
         return None
@@ -170,7 +189,7 @@ def copy_entry(
         source: a result of `source_of`.
         runs: the runs that made the rows. The newest ones are kept, as many as fit.
         room: the maximum number of bytes of the runs.
-        unchanged: the rows are the same as in the source.
+        unchanged: True if the rows are the same as in the source.
     """
     kept = _that_fit(runs, room)
     more: Entry = {_RUNS_LEFT_OUT: len(runs) - len(kept)} if len(kept) < len(runs) else {}
@@ -202,7 +221,7 @@ def makers(runs: Sequence[Mapping[str, Any]], span: range) -> tuple[list[Any], r
 
 
 def room_for_copies(others: Sequence[Mapping[str, Any]], most: int = ENTRY_NBYTES) -> int:
-    """Return the maximum bytes of runs of one more copy, in a manifest that has ``others``."""
+    """Return the maximum bytes for the runs of one more copy, beside the entries ``others``."""
     copies = sum(len(json.dumps(each)) for each in others if is_copied(each))
     return min(most, _ALL_NBYTES - copies)
 
@@ -227,7 +246,7 @@ def has_room(entries: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _nbytes_of(run: Any) -> float:
-    """Return the bytes of the JSON of a run; infinity if it is invalid or nested too deeply."""
+    """Return the bytes of a run in JSON; infinity if the run is invalid or nested too deeply."""
     if is_deep(run):
         return math.inf
     try:

@@ -15,7 +15,8 @@ import numpy as np
 class Counts(ctypes.Structure):
     """Block of 64-bit counts, initially 0, that are read and set as attributes.
 
-    Larger numbers wrap around, so the code that sets a count must ensure that it fits.
+    A block holds the counts of an object, which sets them like its own attributes. Numbers that do
+    not fit into 64 bits wrap around, so the code that sets a count must ensure that it fits.
     """
 
     names: ClassVar[tuple[str, ...]]

@@ -1,4 +1,4 @@
-"""The machine words of a header, and those that reveal that a file is a copy.
+"""The machine words of a header, including words that reveal that a file is a copy.
 
 Each word is a count with check bits, so that a reader detects a flipped bit.
 
@@ -64,7 +64,7 @@ def inode_of(file: int) -> int:
 
 
 def moved_into(file: int, header: bytes) -> bytes:
-    """Return the bytes of a header for ``file``, which replaces the header's own file.
+    """Return ``header`` with the identity of ``file``, which will replace the header's file.
 
     Only the words that identify the file change. A header without them is returned unchanged.
     """

@@ -1,7 +1,12 @@
 """Locks on open files with ``flock(2)``, which end with their process.
 
-A forked child does not inherit them. The writer of a storage holds its lock. Locks also protect
-the weights that workers share.
+A forked child does not keep its parent's locks. The writer of a storage holds the lock of that
+storage. Locks also protect the weights that workers share.
+
+`open_existing` and `create_new` take the lock of a storage, `ShardedWriter` that of a sharded
+storage, and `lock_overlay` that of an overlay. If a writer dies, its lock is free at once. The next
+writer removes what was left: `Engine.__init__`, `OpenedFiles._finish_rewind`,
+`Header.begin_writing`, and `AcknowledgedFile._open` for a sharded storage.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ class ForkAware(Protocol):
     """Object in `held` whose `forked` is called in every child that this process forks."""
 
     def forked(self) -> None:
-        """Drop the parent's lock, which the child would hold beyond the parent's end."""
+        """Drop the parent's lock, which the child would otherwise keep after the parent's end."""
 
 
 held: weakref.WeakSet[ForkAware] = weakref.WeakSet()
@@ -58,7 +63,7 @@ def _caller() -> str:
     frame = inspect.currentframe()
     while frame and frame.f_back and frame.f_globals.get("__name__", "").startswith("tallyroll."):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "a place unknown"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown location"
 
 
 def _identity_of(found: os.stat_result) -> tuple[int, int]:
@@ -66,7 +71,7 @@ def _identity_of(found: os.stat_result) -> tuple[int, int]:
 
 
 def acquire(file: int, kind: int, seconds: float) -> None:
-    """Lock an open file, shared (LOCK_SH) or exclusive (LOCK_EX), and retry for some seconds.
+    """Lock an open file, shared (LOCK_SH) or exclusive (LOCK_EX); retry for up to ``seconds``.
 
     Raises:
         BlockingIOError: another process held the lock for all of that time.
@@ -93,7 +98,8 @@ def is_held(inside: Inside, path: Path) -> bool:
     except OSError as error:
         return error.errno not in OTHER_KINDS
     try:
-        # For a moment no writer can acquire the lock, so `acquire` retries.
+        # While this lock is held, for a moment, no writer can acquire its own. A writer therefore
+        # retries in `acquire`.
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
@@ -106,8 +112,8 @@ def is_held(inside: Inside, path: Path) -> bool:
 class WriterLock:
     """Exclusive right to write, held from construction until `release`.
 
-    In a forked child, `lost` is set and the lock is dropped, so that it ends when this process
-    ends.
+    In a forked child, `lost` is set and the lock is dropped, so that the lock ends with the parent
+    process.
 
     Raises:
         StorageLocked: another writer holds the lock.
@@ -117,9 +123,10 @@ class WriterLock:
 
     def __init__(self, inside: Inside, path: Path) -> None:
         self.lost = self.made = self.released = False
-        """`made`: the lock file was missing. A writer that lost its file may still write."""
+        """`made` is True if the lock file was missing. If another writer's lock file was removed,
+        that writer may still be writing."""
         self.when_lost: Callable[[], None] | None = None
-        """Callback in a forked child."""
+        """Callback that `forked` calls in a forked child, or None."""
         self._inside, self._path = inside, os.fspath(path)
         self._file = -1
         try:
@@ -142,7 +149,7 @@ class WriterLock:
                 raise failed(path, error, 0) from error
             raise NotWritable(
                 f"{path} cannot be opened for writing ({error.strerror}). Open the storage with "
-                'mode="read", or as a user who may write there.'
+                'mode="read", or as a user who has write permission.'
             ) from error
         self._acquire(path)
         self.identity = _identity_of(os.fstat(self._file))
@@ -162,22 +169,22 @@ class WriterLock:
 
     def _acquire(self, path: Path) -> None:
         try:
-            # A reader may hold it for a moment, see is_held.
+            # A reader may hold the lock for a moment, see `is_held`.
             acquire(self._file, fcntl.LOCK_EX, _PATIENCE_SECONDS)
         except BlockingIOError as error:
-            if (other := self._held_here()) is not None:
+            if (other := self._own_lock()) is not None:
                 raise StorageLocked(
                     f"{path} is locked by this process itself: a storage has one writer at a time, "
                     f"and the one that was opened at {other.opened_at} is not closed. Use that "
-                    "object, or close it first (a collector that was given a path closes it in "
-                    'shutdown()); or open with mode="read".'
+                    "object, close it first (a collector that was given a path closes it in "
+                    'shutdown()), or open the storage with mode="read".'
                 ) from error
             holder = os.pread(self._file, 32, 0).decode(errors="replace").strip()
             raise StorageLocked(
                 f"{path} is locked: a storage has one writer at a time, and "
                 f"{f'process {holder}' if holder else 'another process'} is writing to it. Wait "
-                'for it to close the storage, or open with mode="read". The lock goes with its '
-                "process: never remove the file."
+                'for it to close the storage, or open the storage with mode="read". The lock is '
+                "released when that process ends: never remove the file."
             ) from error
         except OSError as error:
             raise UnsupportedPlatform(
@@ -188,7 +195,7 @@ class WriterLock:
         with contextlib.suppress(OSError):
             os.pwrite(self._file, f"{os.getpid():<31}\n".encode(), 0)
 
-    def _held_here(self) -> WriterLock | None:
+    def _own_lock(self) -> WriterLock | None:
         # Compare files instead of process ids, which another container may reuse.
         wanted = _identity_of(os.fstat(self._file))
         locks = (each for each in list(held) if isinstance(each, WriterLock) and each is not self)
@@ -210,13 +217,17 @@ class WriterLock:
         if self.when_lost is not None:
             self.when_lost()
 
+    def call_when_lost(self, follow: Callable[[], None]) -> None:
+        """Call ``follow`` in a forked child, which loses the lock."""
+        self.when_lost = follow
+
 
 class ReaderLock:
-    """Lock that keeps writers away from a ring that is being read, where the CPU requires it.
+    """Lock that keeps writers away from a ring that is being read, if the CPU requires this.
 
     A reader that checks ``reserve`` again after copying must see stores in the order in which the
-    writer made them. x86-64 guarantees this, so that the lock does nothing there. Other CPUs do
-    not.
+    writer made them. x86-64 guarantees this order, so the lock does nothing there. Other CPUs do
+    not guarantee it.
 
     Raises:
         UnsupportedPlatform: a writer holds the storage.
@@ -233,9 +244,9 @@ class ReaderLock:
             except BlockingIOError as error:
                 self.release()
                 raise UnsupportedPlatform(
-                    f"{path.parent} is a ring that is being written, and {platform.machine()} may "
-                    "show a reader rows that are half overwritten. Read it when the writer has "
-                    "closed it, or use a storage that keeps every row."
+                    f"{path.parent} is a ring that is being written, and on {platform.machine()} a "
+                    "reader might see half-overwritten rows. Read it after the writer has closed "
+                    "it, or use a storage that keeps every row."
                 ) from error
 
     def release(self) -> None:

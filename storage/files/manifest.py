@@ -12,10 +12,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from tallyroll.storage.errors import CorruptStorage, InvalidProvenance, NotAStorage
+from tallyroll.storage.files.format_versions import (
+    FORMAT_VERSION,
+    ONCE_VERSION,
+    READABLE,
+    require_readable,
+)
 from tallyroll.storage.files.paths import failed, translated
 from tallyroll.storage.files.run_events import without_events
 from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside
-from tallyroll.storage.files.versions import FORMAT_VERSION, READABLE, require_readable
 from tallyroll.storage.rows.schema import Schema
 
 Manifest = dict[str, Any]
@@ -38,15 +43,28 @@ UNVERSIONED: Final = "unversioned_weights"
 
 
 def new_manifest(
-    format_name: str, schema: Schema, runs: list[Any], id: str | None = None
+    format_name: str,
+    schema: Schema,
+    runs: list[Any],
+    id: str | None = None,
+    once: list[dict[str, Any]] | None = None,
 ) -> Manifest:
-    """Return the manifest of a new storage. A copy of another storage passes its ``id``."""
+    """Return the manifest of a new storage.
+
+    Args:
+        format_name: the name of the format.
+        schema: the schema of the rows.
+        runs: the entries of the runs.
+        id: the id of the original, for a copy.
+        once: the columns that are stored once, as JSON.
+    """
     return {
         "format": format_name,
-        "format_version": FORMAT_VERSION,
+        "format_version": ONCE_VERSION if once else FORMAT_VERSION,
         "id": id or uuid.uuid4().hex,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "schema": schema.to_json(),
+        **({"once": once} if once else {}),
         "runs": runs,
     }
 
@@ -62,14 +80,15 @@ def run_of(first_row: int, provenance: Mapping[str, Any]) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidProvenance(
             f"provenance must be JSON (text, whole and finite numbers, lists, mappings): {error}. "
-            "Convert what is not, for example with str()."
+            "Convert other values, for example with str()."
         ) from error
     return {**run, "first_row": first_row}
 
 
-def schema_crc(schema: Schema) -> int:
-    """Return the CRC-32 that binds a header to the schema in its manifest."""
-    return zlib.crc32(json.dumps(schema.to_json()).encode())
+def schema_crc(schema: Schema, once: list[dict[str, Any]] | None = None) -> int:
+    """Return the CRC-32 that binds a header to the schema and to ``once`` in its manifest."""
+    bound = [schema.to_json(), once] if once else schema.to_json()
+    return zlib.crc32(json.dumps(bound).encode())
 
 
 def sealed(manifest: Manifest) -> Manifest:
@@ -92,7 +111,7 @@ def read_manifest(inside: Inside, path: Path) -> Manifest:
     """Read and check a manifest.
 
     Raises:
-        NotAStorage: the manifest is missing, or another program's.
+        NotAStorage: the manifest is missing, or another program wrote it.
         CorruptStorage: the manifest is damaged.
         FormatVersionMismatch: another version wrote the manifest.
     """
@@ -100,8 +119,8 @@ def read_manifest(inside: Inside, path: Path) -> Manifest:
         content = inside.read(path, MANIFEST_LIMIT)
     except FileNotFoundError as error:
         raise NotAStorage(
-            f"{path.parent} is not a Tallyroll storage: it has no {path.name}. Give the path of "
-            "one; if its creation was interrupted, create it again."
+            f"{path.parent} is not a Tallyroll storage: it has no {path.name}. Give the path of a "
+            "storage. If its creation was interrupted, create it again."
         ) from error
     except OSError as error:
         if error.errno != errno.EFBIG:
@@ -118,12 +137,12 @@ def parse_manifest(content: bytes, path: Path) -> Manifest:
         manifest = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise CorruptStorage(
-            f"{path} is not JSON any more ({error}): it is damaged. Restore it from a copy."
+            f"{path} is not valid JSON ({error}): the file is damaged. Restore it from a copy."
         ) from error
     if not isinstance(manifest, dict) or not str(manifest.get("format")).startswith("tallyroll."):
         raise NotAStorage(
-            f"{path} does not describe a Tallyroll storage; another program wrote it. "
-            "Give the path of a storage."
+            f"{path} does not describe a Tallyroll storage: another program wrote it. Give the "
+            "path of a storage."
         )
     version = manifest.get("format_version")
     if type(version) is not int or version not in READABLE:
@@ -132,28 +151,27 @@ def parse_manifest(content: bytes, path: Path) -> Manifest:
         require_readable(version, path)
     wrong = [name for name, kind in _FIELDS.items() if not isinstance(manifest.get(name), kind)]
     if not wrong and not all(map(_is_run, manifest["runs"])):
-        wrong = ["a run with its first row"]
+        wrong = ["the first row of a run"]
     if wrong:
         raise CorruptStorage(
-            f"{path} lacks {', '.join(wrong)}, or they are of the wrong type. Restore it from a "
-            "copy."
+            f"{path} lacks a valid value for {', '.join(wrong)}. Restore it from a copy."
         )
-    seal = manifest.pop(_SEAL, None)  # a user who changes a manifest on purpose removes it
+    seal = manifest.pop(_SEAL, None)  # a user who changes a manifest on purpose removes the seal
     if seal is not None and seal != _crc(manifest):
         raise _unsealed(path)
     return manifest
 
 
 def _fits_another_version(manifest: Manifest) -> bool:
-    """Return True if the checksum matches for another version, so that the version is damaged."""
+    """Return True if the checksum matches another version, so that the version must be damaged."""
     rest = {name: value for name, value in manifest.items() if name != _SEAL}
     return manifest.get(_SEAL) in [_crc({**rest, "format_version": known}) for known in READABLE]
 
 
 def _unsealed(path: Path) -> CorruptStorage:
     return CorruptStorage(
-        f"{path} fails its check: a value in it is not what was written. Restore it from a copy; "
-        f"if you changed it yourself, remove {_SEAL} from it."
+        f"{path} fails its check: its content has changed since it was written. Restore it from a "
+        f"copy. If you changed it yourself, remove {_SEAL} from it."
     )
 
 
@@ -182,8 +200,8 @@ def attributes_of(manifest: Manifest, limit: int | None = None) -> dict[str, str
     """Return the attributes that show a manifest to other libraries, as JSON texts.
 
     ``schema`` is the schema. ``provenance`` has the identity of the storage and the runs that wrote
-    it, without their events. With ``limit``, only the newest runs that fit into so many bytes are
-    kept.
+    it, without their events. If ``limit`` is given, only the newest runs are kept, as many as fit
+    into that number of bytes.
     """
     provenance = {name: manifest[name] for name in _FIELDS}
     provenance["runs"] = [exported(without_events(run)) for run in provenance["runs"]]
@@ -210,8 +228,8 @@ def write_manifest(
     content = json.dumps(sealed(manifest)).encode()
     if len(content) > MANIFEST_LIMIT:
         raise InvalidProvenance(
-            f"the manifest {path}, with the provenance of all runs, may have {MANIFEST_LIMIT} "
-            f"bytes and would have {len(content)}. Give less provenance."
+            f"the manifest {path}, with the provenance of all runs: expected at most "
+            f"{MANIFEST_LIMIT} bytes, got {len(content)}. Give less provenance."
         )
     with translated(path, len(content)):
-        inside.write_aside(path, content, durable=durable)
+        inside.write_atomically(path, content, durable=durable)

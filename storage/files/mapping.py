@@ -22,7 +22,7 @@ Access: TypeAlias = Literal["read", "write", "private"]
 # Python 3.11 lacks the name. Without the flag, Linux counts a private map against free memory.
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 PAGE_NBYTES = mmap.ALLOCATIONGRANULARITY
-"""The granularity of maps. A file mapped over a region begins and ends at its multiples."""
+"""The granularity of maps. The map of a file in a region begins and ends at a multiple of it."""
 
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
@@ -50,7 +50,9 @@ def _mode(access: Access) -> tuple[int, int]:
 
 
 def map_file(file: int, nbytes: int, access: Access) -> Region:
-    """Map the first ``nbytes`` bytes of a file, or all of it with 0. The file may then be closed.
+    """Map the first ``nbytes`` bytes of a file, or the whole file if ``nbytes`` is 0.
+
+    The file may be closed afterwards.
 
     Raises:
         ValueError: the file is shorter, or empty.
@@ -58,7 +60,7 @@ def map_file(file: int, nbytes: int, access: Access) -> Region:
     """
     size = os.fstat(file).st_size
     if not size or size < nbytes:
-        raise ValueError(f"{nbytes} bytes are to be mapped, and the file has {size}")
+        raise ValueError(f"cannot map {nbytes} bytes of a file that has {size}")
     region = Region(nbytes or size, access)
     region.add(file, region.nbytes)
     return region
@@ -72,7 +74,8 @@ def pages(nbytes: int) -> int:
 class Region:
     """Address space for ``nbytes`` bytes, into which files are mapped one after the other.
 
-    It holds no file descriptors. `mmap` would duplicate one for each map.
+    A region holds no file descriptors. One `mmap` object per file would duplicate a descriptor for
+    each of them.
 
     Args:
         nbytes: the size, which takes no memory until files are mapped.
@@ -104,7 +107,9 @@ class Region:
         flags, prot = _mode(self._access)
         at = pages(self.mapped) if at is None else at
         if at + nbytes > self.nbytes:
-            raise ValueError(f"{nbytes} bytes after {at} do not fit into {self.nbytes}.")
+            raise ValueError(
+                f"{nbytes} bytes at offset {at} do not fit into a region of {self.nbytes} bytes."
+            )
         where = self.address + at
         if _libc.mmap(where, nbytes, prot, flags | _MAP_FIXED, file, 0) == _FAILED:
             code = ctypes.get_errno()
@@ -119,7 +124,10 @@ class Region:
         """Return an array from byte ``at``, within the mapped part. It keeps the region alive."""
         found: np.ndarray = np.ndarray(shape, dtype, buffer=self.memory, offset=at)
         if at + found.nbytes > self.mapped:
-            raise ValueError(f"{at + found.nbytes} bytes of {self.mapped} that are mapped.")
+            raise ValueError(
+                f"the array ends at byte {at + found.nbytes}, but only {self.mapped} bytes are "
+                "mapped."
+            )
         if self._access == "read":
             found.flags.writeable = False  # its pages are read-only
         return found
@@ -156,7 +164,7 @@ class Area:
 
 
 def maps_left() -> int:
-    """Return the number of maps that this process may still make, less a reserve for others."""
+    """Return the number of maps that this process may still make, minus a reserve for others."""
     try:
         most = int(Path("/proc/sys/vm/max_map_count").read_text())
         with open("/proc/self/maps", "rb") as maps:

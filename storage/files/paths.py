@@ -47,10 +47,10 @@ def user_path(path: str | os.PathLike[str]) -> Path:
     """
     if found := _ADDRESS.match(os.fspath(path)):
         raise InvalidAddress(
-            f"expected a path in a file system, got an address that begins with "
-            f"{found[1] or found[2]}://. "
-            "Of object stores, those that speak S3 are supported: `tallyroll push` writes packed "
-            "rows to s3://BUCKET/KEY, and open_storage reads them there."
+            "expected a path in a file system, got an address that begins with "
+            f"{found[1] or found[2]}://. Only object stores that support S3 can be used: "
+            "`tallyroll push` writes packed rows to s3://BUCKET/KEY, and open_storage reads them "
+            "from there."
         )
     return Path(os.path.expanduser(path))
 
@@ -61,7 +61,7 @@ def is_address(path: str | os.PathLike[str]) -> bool:
 
 
 def is_pattern(path: object) -> bool:
-    """Return True if a path is a pattern to match with files, and no file has that name."""
+    """Return True if ``path`` is a glob pattern, and no file has that name."""
     if not isinstance(path, str | os.PathLike):
         return False
     text = os.fspath(path)
@@ -98,16 +98,15 @@ def require_creatable(path: Path) -> None:
         if place.is_dir():
             if not os.access(place, os.W_OK | os.X_OK):
                 why = "" if place == path else f"{path} cannot be created: "
-                raise NotWritable(f"{why}{place} cannot be written to. Give a path that can.")
+                raise NotWritable(f"{why}{place} cannot be written to. Give a writable path.")
             return
         if place.is_symlink() and not place.exists():
             raise PathIsFile(
-                f"{path} should be a directory, and {place} is a link to nothing. Give another "
-                "path."
+                f"{path} should be a directory, but {place} is a broken link. Give another path."
             )
         if place.exists():
             raise PathIsFile(
-                f"{path} should be a directory, and {place} is a file. Give another path."
+                f"{path} should be a directory, but {place} is a file. Give another path."
             )
 
 
@@ -124,7 +123,7 @@ def make_directory(path: Path) -> None:
 
 
 def sync_above(path: Path) -> None:
-    """Wait until the names that lead to ``path``, on its file system, are on the disk.
+    """Wait until the directory entries that lead to ``path``, on its file system, are on the disk.
 
     Raises:
         DiskFailed: the system cannot write them.
@@ -164,7 +163,7 @@ def open_column(inside: Inside, path: Path, flags: int) -> int:
         return inside.open_directory(path) if flags & os.O_DIRECTORY else inside.open(path, flags)
     except FileNotFoundError as error:
         raise CorruptStorage(
-            f"{path} is missing, which the manifest says is a column. Restore it from a copy."
+            f"{path}, a column in the manifest, is missing. Restore it from a copy."
         ) from error
     except OSError as error:
         raise failed(path, error, 0) from error
@@ -184,23 +183,26 @@ def nearest(path: Path) -> Path:
 
 @contextlib.contextmanager
 def translated(path: Path, nbytes: int = 0) -> Iterator[None]:
-    """Convert errors of the system within the context to errors of `failed`."""
+    """Convert an OSError within the context to the error that `failed` returns for it."""
     try:
         yield
     except OSError as error:
         raise failed(path, error, nbytes) from error
 
 
-def told(
+def translates_errors(
     method: Callable[Concatenate[Any, _Args], _Result],
 ) -> Callable[Concatenate[Any, _Args], _Result]:
-    """Decorate a method of an object with a ``path`` like `translated`; too slow for every row."""
+    """Decorate a method of an object that has a ``path``, to convert errors as `translated` does.
+
+    The decorator is too slow for methods that are called for every row.
+    """
 
     @functools.wraps(method)
     def wrapper(self: Any, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         try:
             return method(self, *args, **kwargs)
-        except OSError as error:  # evaluated late, because a constructor sets the path
+        except OSError as error:  # read the path only here, because a constructor sets it
             raise failed(self.path, error, 0) from error
 
     return wrapper
@@ -209,11 +211,11 @@ def told(
 def failed(
     path: Path, error: OSError, nbytes: int
 ) -> StorageFull | TooManyFiles | UnsupportedPlatform | NotWritable | CorruptStorage | DiskFailed:
-    """Return the Tallyroll error for a system error at ``path``, which needed ``nbytes``."""
+    """Return the Tallyroll error for a system error at ``path``, if ``nbytes`` were needed."""
     if error.errno in FULL:
         return StorageFull(
             f"{path} {_shortage(path, error, nbytes)} ({error.strerror}). Committed rows are "
-            "intact. Free space, or go on in another place."
+            "intact. Free space, or continue in another location."
         )
     if error.errno in OUT_OF_FILES:
         return too_many_files(path, error)
@@ -224,29 +226,29 @@ def failed(
         )
     if error.errno == errno.ENOMEM:
         return UnsupportedPlatform(
-            f"the system does not let this process map {path} ({error.strerror}): it limits maps "
-            "(vm.max_map_count), or address space (ulimit -v). Raise the limit."
+            f"this process cannot map {path} ({error.strerror}): the system limits the number of "
+            "maps (vm.max_map_count) or the address space (ulimit -v). Raise the limit."
         )
     if error.errno in OTHER_KINDS:
         return CorruptStorage(_other_kind(path, error))
     if error.errno == errno.ENAMETOOLONG:
         return NotWritable(
             f"{path} would need longer paths than the system allows ({error.strerror}). Use "
-            "shorter names, or another place."
+            "shorter names, or another location."
         )
     if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
         return NotWritable(
             f"{path} cannot be opened or written to ({error.strerror}). Open the storage as a user "
-            "who may, or in a place where one can."
+            "who has permission, or use another location."
         )
     if error.errno in {errno.ENOENT, errno.ESTALE}:
         return DiskFailed(
             f"{_named_in(error, path)} is gone: the storage, or a part of it, was deleted or moved "
-            "while it was open. What was committed is where it was moved to."
+            "while it was open. Committed rows moved with it."
         )
     return DiskFailed(
-        f"the system cannot read or write {path}: {error.strerror or error}. Committed rows are "
-        "as they were, as far as the disk still has them: see what `tallyroll verify` says."
+        f"the system cannot read or write {path}: {error.strerror or error}. Committed rows were "
+        "not changed, but the disk may have lost some. Check them with `tallyroll verify`."
     )
 
 
@@ -255,16 +257,16 @@ def _shortage(path: Path, error: OSError, nbytes: int) -> str:
     try:
         found, free = os.statvfs(nearest(path.absolute())), str(free_bytes(path))
     except OSError:
-        return f"needs {nbytes} more bytes, and the system does not say how many are free"
+        return f"needs {nbytes} more bytes, and the system does not report how many are free"
     if error.errno == errno.ENOSPC and found.f_files and not found.f_favail:
         return (
-            f"needs another file, and the file system has used all of its {found.f_files} inodes, "
-            f"while {free} bytes are free: `df -i` counts them"
+            f"needs another file, but all {found.f_files} inodes of the file system are in use, "
+            f"while {free} bytes are free (`df -i` counts inodes)"
         )
     if error.errno == errno.EFBIG:
         return (
-            f"needs {nbytes} more bytes, and a file may not grow so large there (by the file "
-            f"system, or ulimit -f), while {free} bytes are free"
+            f"needs {nbytes} more bytes, which exceeds the maximum file size (of the file system, "
+            f"or ulimit -f), while {free} bytes are free"
         )
     return f"needs {nbytes} more bytes, and {free} are free"
 
@@ -281,15 +283,15 @@ def _other_kind(path: Path, error: OSError) -> str:
     """Return a sentence about a link, or another kind of file, in place of a storage's file."""
     what = _named_in(error, path)
     if what.is_symlink() or error.errno == errno.EMLINK:
-        link = "a link" if what.is_symlink() else "a file that has another name, too"
+        link = "a link" if what.is_symlink() else "a file that has a second name"
         return (
-            f"{what} is {link} ({error.strerror}), and no storage writes to one, or reads through "
-            "a link: what is at its other end is of another place. Caches and data versioning (the "
-            "Hugging Face hub's, DVC, git-annex) put links in the place of files: copy the storage "
-            "with `cp -rL`, and open the copy. Where nothing of that kind was used, something else "
-            "took the file's place: restore it from a copy."
+            f"{what} is {link} ({error.strerror}). A storage neither reads through links nor "
+            "writes to files with a second name. Caches and data versioning (the Hugging Face "
+            "hub's, DVC, git-annex) replace files by links: copy the storage with `cp -rL`, and "
+            "open the copy. If you use none of these, something else replaced the file: restore it "
+            "from a copy."
         )
     return (
-        f"{what} is not what this storage made there, but a link or of another kind "
-        f"({error.strerror}): something else took its place. Restore it from a copy."
+        f"{what} was replaced by a link or another kind of file ({error.strerror}). Restore it "
+        "from a copy."
     )

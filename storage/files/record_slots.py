@@ -1,12 +1,12 @@
 """The two slots of a header, to which records are written in turn.
 
-A slot consists of sequence, head at the write, length, CRC and payload. A torn record fails its
-CRC, and the older one remains.
+A slot consists of the sequence number of the record, the head when it was written, the length and
+CRC, and the payload. A torn record fails its CRC, and the older one remains.
 
 The record of a rewind stores ``-1 - rows`` in place of the head, where ``rows`` is the number of
 rows to keep. Its payload begins with the number of the rewind and the number of rows of the
-restored record. It counts only while at most ``rows`` rows are committed. A single store, of the
-head, thus replaces rows and record together.
+restored record. The record is valid only while at most ``rows`` rows are committed. A single store,
+to the head, therefore replaces the rows and the record together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STARTS = RECORDS_AT, RECORDS_AT + _SLOT_NBYTES
 """The offsets of the slots."""
 
 Record = tuple[int, int, bytes]
-"""The sequence of a record, the number of rows committed with it, and its payload."""
+"""The sequence number of a record, the number of rows committed with it, and its payload."""
 
 
 class Rewind(NamedTuple):
@@ -49,7 +49,7 @@ class Rewind(NamedTuple):
 
 
 class RecordSlots:
-    """Both slots of a mapped header.
+    """The two record slots of a mapped header.
 
     Args:
         memory: the map of the header.
@@ -73,7 +73,10 @@ class RecordSlots:
         return _rewind_of(self._all)
 
     def with_rows(self, head: int) -> tuple[int, bytes] | None:
-        """Return the record that is valid for ``head`` committed rows, with its own row count."""
+        """Return the record that is valid for ``head`` committed rows, or None.
+
+        The result is the number of rows that were committed with the record, and its payload.
+        """
         every = self._all
         rewind = _rewind_of(every)
         if rewind is not None and head <= rewind.rows:
@@ -81,7 +84,7 @@ class RecordSlots:
         return next(((rows, found) for _, rows, found in every if 0 <= rows <= head), None)
 
     def write_rewind(self, sequence: int, rewind: Rewind) -> None:
-        """Write the record of a rewind to the slot for its sequence."""
+        """Write the record of a rewind to the slot for its sequence number."""
         payload = _REWIND.pack(rewind.number, rewind.at) + rewind.payload
         self.write(sequence, -1 - rewind.rows, payload)
 
@@ -89,15 +92,15 @@ class RecordSlots:
     def damaged(self) -> bool:
         """True if a record newer than the newest intact one fails its check.
 
-        A kill during the write of a record does not count, because it leaves the older sequence in
-        the slot.
+        A record whose write was interrupted by a kill does not count, because the slot still has
+        the older sequence number.
         """
         begun = [_SLOT.unpack_from(self._memory, start)[0] for start in STARTS]
         return bool(max(begun) > self.newest)
 
     @property
     def newest(self) -> int:
-        """The sequence of the newest intact record, or 0."""
+        """The sequence number of the newest intact record, or 0."""
         return max((sequence for sequence, _, _ in self._all), default=0)
 
     def read(self, index: int) -> Record | None:
@@ -113,22 +116,23 @@ class RecordSlots:
         return sequence, head, payload
 
     def seal(self, sequence: int, head: int, payload: bytes) -> bytes:
-        """Return the bytes of a slot that precede the payload."""
+        """Return the bytes of a slot that precede the payload; `commit` in ``_rows.h`` does too."""
         length = len(payload)
         crc = zlib.crc32(payload, zlib.crc32(_CHECKED.pack(sequence, head, length)))
         return _SLOT.pack(sequence, head, length, crc)
 
     def write(self, sequence: int, head: int, payload: bytes) -> None:
-        """Write a record to the slot for its sequence."""
+        """Write a record to the slot for its sequence number."""
         seal, start = self.seal(sequence, head, payload), STARTS[sequence % 2]
         body = start + _SLOT_HEAD_NBYTES
         self._memory[body : body + len(payload)] = payload
-        # Write the sequence last. An earlier kill leaves the older sequence and no sign of damage.
+        # Write the sequence number last. A kill before leaves the older one, and the record does
+        # not count as damaged.
         self._memory[start + _SEQUENCE_NBYTES : body] = seal[_SEQUENCE_NBYTES:]
         _SEQUENCE.pack_into(self._memory, start, sequence)
 
     def forget_after(self, head: int) -> None:
-        """Wipe the records of more than ``head`` rows."""
+        """Wipe the records that were written for more than ``head`` rows."""
         self._wipe(lambda record: record is not None and record[1] > head)
 
     def forget(self) -> None:
@@ -150,7 +154,7 @@ class RecordSlots:
 
 
 def _rewind_of(records: list[Record]) -> Rewind | None:
-    """Return the rewind whose record is the first of ``records``, or None."""
+    """Return the rewind, if its record is the first of ``records``, else None."""
     for _, head, payload in records[:1]:
         if head < 0 and len(payload) >= _REWIND.size:
             number, at = _REWIND.unpack_from(payload)
@@ -166,6 +170,6 @@ def check_record_size(payload: bytes) -> None:
     """
     if len(payload) > RECORD_LIMIT:
         raise RecordTooLarge(
-            f"a commit record may have {RECORD_LIMIT} bytes and this one has {len(payload)}. "
-            "Keep what is larger in a file of its own and its name in the record."
+            f"a commit record may have {RECORD_LIMIT} bytes and this one has {len(payload)}. Store "
+            "larger data in a separate file, and the name of that file in the record."
         )

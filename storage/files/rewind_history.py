@@ -1,4 +1,4 @@
-"""The number of rows that each rewind of a storage left, as its manifest records it. Pure."""
+"""The number of rows that remained after each rewind, as a manifest records it. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _HISTORY = "rewinds"
 
 
 def least_rows_after_rewinds(manifest: Manifest, since: int, until: int) -> int | None:
-    """Return the smallest number of rows that a range of rewinds left, or None if it is empty.
+    """Return the smallest number of rows that remained after some rewinds, or None without rewinds.
 
     Args:
-        manifest: the manifest, which has the numbers, first rewind first.
+        manifest: the manifest, which has the number of remaining rows of each rewind, in order.
         since: the number of rewinds to skip.
-        until: the number of rewinds in all.
+        until: the number of rewinds in total, including those to skip.
     """
     left = _history_of(manifest)
     # If a damaged manifest lacks a number, assume that the rewind left no row.
@@ -33,16 +33,17 @@ def _history_of(manifest: Manifest) -> list[Any]:
 
 
 def numbers_fault(manifest: Manifest, done: int, undone: Rewind | None) -> str | None:
-    """Return a sentence if the header counts rewinds that the manifest lacks, else None.
+    """Return a sentence on rewinds that the header counts and the manifest lacks, or None.
 
     Args:
-        manifest: the manifest, which has the number of rows that each rewind left.
+        manifest: the manifest, which has the number of remaining rows of each rewind.
         done: the number of rewinds in the header.
-        undone: the rewind that is committed and not finished, whose number is at most one more.
+        undone: the rewind that is committed and not finished, or None. Its number is expected to be
+            ``done`` or ``done + 1``.
     """
     known = len(_history_of(manifest))
     if done > known:
-        return f"the header counts {done} rewinds, and the manifest knows {known}"
+        return f"the header counts {done} rewinds, but the manifest lists {known}"
     if undone is not None and not max(1, done) <= undone.number <= done + 1:
         return f"the record of a rewind is number {undone.number}, after {done} rewinds"
     return None
@@ -58,7 +59,10 @@ def settled(manifest: Manifest, rewind: Rewind) -> Manifest:
 
 
 def without_runs_from(manifest: Manifest, row: int) -> Manifest:
-    """Return the manifest without the runs that have no rows before ``row``, and later events."""
+    """Return the manifest without runs that have no rows before ``row``, and without later events.
+
+    Events that occurred when ``row`` was the next row are later events.
+    """
     runs: list[Any] = manifest["runs"]
     # A storage keeps at least one entry.
     left = [run for run in runs if run["first_row"] < row] or runs[:1]

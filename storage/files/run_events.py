@@ -1,8 +1,8 @@
-"""Events of a run, the calls that changed its environments, in stored form. Pure.
+"""Stored form of the events of a run, which are the calls that changed its environments. Pure.
 
-A stored event omits values that can be derived: ``row``, if it is ``at`` transitions after the
-run's first row, empty ``kwargs``, and ``lanes`` if they are all lanes. Other fields are stored
-unchanged. `tallyroll.storage.readers.event_file` has the file of the events.
+A stored event omits values that can be derived: ``row`` if it is ``at`` transitions after the run's
+first row, ``kwargs`` if they are empty, and ``lanes`` if they are all lanes. Other fields are
+stored unchanged. `tallyroll.storage.readers.event_file` reads and writes the file of the events.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _MOST: Final = 2**62
 _LEAST_NBYTES: Final = len('{"at":0,"call":"env_set","name":"","args":[]}')
 
 
-def kept(event: Mapping[str, Any], run: Mapping[str, Any]) -> Event:
+def stored_form(event: Mapping[str, Any], run: Mapping[str, Any]) -> Event:
     """Return the stored form of an event of the entry ``run``."""
     usual = {"kwargs": {}, "lanes": None, "row": _first_row(run) + event["at"]}
     return {name: each for name, each in event.items() if usual.get(name, event) != each}
 
 
 def events_of(run: Mapping[str, Any], stop: int = _MOST) -> list[Event]:
-    """Return the events of an entry that occurred before row ``stop``, or when it was next.
+    """Return the events of an entry that occurred before row ``stop`` was collected.
 
     Invalid values, from damaged or crafted files, are left out.
     """
@@ -73,7 +73,10 @@ def _first_row(run: Mapping[str, Any]) -> int:
 
 
 def shown(runs: Sequence[Mapping[str, Any]], head: int) -> list[dict[str, Any]]:
-    """Return entries for ``head`` rows with complete events, also in entries of copied runs."""
+    """Return the entries of the runs of ``head`` rows, with the omitted values of events restored.
+
+    The events in entries of copied runs are restored too.
+    """
     stops = [*(run["first_row"] for run in runs), head][1:]
     return [_shown(run, stop) for run, stop in zip(runs, stops, strict=True)]
 
@@ -88,7 +91,7 @@ def _shown(run: Mapping[str, Any], stop: int = _MOST) -> dict[str, Any]:
 
 
 def before_row(run: Mapping[str, Any], row: int) -> dict[str, Any]:
-    """Return an entry without events that occurred at row ``row``, when it was next, or later."""
+    """Return an entry without the events that occurred when ``row`` was the next row, or later."""
     found = run.get(EVENTS)
     if not isinstance(found, list):
         return dict(run)

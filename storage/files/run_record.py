@@ -1,4 +1,4 @@
-"""The record that a collector commits with its rows, which counts its run. Pure."""
+"""The record with the counts of a run, which a collector commits with its rows. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RunRecord:
     next_id: int
     """A number above every trajectory id so far; arbitrary in a damaged record."""
     policy_version: int = -1
-    """The largest policy version of rewound rows, which no record of later rows contains."""
+    """The largest policy version so far, in records after a rewind and in sharded storages."""
 
     @classmethod
     def parse(cls, record: tuple[int, bytes] | None) -> Self | None:
@@ -53,13 +53,13 @@ class RunRecord:
 
     @property
     def is_whole(self) -> bool:
-        """True if the record has all numbers that are required to continue a run, all valid."""
+        """True if all numbers that are required to continue a run are present and valid."""
         numbers = (self.first_row, self.stored_before, self.seed, self.incarnation, self.open)
         return all(0 <= number < 2**62 for number in (*numbers, *self.ledger.values()))
 
 
 def record_after(payload: bytes, *, next_id: int, incarnation: int, policy_version: int) -> bytes:
-    """Return the payload of an earlier record after a rewind to it.
+    """Return the payload of an earlier record, updated for a rewind to that record.
 
     Ids, incarnations and versions only grow, so the current values replace smaller ones. A payload
     that no collector wrote is returned unchanged.
@@ -96,8 +96,8 @@ def record_without(payload: bytes, counts: Mapping[str, int]) -> bytes:
 def record_bytes(counts: tuple[str, ...]) -> bytes:
     """Return the bytes of a record with ``%d`` for each of its numbers, in this order.
 
-    ``counts`` are the names of the ledger's counts. The caller fills in the numbers with ``%``,
-    which is fast. Every commit has a record, and may be a single step of an environment.
+    ``counts`` are the names of the ledger's counts. The caller fills in the numbers with ``%``.
+    This is fast, which matters because a single environment step may be a commit with a record.
     """
     record = {
         "first_row_of_run": 0,

@@ -32,9 +32,10 @@ _WRITES = os.O_WRONLY | os.O_RDWR
 def too_many_files(path: object, error: OSError) -> TooManyFiles:
     """Return the `TooManyFiles` error for an error of the system."""
     return TooManyFiles(
-        f"{path} cannot be opened: {error.strerror}. This process may have "
+        f"{path} cannot be opened: {error.strerror}. This process may have at most "
         f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files open (ulimit -n). Raise that "
-        "limit, or close storages; a writer has one open for each column, a reader one."
+        "limit, or close storages: a writer keeps one file open for each column, a reader keeps "
+        "one."
     )
 
 
@@ -42,8 +43,8 @@ def open_any(path: Path | str, flags: int, directory: int | None = None) -> int:
     """Open any kind of file at a path; return a descriptor, or raise OSError.
 
     Raises:
-        TooManyFiles: no more files may be open. It is not an OSError, because many callers treat
-            an OSError as a damaged file.
+        TooManyFiles: no more files may be open. This error is not an OSError, because many callers
+            treat an OSError as a damaged file.
     """
     try:
         return os.open(path, flags, 0o666, dir_fd=directory)
@@ -57,7 +58,7 @@ class Inside:
     """Access to the files below a directory that the user named. All paths must be below it.
 
     Every method raises OSError with the path as its filename: ELOOP or ENOTDIR for a link, ENXIO
-    for anything but a plain file, and EMLINK for a file to write to that has another name.
+    for anything but a plain file, and EMLINK if a file to write to has another name.
     """
 
     def __init__(self, root: Path) -> None:
@@ -122,11 +123,11 @@ class Inside:
         """Return the content of a file.
 
         Raises:
-            OSError: EFBIG, before anything is read: the file has more than ``limit`` bytes.
+            OSError: the file has more than ``limit`` bytes (EFBIG). Nothing is read.
         """
         with open(self.open(path, os.O_RDONLY), "rb") as file:
             if (size := os.fstat(file.fileno()).st_size) > limit:
-                raise OSError(errno.EFBIG, f"it has {size} bytes, and may have {limit}")
+                raise OSError(errno.EFBIG, f"it has {size} bytes, more than the maximum of {limit}")
             return file.read(size)  # not `limit`, which would allocate that much memory
 
     def read_start(self, path: Path, nbytes: int) -> bytes:
@@ -144,7 +145,7 @@ class Inside:
         """Return the value in a JSON file; may also raise ValueError and RecursionError."""
         return json.loads(self.read(path, JSON_LIMIT))
 
-    def write_aside(
+    def write_atomically(
         self,
         path: Path,
         content: bytes | Iterable[bytes | memoryview],
@@ -265,9 +266,9 @@ def open_file(path: Path | str, flags: int, directory: int | None = None) -> int
     try:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.ENXIO, "it is no file", str(path))
+            raise OSError(errno.ENXIO, "it is not a file", str(path))
         if directory is not None and flags & _WRITES and found.st_nlink > 1:
-            raise OSError(errno.EMLINK, "it is a file of another place, too: a hard link")
+            raise OSError(errno.EMLINK, "it is a hard link")
     except BaseException:
         os.close(file)
         raise

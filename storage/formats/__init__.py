@@ -1,4 +1,4 @@
-"""File formats: the places of rows, and metadata for other libraries."""
+"""File formats: where the rows are in files, and the metadata for other libraries."""
 
 from tallyroll.storage.package.moved_paths import moved_names
 

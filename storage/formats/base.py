@@ -17,12 +17,12 @@ from tallyroll.storage.files.paths import (
     make_directory,
     refuse_impossible,
     refuse_nothing,
-    told,
     translated,
+    translates_errors,
 )
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.space import Footprint
-from tallyroll.storage.rows.keys import format_key
+from tallyroll.storage.rows.keys import Key, format_key
 from tallyroll.storage.rows.schema import Schema
 
 BESIDE: Final = (
@@ -58,6 +58,9 @@ class Format(ABC):
     rings: ClassVar[bool] = False
     """True if new rows may overwrite the oldest."""
 
+    pools: ClassVar[bool] = False
+    """True if the format can store each frame once, in pool files."""
+
     most_dims: ClassVar[int] = 64
     """Maximum number of dimensions of a column, including rows. The default is NumPy's limit."""
 
@@ -88,7 +91,11 @@ class Format(ABC):
     def __init__(self, path: Path, root: Path | None = None) -> None:
         self.path = path
         self.inside = Inside(path if root is None else root)
-        """The directory that contains all files, through which they are opened."""
+        """Access to the directory that contains all files. Files are opened only through it."""
+
+    def sync_metadata(self, durable: bool) -> None:
+        """Let the manifest and the metadata survive a power cut, if ``durable`` is True."""
+        self.durable = durable
 
     @property
     def episodes_path(self) -> Path:
@@ -126,13 +133,13 @@ class Format(ABC):
 
     def stands(self) -> bool:
         """Return True if a storage exists, which is the case once its manifest exists."""
-        # A dangling link counts, because reading it raises an error with its name. A cache may have
-        # lost the target.
+        # A dangling link counts as a manifest: a cache may have lost its target, and the error of
+        # reading the link names it.
         return self.manifest_path.exists() or self.manifest_path.is_symlink()
 
     @abstractmethod
     def read_manifest(self) -> Manifest:
-        """Return the checked manifest, before `open`; raise as `manifest.read_manifest` does."""
+        """Read and check the manifest before `open`; raise as `manifest.read_manifest` does."""
 
     @abstractmethod
     def write_manifest(self, manifest: Manifest) -> None:
@@ -159,8 +166,8 @@ class Format(ABC):
         for column in schema.columns:
             if (dims := 1 + len(column.shape)) > self.most_dims:
                 raise InvalidSchema(
-                    f"column {format_key(column.key)} has {dims} dimensions, rows included, and "
-                    f"this format holds {self.most_dims}. Flatten some."
+                    f"column {format_key(column.key)} has {dims} dimensions, rows included, but "
+                    f"this format supports at most {self.most_dims}. Flatten some."
                 )
             if self.lacks_bfloat16 and column.dtype is torch.bfloat16:
                 raise InvalidSchema(
@@ -176,7 +183,7 @@ class Format(ABC):
 
     @abstractmethod
     def create(self, schema: Schema, header: bytes, capacity: int = 0) -> None:
-        """Create the header and files without rows; remove those of an unfinished creation.
+        """Remove files of an unfinished creation, and create the header and files without rows.
 
         ``capacity`` is the number of rows that the user requests, or 0 if it is unknown.
 
@@ -201,7 +208,7 @@ class Format(ABC):
         """
 
     def footprint(self, schema: Schema, rows: int) -> Footprint:
-        """Return the space of ``rows`` rows on disk; by default, a file for each column."""
+        """Return the space of ``rows`` rows on disk; by default, each column is one file."""
         sizes = [rows * column.row_nbytes for column in schema.columns]
         return Footprint(sum(sizes), len(sizes), max(sizes), len(sizes))
 
@@ -222,14 +229,27 @@ class Format(ABC):
             CorruptStorage: a file is missing.
         """
 
+    def make_pool(self, key: Key) -> None:
+        """Create an empty frame pool for a column. Only formats with `pools` implement this."""
+        raise NotImplementedError(self.name)
+
+    def open_pool(self, key: Key, flags: int) -> int:
+        """Open the frame pool of a column, and return its descriptor.
+
+        Raises:
+            CorruptStorage: the file is missing.
+        """
+        raise NotImplementedError(self.name)
+
     @abstractmethod
     def grow(self, rows: int) -> None:
         """Reserve space for at least ``rows`` rows; raise `StorageFull` with nothing changed."""
 
     @abstractmethod
     def arrays(self, rows: int, access: Access) -> list[np.ndarray]:
-        """Return all mapped rows, one array [room, ...] per column, where room is at least
-        ``rows``.
+        """Return all mapped rows, as one array [room, ...] per column.
+
+        ``room`` is at least ``rows``.
 
         Raises:
             CorruptStorage: the files are shorter.
@@ -237,18 +257,19 @@ class Format(ABC):
 
     @abstractmethod
     def private(self, rows: int, before: Area | None = None) -> Area:
-        """Map at least ``rows`` rows privately for one caller, where ``rows`` is above 0.
+        """Map at least ``rows`` rows privately for one caller. ``rows`` is above 0.
 
-        ``before`` is a smaller area that only this caller has. A format may extend it.
+        ``before`` is a smaller area that no other caller uses. A format may extend it.
 
         Raises:
             CorruptStorage: the files are shorter.
-            OSError: the system refuses; FileNotFoundError: the files were deleted.
+            FileNotFoundError: the files were deleted.
+            OSError: the system refuses to map the files.
         """
 
     @abstractmethod
     def write(self, column: int, row: int, rows: np.ndarray) -> None:
-        """Write C-contiguous ``rows`` of a column from ``row`` on, where space is reserved."""
+        """Write C-contiguous ``rows`` to a column from ``row`` on. The space must be reserved."""
 
     @abstractmethod
     def publish(self, rows: int) -> None:
@@ -261,23 +282,23 @@ class Format(ABC):
         A writer that opens and closes the storage rewrites all of that metadata.
 
         Args:
-            head: returns the current number of committed rows.
+            head: a function that returns the current number of committed rows.
 
         Raises:
             MissingLibrary: the check needs a library that is not installed.
         """
 
     def made_wrongly(self, head: Callable[[], int]) -> Iterator[str]:
-        """Yield faults like `shown_wrongly`, in metadata that only creation writes."""
+        """Yield faults as `shown_wrongly` does, in metadata that is written only at creation."""
         return iter(())
 
     @abstractmethod
     def trim(self, rows: int, kept: int) -> None:
         """Release the space beyond ``rows`` rows.
 
-        Processes may have mapped the files up to ``kept`` rows and look there for later rows. Those
-        files must be neither shortened, which would make the system kill the processes, nor
-        replaced.
+        Processes may have mapped the first ``kept`` rows, and expect to find later rows in the same
+        files. This part of the files must not be replaced. It must not be shortened either, because
+        the system would kill these processes.
         """
 
     @abstractmethod
@@ -285,25 +306,25 @@ class Format(ABC):
         """Wait until all rows are on the disk. Earlier calls synced the rows before ``start``."""
 
     @abstractmethod
-    def written_aside(self) -> set[Path]:
+    def replaced_files(self) -> set[Path]:
         """Return the files that are replaced atomically, at least one per directory."""
 
-    @told
+    @translates_errors
     def settle(self) -> None:
         """Wait until everything but the header is on the disk, including the work of other writers.
 
         Rows are synced first, then metadata, then directory entries, from the inside out.
 
         Raises:
-            DiskFailed: the system cannot write it.
+            DiskFailed: the system cannot write to the disk.
         """
         self.sync()
-        for file in sorted(self.written_aside()):
+        for file in sorted(self.replaced_files()):
             self.inside.sync(file)
         self._sync_names()
 
     def _sync_names(self) -> None:
-        for directory in sorted({file.parent for file in self.written_aside()}, reverse=True):
+        for directory in sorted({file.parent for file in self.replaced_files()}, reverse=True):
             self.inside.sync_directory(directory)
 
     @abstractmethod

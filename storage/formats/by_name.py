@@ -22,19 +22,20 @@ SUFFIXES: Final[Mapping[str, str]] = {".h5": "hdf5", ".hdf5": "hdf5", ".zarr": "
 def format_at(path: Path, wanted: str | None, there: str | None = None) -> str:
     """Return the short name of the format of a storage at ``path``.
 
-    The result is the format of the existing storage (``there``), the ``wanted`` format, or that of
-    the suffix. By default it is ``"memmap"``.
+    The result is the first that is known of these: the format of the existing storage (``there``),
+    the ``wanted`` format, and the format of the path's suffix. The default is ``"memmap"``.
 
     Raises:
-        ValueError: the format does not exist, or ``path`` has another one than ``wanted``.
+        ValueError: the format ``wanted`` does not exist, or the storage at ``path`` or its suffix
+            has another format.
     """
     if wanted is not None and wanted not in FILES:
-        raise ValueError(f"format is one of {', '.join(FILES)}, got {wanted!r:.80}.")
+        raise ValueError(f"format: expected one of {', '.join(FILES)}, got {wanted!r:.80}.")
     suffix = SUFFIXES.get(path.suffix.lower())
     for found, what in ((there, "holds a storage of format"), (suffix, "has the suffix of")):
         if found is not None and wanted not in (None, found):
             raise ValueError(
-                f"{path} {what} {found}, and the format {wanted} was asked for. Leave one of them "
+                f"{path} {what} {found}, but the format {wanted} was requested. Leave the format "
                 "out, or give another path."
             )
     return there or wanted or suffix or "memmap"

@@ -1,4 +1,4 @@
-"""Base class of formats that are directories, which creates and removes their files."""
+"""Base class of formats whose storages are directories, with creation and removal of files."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ class DirectoryFormat(Format):
         require_creatable(self.path)
         if self.path.is_dir() and (foreign := self._foreign()):
             raise DirectoryNotEmpty(
-                f"{self.path} is not empty: it holds {foreign}. A new storage needs a directory "
-                "of its own; give another path."
+                f"{self.path} is not empty: it holds {foreign}. A new storage needs a directory of "
+                "its own. Give another path."
             )
 
     def read_manifest(self) -> Manifest:
-        """Return the manifest. If it cannot be read, check whether the header is of a later
-        version.
+        """Return the manifest.
+
+        If the manifest cannot be read, the header shows whether a later version wrote the storage.
 
         Raises:
-            FormatVersionMismatch: a later Tallyroll wrote the storage.
+            FormatVersionMismatch: a later version of Tallyroll wrote the storage.
             NotAStorage, CorruptStorage: see `manifest.read_manifest`.
         """
         try:
@@ -63,7 +64,7 @@ class DirectoryFormat(Format):
         write_manifest(self.inside, self.manifest_path, manifest, durable=self.durable)
 
     def _refuse_lost_manifest(self) -> None:
-        """Raise `CorruptStorage` if rows are committed, which an unfinished creation never has."""
+        """Raise `CorruptStorage` if rows are committed, because then the creation was finished."""
         try:
             header = self.inside.read_start(self.header_path, HEADER_NBYTES)
             reserve, head = committed_counts(header)
@@ -72,9 +73,9 @@ class DirectoryFormat(Format):
         refuse_newer(header, self.header_path)
         if reserve or head:
             raise CorruptStorage(
-                f"{self.path} has {head} committed rows and no {self.manifest_path.name}, which "
-                "says what they are. Restore it from a copy; or delete the directory, and give it "
-                "again."
+                f"{self.path} has {head} committed rows, but {self.manifest_path.name}, which "
+                "describes them, is missing. Restore that file from a copy, or delete the "
+                "directory and use its path again."
             )
 
     def _foreign(self) -> str | None:
@@ -94,7 +95,8 @@ class DirectoryFormat(Format):
         super().refuse_missing()
         if not self.path.is_dir():
             raise NotAStorage(
-                f"{self.path} is a file, and this storage is a directory. Give its path."
+                f"{self.path} is a file, but a storage of this format is a directory. Give the "
+                "path of the directory."
             )
 
     def discard(self) -> None:
@@ -150,9 +152,9 @@ class DirectoryFormat(Format):
         with translated(self.path, 4096):
             for file, document in documents.items():
                 content = json.dumps(document).encode()
-                self.inside.write_aside(file, content, synced=self.durable)
+                self.inside.write_atomically(file, content, synced=self.durable)
 
-    def written_aside(self) -> set[Path]:
+    def replaced_files(self) -> set[Path]:
         """Return the manifest, the files alongside the rows, and the files for other libraries."""
         return {self.manifest_path, *self.beside, self.events_path, *self._documents(0)}
 

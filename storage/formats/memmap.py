@@ -10,6 +10,7 @@
     DIR/meta.json            for tensordict, also in each nested directory
     DIR/reward.memmap        the column ("reward",), row after row
     DIR/next/reward.memmap   the column ("next", "reward")
+    DIR/observation.frames   the frames of ("observation",), if they are stored once
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage, InvalidSchema
 from tallyroll.storage.files.mapping import Access, Area, Region, map_file, pages
-from tallyroll.storage.files.paths import failed, open_column, told
+from tallyroll.storage.files.paths import failed, open_column, translates_errors
 from tallyroll.storage.files.safe_files import close_all, write_all
 from tallyroll.storage.formats.base import BESIDE, EVENTS_FILE
 from tallyroll.storage.formats.directory import DirectoryFormat
@@ -36,6 +37,7 @@ from tallyroll.storage.rows.schema import Column, Schema
 _HEADER, _LOCK = "tallyroll.header", "tallyroll.lock"
 _MANIFEST, _META = "manifest.json", "meta.json"
 _ASIDE = ".tmp"
+_FRAMES = ".frames"
 _WHOLE = {_MANIFEST, _META, *BESIDE, EVENTS_FILE}
 _OURS = {_HEADER, _LOCK, *_WHOLE, *(name + _ASIDE for name in _WHOLE)}
 _TAKEN = {Path(name): f"the file {name}" for name in sorted(_OURS)}
@@ -54,6 +56,7 @@ class MemmapFormat(DirectoryFormat):
 
     name: ClassVar[str] = "tallyroll.memmap"
     rings: ClassVar[bool] = True
+    pools: ClassVar[bool] = True
 
     _files: tuple[int, ...] = ()
     """Descriptors of the column files, which a writer keeps open."""
@@ -68,7 +71,7 @@ class MemmapFormat(DirectoryFormat):
         self.events_path = path / EVENTS_FILE
 
     def _owns(self, name: Path) -> bool:
-        return name.name in _OURS or name.suffix == ".memmap"
+        return name.name in _OURS or name.suffix in (".memmap", _FRAMES)
 
     def check(self, schema: Schema) -> None:
         """Raise for names that collide with files or with fields of tensordict's metadata."""
@@ -85,7 +88,8 @@ class MemmapFormat(DirectoryFormat):
                 name = _encode(part) + (".memmap" if leaf else "")
                 if len(name.encode()) + len(_ASIDE) > _LONGEST_NAME:
                     raise InvalidSchema(
-                        f"{part!r} in column {format_key(column.key)} is too long for a file name."
+                        f"{part!r} in column {format_key(column.key)} is too long for a file name. "
+                        "Give a shorter name."
                     )
                 place, owner = (
                     place_of(column.key[: depth + 1], leaf=leaf),
@@ -93,8 +97,8 @@ class MemmapFormat(DirectoryFormat):
                 )
                 if taken.setdefault(place, owner) != owner or place.name in _OURS:
                     raise InvalidSchema(
-                        f"column {format_key(column.key)} would lie at {place}, where "
-                        f"{taken[place]} is. Rename it."
+                        f"column {format_key(column.key)} would be stored at {place}, which is the "
+                        f"path of {taken[place]}. Rename it."
                     )
 
     def _make_columns(self, capacity: int) -> None:
@@ -150,7 +154,20 @@ class MemmapFormat(DirectoryFormat):
     def _file_of(self, column: Column) -> Path:
         return self.path / place_of(column.key, leaf=True)
 
-    @told
+    def _pool_path(self, key: Key) -> Path:
+        place = place_of(key, leaf=False)
+        return self.path / place.with_name(place.name + _FRAMES)
+
+    @translates_errors
+    def make_pool(self, key: Key) -> None:
+        """Create the empty pool file of a column."""
+        os.close(self.inside.make(self._pool_path(key)))
+
+    def open_pool(self, key: Key, flags: int) -> int:
+        """Open the pool file of a column."""
+        return open_column(self.inside, self._pool_path(key), flags)
+
+    @translates_errors
     def grow(self, rows: int) -> None:
         """Reserve disk space for ``rows`` rows. Sparse files would cause SIGBUS on a full disk."""
         sizes = [os.fstat(file).st_size for file in self._files]
@@ -164,7 +181,7 @@ class MemmapFormat(DirectoryFormat):
             row_nbytes = sum(column.row_nbytes for column in self.schema.columns)
             raise failed(self.path, error, rows * row_nbytes - sum(sizes)) from error
 
-    @told
+    @translates_errors
     def arrays(self, rows: int, access: Access) -> list[np.ndarray]:
         """Map the whole files, which must hold ``rows`` rows."""
         with self._opened() as files:
@@ -179,8 +196,8 @@ class MemmapFormat(DirectoryFormat):
                     # A closing writer trimmed the files to the committed rows meanwhile.
                     continue
         raise CorruptStorage(
-            f"the files of {self.path} were cut shorter {_LOOKS} times while they were opened, so "
-            "that something else than a writer does that. Open the storage when it has ended."
+            f"another program made the files of {self.path} shorter {_LOOKS} times while they were "
+            "being opened. Open the storage when that program has ended."
         )
 
     def private(self, rows: int, before: Area | None = None) -> Area:
@@ -195,7 +212,9 @@ class MemmapFormat(DirectoryFormat):
         return Area(region, starts[:-1], room)
 
     def map_into(self, regions: Sequence[Region | None], rows: int, starts: Sequence[int]) -> None:
-        """Map the first ``rows`` rows of each column into its region, except where that is None.
+        """Map the first ``rows`` rows of each column into its region, at its byte in ``starts``.
+
+        Columns whose region is None are skipped.
 
         Raises:
             CorruptStorage: the files are shorter.
@@ -220,9 +239,9 @@ class MemmapFormat(DirectoryFormat):
                 )
         return min(size // c.row_nbytes for size, c in zip(sizes, self.schema.columns, strict=True))
 
-    @told
+    @translates_errors
     def write(self, column: int, row: int, rows: np.ndarray) -> None:
-        """Write through the file, which the maps show at once."""
+        """Write rows through the file. The maps show them at once."""
         file, at = self._files[column], row * self.schema.columns[column].row_nbytes
         write_all(file, rows.reshape(-1).view(np.uint8).data, at)
 
@@ -230,13 +249,13 @@ class MemmapFormat(DirectoryFormat):
         shown = sorted(meta_of(self.schema, rows).items(), reverse=True)
         return {self.path / directory / _META: meta for directory, meta in shown}
 
-    @told
+    @translates_errors
     def trim(self, rows: int, kept: int) -> None:
         """Trim the files to ``rows`` rows, or to ``kept`` if that is more."""
         for file, column in zip(self._files, self.schema.columns, strict=True):
             os.ftruncate(file, max(rows, kept) * column.row_nbytes)
 
-    @told
+    @translates_errors
     def sync(self, start: int = 0) -> None:
         """Wait until every column is on the disk."""
         for file in self._files:

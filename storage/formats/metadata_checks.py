@@ -22,10 +22,11 @@ def wrong_documents(
 
     Args:
         inside: the storage's files.
-        documents: returns the expected content by file, for a number of rows.
-        head: returns the current number of committed rows.
+        documents: a function that returns the expected content of each file, for a number of rows.
+        head: a function that returns the current number of committed rows.
     """
-    # Each call makes the content of all files, and most files show the same number of rows.
+    # Each call of `documents` makes the content of all files. The cache saves most calls, because
+    # most files show the same number of rows.
     made = functools.lru_cache(maxsize=2)(documents)
     for file, blank in documents(0).items():
         try:
@@ -46,13 +47,15 @@ def require_committed(rows: int, head: int, file: Path) -> None:
     """
     if rows > head:
         raise CorruptStorage(
-            f"{file} shows other libraries {rows:,} rows, and {head:,} are committed."
+            f"{file} shows {rows:,} rows to other libraries, but only {head:,} are committed."
         )
 
 
 def differs(file: str | os.PathLike[str], what: str) -> CorruptStorage:
     """Return the error for a file for other libraries whose content has changed."""
-    return CorruptStorage(f"{file} is not as it was written for other libraries: {what}.")
+    return CorruptStorage(
+        f"{file} no longer has the metadata that was written for other libraries: {what}."
+    )
 
 
 def _read(inside: Inside, file: Path) -> Any:
@@ -74,7 +77,7 @@ def _rows_shown(found: Any, blank: Mapping[str, Any], file: Path) -> int:
     try:
         node = found["consolidated_metadata"]["metadata"][name]
     except (KeyError, TypeError) as error:
-        raise differs(file, f"what it says of {name} is gone") from error
+        raise differs(file, f"its entry for {name} is missing") from error
     return _rows_in(node, file)
 
 
@@ -89,7 +92,7 @@ def _rows_in(found: Any, file: Path) -> int:
 
 
 def _without_order(node: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of an array of single bytes without a byte order, which is optional."""
+    """Return array metadata without the byte order, which is optional for dtypes of one byte."""
     codecs = [{"name": "bytes", "configuration": {"endian": "little"}}]
     single = node.get("data_type") in ("bool", "int8", "uint8")
     if single and json.dumps(node.get("codecs"), sort_keys=True) == json.dumps(
@@ -100,17 +103,20 @@ def _without_order(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _difference(wanted: Any, found: Any, where: str) -> str | None:
-    """Return where ``found`` differs from ``wanted``, or None; additional entries are ignored."""
+    """Return a phrase that describes a difference of ``found`` from ``wanted``, or None.
+
+    Additional entries in ``found`` are ignored.
+    """
     if not isinstance(wanted, dict):
         same = json.dumps(wanted) == json.dumps(found)
         return None if same else f"{where} is {found!r:.100}, expected {wanted!r:.100}"
     if not isinstance(found, dict):
-        return f"{where or 'it'} is no JSON object"
+        return f"{where or 'it'} is not a JSON object"
     wanted, found = _without_order(wanted), _without_order(found)
     for name, value in wanted.items():
         inner = f"{where}/{name}" if where else name
         if name not in found:
-            return f"{inner} is gone"
+            return f"{inner} is missing"
         if difference := _difference(value, found[name], inner):
             return difference
     return None

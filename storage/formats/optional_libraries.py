@@ -15,12 +15,12 @@ def needed(module: str, extra: str, by: str) -> Any:
 
     Args:
         module: the name of the module.
-        extra: the extra that installs it.
-        by: the feature that needs it, as ``"a table needs"``.
+        extra: the extra of Tallyroll that installs the module.
+        by: the beginning of the message, which names the feature, such as ``"a table needs"``.
 
     Raises:
         MissingLibrary: the module is not installed.
-        TooManyFiles: its files cannot be opened because too many files are open.
+        TooManyFiles: the files of the module cannot be opened because too many files are open.
     """
     try:
         return importlib.import_module(module)

@@ -40,7 +40,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Space and files that a run needs, and those that are free."""
+    """The space and files that a run needs, and the space and files that are free."""
 
     needed: Footprint
     nbytes: int
@@ -57,17 +57,17 @@ class Estimate:
         """The exceeded limits, one sentence each."""
         found = []
         if self.nbytes > self.free:
-            found.append(f"they take {self.nbytes:,} bytes more, and {self.free:,} are free")
+            found.append(f"they need {self.nbytes:,} more bytes, and {self.free:,} are free")
         if self.needed.largest > self.largest_file:
             found.append(
-                f"the largest file would have {self.needed.largest:,} bytes, and files may have "
-                f"{self.largest_file:,} there (by the file system, or ulimit -f)"
+                f"the largest file would have {self.needed.largest:,} bytes, and a file may have "
+                f"at most {self.largest_file:,} (by the file system, or ulimit -f)"
             )
         if self.needed.files > self.free_files:
-            found.append(f"they take {self.needed.files:,} files, and {self.free_files:,} are free")
+            found.append(f"they need {self.needed.files:,} files, and {self.free_files:,} are free")
         if self.needed.maps > self.free_maps:
             found.append(
-                f"they take {self.needed.maps:,} memory maps, and a process may have "
+                f"they need {self.needed.maps:,} memory maps, and a process may have "
                 f"{self.free_maps:,} more (sysctl vm.max_map_count)"
             )
         return found
@@ -83,7 +83,7 @@ class SizedFormat(Protocol):
 
 
 def estimate(format: SizedFormat, schema: Schema, rows: int, *, there: int = 0) -> Estimate:
-    """Return the space that ``rows`` rows in all will need, and the free space.
+    """Return the space that a total of ``rows`` rows will need, and the free space.
 
     Args:
         format: the format of the storage.
@@ -106,7 +106,7 @@ def estimate(format: SizedFormat, schema: Schema, rows: int, *, there: int = 0) 
 
 
 def require_room(format: SizedFormat, schema: Schema, rows: int, *, there: int = 0) -> None:
-    """Raise unless ``rows`` rows fit, of which ``there`` already have space.
+    """Raise unless a total of ``rows`` rows fit, of which ``there`` already have space.
 
     Raises:
         StorageFull: the rows exceed a limit; the message names every such limit, with numbers.
@@ -114,7 +114,7 @@ def require_room(format: SizedFormat, schema: Schema, rows: int, *, there: int =
     if problems := estimate(format, schema, rows, there=there).problems:
         raise StorageFull(
             f"{format.path} has no room for {rows:,} rows of {schema.row_nbytes:,} bytes: "
-            f"{'; '.join(problems)}. Nothing was written; ask for fewer rows, make room, or give "
+            f"{'; '.join(problems)}. Nothing was written. Request fewer rows, free space, or give "
             "another path."
         )
 

@@ -5,7 +5,10 @@ from collections.abc import Iterable, Sequence
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a message suffix that suggests completions of a name, or else the nearest one."""
+    """Return a message suffix that suggests completions of a name, or else the most similar name.
+
+    The suffix is "" if there is neither.
+    """
     names = sorted(known)
     begun = [each for each in names if name.strip("-") and each.startswith(name)]
     near = begun or difflib.get_close_matches(name, names, n=1)

@@ -16,7 +16,7 @@ class UserCode(ContextDecorator):
     Other exceptions propagate unchanged. The original exception is the cause of the error.
 
     Args:
-        place: the name of the call, with which the message begins: ``"postproc"``.
+        place: the name of the call, with which the message begins, such as ``"postproc"``.
     """
 
     raises: ClassVar[type[Exception]]

@@ -35,7 +35,10 @@ def installed(package: str) -> str:
 
 
 def _torch() -> str:
-    """Return torch's own version, which names the CUDA release. Its metadata may omit that."""
+    """Return torch's own version, which names the CUDA release.
+
+    The version in the package metadata may omit that release.
+    """
     if "torch" in sys.modules:
         return str(sys.modules["torch"].__version__)
     # Importing torch takes seconds. Its file version.py only assigns a few names.

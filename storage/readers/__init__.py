@@ -1,1 +1,1 @@
-"""Readers of rows, the interface through which all other code reads them."""
+"""Readers of rows: the interface through which all other code reads rows."""

@@ -1,13 +1,15 @@
 """File of environment calls alongside the rows, to which each call appends a line.
 
-The first line contains a name and the id of the storage. Every other line consists of the CRC-32 of
-that id and of the rest of the line, and JSON: the name that the run's entry in the manifest gives
-its events (`IN_FILE`), the number of the event among them, and the event in the form of
-`run_events`. A line is written before the first row that follows the call. A kill therefore cuts
-off at most the last line, and with it a call without rows. The next writer continues from there.
+The first line contains a name and the id of the storage. Every other line is a CRC-32 followed by a
+JSON list. The CRC-32 covers the id and the list. The list contains the name of the run's events,
+which the manifest entry of the run records (`IN_FILE`), the number of the event among the events of
+the run, and the event in the form of `run_events`. A line is written before the first row that
+follows the call. A kill therefore truncates at most the last line, which belongs to a call without
+rows. The next writer replaces that line.
 
-In memory, an entry always contains its events. On disk, it contains only their name, or the events
-themselves if an earlier version wrote it or the entry describes copied rows.
+In memory, the manifest entry of a run always contains its events. On disk, the entry contains only
+the name of the events, or the events themselves if an earlier version wrote it or the entry
+describes copied rows.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from tallyroll.storage.formats.base import Format
 
 _MAGIC: Final = "tallyroll events 1"
 _LONGEST: Final = 2**22
-"""Maximum bytes of a line: an event names one trajectory per lane."""
+"""The maximum number of bytes of a line. It is large, because an event names one trajectory per
+lane."""
 _NOTHING: Final = -1
 _NO_FILE: Final = {errno.ELOOP, errno.ENOTDIR, errno.ENXIO}
 """Errors that show that the path is not our file but, for example, a link or a pipe."""
@@ -54,7 +57,7 @@ class _State:
     events: dict[str, list[Event]] = field(default_factory=dict)
     """The events by name."""
     left_out: frozenset[str] = frozenset()
-    """Names of which a line is, or may be, damaged or missing."""
+    """The names of events of which a line is, or may be, damaged or missing."""
     faults: tuple[str, ...] = ()
     last: str = ""
     """The name in the last undamaged line."""
@@ -65,21 +68,22 @@ class EventFile:
 
     Args:
         files: the files of the storage.
-        writable: raise if the file exists and cannot be read, instead of continuing without it.
+        writable: True if a file that exists and cannot be read is an error; otherwise the storage
+            is used without it.
     """
 
     def __init__(self, files: Format, *, writable: bool) -> None:
         self._files, self._path, self._writable = files, files.events_path, writable
         self._state = _State()
         self._lost = 0
-        """The number of runs whose events should be in the file and are not."""
+        """The number of runs whose events should be in the file but are not."""
 
-    # --- read -------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------
 
     def merged(self, manifest: Manifest) -> Manifest:
         """Return the manifest with the events of its runs.
 
-        If events of an entry cannot be read, the entry has the readable ones and `LEFT_OUT`.
+        An entry with unreadable events gets its readable events and the key `LEFT_OUT`.
         """
         names = [run[IN_FILE] for run in manifest["runs"] if IN_FILE in run]
         if not names:
@@ -93,7 +97,7 @@ class EventFile:
         """Yield the faults that the last read of the file found, one sentence each."""
         yield from self._state.faults
         if self._lost and not self._state.faults:
-            yield f"{self._path} has no events of {self._lost} runs, which have some"
+            yield f"{self._path} has no events of {self._lost} runs that should have some"
 
     @property
     def torn(self) -> bool:
@@ -111,11 +115,11 @@ class EventFile:
                 if found.st_ino != known.inode or found.st_size < known.nbytes or known.faults:
                     known = _State()
                 if found.st_size > EVENTS_NBYTES + _LONGEST:
-                    return _State(faults=(f"{self._path} is larger than any file of events",))
+                    return _State(faults=(f"{self._path} is too large to be a file of events",))
                 file.seek(known.nbytes)
                 content = file.read(found.st_size - known.nbytes)
         except FileNotFoundError:
-            return _State(faults=(f"{self._path} is missing, which has events of runs",))
+            return _State(faults=(f"{self._path}, which has the events of runs, is missing",))
         except OSError as error:
             if self._writable and error.errno not in _NO_FILE:
                 raise
@@ -125,7 +129,7 @@ class EventFile:
     def _with_lines(self, known: _State, id: str, content: bytes, inode: int) -> _State:
         *lines, torn = content.split(b"\n")
         if not known.nbytes and (not lines or lines.pop(0) != _first(id)[:-1]):
-            return _State(faults=(f"{self._path} is damaged, or of another storage",))
+            return _State(faults=(f"{self._path} is damaged, or belongs to another storage",))
         events = dict(known.events)
         grown: set[str] = set()
         left_out, last, damaged = {*known.left_out}, known.last, 0
@@ -149,12 +153,12 @@ class EventFile:
         nbytes = known.nbytes + len(content) - len(torn)
         return _State(inode, nbytes, events, frozenset(left_out), known.faults + faults, last)
 
-    # --- written ----------------------------------------------------------------------------------
+    # --- writing ----------------------------------------------------------------------------------
 
     def add(self, id: str, run: Mapping[str, Any], event: Event) -> bool:
         """Add an event to an entry whose events are in the file; return False for other entries.
 
-        The list of the entry grows in place.
+        The event is also appended, in place, to the list of events in the entry.
         """
         state, name = self._state, run.get(IN_FILE)
         if name not in state.events or run.get(EVENTS) is not state.events[name]:
@@ -172,8 +176,8 @@ class EventFile:
         """Write the events that the file lacks, before the manifest is written.
 
         Returns:
-            The manifest with a name for the events of each run, and a callback to call after it has
-            been written, which removes events that no run has any more.
+            The manifest with a name for the events of each run, and a callback. The caller writes
+            the manifest and then calls the callback, which removes events that no run has any more.
         """
         runs = [_named(run) for run in manifest["runs"]]
         wanted: dict[str, list[Event]] = {
@@ -230,7 +234,7 @@ class EventFile:
         ]
         content = b"".join([_first(id), *lines])
         with translated(self._path, len(content)):
-            self._files.inside.write_aside(self._path, content, durable=self._files.durable)
+            self._files.inside.write_atomically(self._path, content, durable=self._files.durable)
             with closing(self._files.inside.open(self._path, os.O_RDONLY)) as file:
                 inode = os.fstat(file).st_ino
         self._state = _State(inode, len(content), dict(wanted))
@@ -262,7 +266,7 @@ def _named(run: dict[str, Any]) -> dict[str, Any]:
     """Return an entry with a name for its events, if it has events."""
     events = run.get(EVENTS)
     if not isinstance(events, list):
-        return without_events(run) if IN_FILE in run else run  # from a reader without the file
+        return without_events(run) if IN_FILE in run else run  # read without the file of events
     if not events:
         return {name: each for name, each in run.items() if name not in (EVENTS, IN_FILE)}
     if IN_FILE in run or not all(map(is_event, events)):
@@ -284,7 +288,7 @@ def _crc(id: str, content: bytes) -> int:
 
 
 def _parsed(line: bytes, id: str) -> tuple[str, int, Event] | None:
-    """Return the name, the number and the event in a line, or None if it is damaged."""
+    """Return the name, the number and the event in a line, or None if the line is damaged."""
     try:
         if int(line[:8], 16) != _crc(id, line[9:]):
             return None

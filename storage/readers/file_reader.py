@@ -1,12 +1,12 @@
 """The reader of Tallyroll's own files in every format, through memory maps."""
-# ruff: noqa: D102 - what a reader does is said once, in `RowReader`
+# ruff: noqa: D102 - `RowReader` documents the methods
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, cast
 
 import numpy as np
 from tensordict import TensorDict
@@ -15,11 +15,14 @@ from tallyroll.storage.engine.columns import Places
 from tallyroll.storage.engine.commit_engine import Engine
 from tallyroll.storage.engine.committed_counts import HeaderCounts
 from tallyroll.storage.engine.creation import manifest_of, open_existing
+from tallyroll.storage.engine.frame_pools import PoolUsage, StoredSize
+from tallyroll.storage.engine.once_columns import OnceColumn, row_nbytes_once, stored_schema
 from tallyroll.storage.engine.ring import pieces
 from tallyroll.storage.errors import CorruptStorage, IndexOutOfRange, NotInitialised
+from tallyroll.storage.files.excluded_columns import excluded_note
 from tallyroll.storage.files.lock import is_held
 from tallyroll.storage.files.manifest import Manifest
-from tallyroll.storage.files.paths import told
+from tallyroll.storage.files.paths import translates_errors
 from tallyroll.storage.files.rewind_history import numbers_fault
 from tallyroll.storage.files.run_events import EVENTS, LEFT_OUT, Event
 from tallyroll.storage.formats.base import Format
@@ -35,12 +38,13 @@ from tallyroll.storage.rows.tensordict_builder import TensorDictBuilder
 from tallyroll.storage.trajectories.blocks.saved_blocks import SavedBlocks
 from tallyroll.storage.trajectories.episode_file import read_table
 from tallyroll.storage.trajectories.index import TrajectoryIndex
-from tallyroll.storage.trajectories.lane_file import IndexOwner, read_index
+from tallyroll.storage.trajectories.index_file import IndexOwner, read_index
 
 Mode: TypeAlias = Literal["create", "append", "read"]
 
 _MOST_ROWS: Final = 2**62
-"""Bound for a writer's origin: its manifest has the run of every row."""
+"""A bound above all row numbers, for the origin of a writer, whose manifest has the run of every
+row."""
 
 
 class _FileColumn(ColumnReader):
@@ -70,6 +74,30 @@ class _FileColumn(ColumnReader):
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
+class _OnceColumn(ColumnReader):
+    """Column whose frames are stored once."""
+
+    __slots__ = ("_engine", "_place")
+
+    def __init__(self, engine: Engine, place: int) -> None:
+        self._engine, self._place = engine, place
+
+    def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        engine, place = self._engine, self._place
+        assert engine.pools is not None
+        if out is None:
+            (flat,) = engine.pools.empty_for(rows.size, [place])
+            out = flat.reshape(*rows.shape, *flat.shape[1:])
+        slots = rows % engine.ring if engine.ring else rows
+        positions = engine.space.arrays()[place].take(slots, axis=0, mode="clip")
+        # The writer of a ring may overwrite the rows meanwhile. Their values are then undefined.
+        engine.pools.of_place[place].read(positions, out, defined=not engine.ring)
+        return out
+
+    def slice(self, start: int, stop: int) -> np.ndarray:
+        return self.take(np.arange(start, stop))
+
+
 class FileReader(RowReader):
     """Reader of rows in Tallyroll's own files, to which this or another process may write.
 
@@ -91,24 +119,28 @@ class FileReader(RowReader):
         self._last_head = 0
         self.trajectory_index = TrajectoryIndex()  # not lazily, since threads of a writer share it
 
-    # --- opened and closed ------------------------------------------------------------------------
+    # --- opening and closing ----------------------------------------------------------------------
 
-    @told
+    @translates_errors
     def open(self, /, *, writable: bool = False, **options: Any) -> FileReader:
-        """Open the files; ``options`` are those of `open_existing`."""
+        """Open the files; ``options`` are passed to `open_existing`."""
         self.engine, manifest = open_existing(self.format, writable=writable, **options)
         self._manifest = self._events.merged(manifest)
         self.ring = self.engine.ring
         return self
 
+    def plan_ring(self, max_size: int) -> None:
+        """Set the size of the ring for files that do not exist yet; 0 keeps every row."""
+        self.ring = max_size
+
     def use(self, engine: Engine, manifest: Manifest) -> None:
-        """Read the files that were just created."""
+        """Start reading the files that were just created."""
         self.engine, self._manifest = engine, manifest
 
     def let_go(self) -> Engine | None:
         """Mark the reader as closed and return the engine, which the caller must close."""
         engine, self.engine, self.closed = self.engine, None, True
-        if engine is not None and engine.right.held:
+        if engine is not None and engine.right.may_write:
             self._last_head = engine.counts.head
         return engine
 
@@ -158,6 +190,31 @@ class FileReader(RowReader):
         return self.running().keys
 
     @property
+    def once(self) -> tuple[OnceColumn, ...]:
+        """The columns whose frames are stored once."""
+        return self.running().once
+
+    def pool_usage(self) -> list[PoolUsage]:
+        """Return the number of frames and the size of each frame pool."""
+        engine, span = self.running(), self.span
+        if engine.pools is None:
+            return []
+        slots = self.slots_of(np.arange(span.start, span.stop))
+        return engine.pools.usage(engine.space.arrays(), slots)
+
+    def stored_size(self) -> StoredSize:
+        """Return the disk space that a row takes, and that a full ring will take."""
+        engine, rows = self.running(), len(self.span)
+        row_nbytes, measured = engine.schema.row_nbytes, True
+        if engine.once and rows:
+            frames = sum(each.used_nbytes for each in self.pool_usage())
+            row_nbytes = stored_schema(engine.schema, engine.once).row_nbytes + -(-frames // rows)
+        elif engine.once:
+            row_nbytes, measured = row_nbytes_once(engine.schema, engine.once), False
+        keys = tuple(each.key for each in engine.once)
+        return StoredSize(keys, row_nbytes, measured, self.ring * row_nbytes or None)
+
+    @property
     def span(self) -> range:
         if self.engine is None:
             self.require_open()
@@ -182,12 +239,14 @@ class FileReader(RowReader):
 
     @property
     def revision(self) -> int:
-        # A writer counts single writes. A reader sees only the writer's progress.
+        # A writer counts its commits. Other processes know only the numbers of rows and rewinds.
         engine = self.engine
         if engine is None:
             return 0
         counts = engine.counts
-        return engine.known.commits if engine.right.held else counts.head + (counts.rewinds << 48)
+        return (
+            engine.known.commits if engine.right.may_write else counts.head + (counts.rewinds << 48)
+        )
 
     @property
     def rewinding(self) -> bool:
@@ -198,14 +257,14 @@ class FileReader(RowReader):
         return 0 if self.engine is None else self.engine.counts.rewinds
 
     @property
-    @told
+    @translates_errors
     def manifest(self) -> Manifest:
         self.running()
         if self._manifest is None or self.mode == "read":
             self._manifest = self._events.merged(manifest_of(self.format))
         return self._manifest
 
-    @told
+    @translates_errors
     def write_manifest(self, manifest: Manifest) -> None:
         """Replace the manifest, and the events of its runs if they changed."""
         manifest, after = self._events.keep(manifest)
@@ -213,7 +272,7 @@ class FileReader(RowReader):
         self._manifest = manifest
         after()
 
-    @told
+    @translates_errors
     def add_event(self, at: int, event: Event) -> None:
         """Add an event to the run with the index ``at``, or `LEFT_OUT` if there is no room."""
         manifest = self.manifest
@@ -235,7 +294,7 @@ class FileReader(RowReader):
     def origin(self) -> Origin:
         origin = self._origin
         if self.mode != "read":
-            origin.manifest, origin.until = self._manifest, _MOST_ROWS
+            origin.show(self._manifest, _MOST_ROWS)
         elif origin.manifest is None:
             origin.look()
         return origin
@@ -256,7 +315,7 @@ class FileReader(RowReader):
     @property
     def is_written(self) -> bool:
         files = self.format
-        return self.running().right.held or is_held(files.inside, files.lock_path)
+        return self.running().right.may_write or is_held(files.inside, files.lock_path)
 
     def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
         files = self.format
@@ -294,7 +353,7 @@ class FileReader(RowReader):
 
     def _rewind_fault(self) -> str | None:
         counts = self.running().counts
-        done, undone = counts.rewinds, counts.undone  # before the manifest, which grows first
+        done, undone = counts.rewinds, counts.undone  # read before the manifest, which grows first
         return numbers_fault(self.manifest, done, undone)
 
     # --- rows -------------------------------------------------------------------------------------
@@ -304,20 +363,26 @@ class FileReader(RowReader):
 
     def shown(self, key: Key) -> np.ndarray:
         engine, place = self._place_of(key)
-        return engine.copies.private(slice(None), (place,))[0]
+        (array,) = engine.copies.private(slice(None), (place,))
+        return cast(np.ndarray, array)
 
     def column(self, key: Key) -> ColumnReader:
-        return _FileColumn(*self._place_of(key))
+        engine, place = self._place_of(key)
+        once = engine.pools is not None and place in engine.pools.of_place
+        return _OnceColumn(engine, place) if once else _FileColumn(engine, place)
 
     def _place_of(self, key: Key) -> tuple[Engine, int]:
         engine = self.running()
         if key not in engine.keys:
             names = ", ".join(map(format_key, engine.keys))
-            raise KeyError(f"{self.path} has no column {key!r}; it has {names}.")
+            note = excluded_note(self.runs, [key])
+            raise KeyError(f"{self.path} has no column {key!r}; it has {names}.{note}")
         return engine, engine.keys.index(key)
 
     def copies(self, rows: np.ndarray, keys: Sequence[Key] | None = None) -> list[np.ndarray]:
         engine, slots = self.running(), self.slots_of(rows)
+        if engine.pools is not None:
+            return super().copies(rows, keys)
         columns = engine.space.arrays()
         if keys is not None:
             columns = [columns[engine.keys.index(key)] for key in keys]
@@ -329,7 +394,7 @@ class FileReader(RowReader):
             return self.running().copies.gather(rows)
         if isinstance(rows, np.ndarray):
             return self.running().copies.gather(self.slots_of(rows))
-        slots: dict[int, np.ndarray] = {}  # many of the arrays are identical
+        slots: dict[int, np.ndarray] = {}  # many of the arrays are the same object
         for each in rows:
             if id(each) not in slots:
                 slots[id(each)] = each % self.ring
@@ -377,7 +442,7 @@ class FileReader(RowReader):
         numbers: Numbers
         if (first := copies.first_shown(seen)) is not None:
             slots = slice(first + where.start, first + where.stop, where.step)
-            arrays = copies.private(slots, only, seen.head)
+            arrays = copies.private(slots, only, seen.head, defers=True)
             span = seen.span(ring)
             if span.start > seen.floor:  # the ring has wrapped
                 numbers = partial(in_all_slots, slots, span.start, ring)
@@ -387,7 +452,7 @@ class FileReader(RowReader):
             index = np.arange(where.start, where.stop, where.step)
             arrays, rows = copies.take_numbered(index, seen, only)
             numbers = partial(np.asarray, rows)
-        found = nest(arrays, (len(arrays[0]),))
+        found = nest.of_mixed(arrays, (len(arrays[0]),))
         came_from(found, self.origin, numbers)
         return found
 

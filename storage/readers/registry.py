@@ -1,4 +1,4 @@
-"""Registry of readers for other storages, from extensions and installed packages."""
+"""Registry of readers that extensions and installed packages provide for other storages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPENERS: Final = {
     "several": "tallyroll.storage.ext.joined.union_storage",
     "sharded": "tallyroll.storage.ext.sharded.sharded_storage",
 }
-"""Modules of extensions whose function ``open_at`` opens storages of a kind."""
+"""For each kind of storage, the extension module whose function ``open_at`` opens it."""
 
 
 def open_by(kind: str, path: Any, mode: str, options: Mapping[str, Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -16,12 +16,14 @@ from tensordict import TensorDict
 from tallyroll.storage.engine.available_memory import require_memory
 from tallyroll.storage.engine.columns import Places
 from tallyroll.storage.engine.pool import Room
-from tallyroll.storage.engine.ring import index_at, overrun, rows_in, slots_at
+from tallyroll.storage.engine.ring import in_use, index_at, overrun, rows_in, slots_at
 from tallyroll.storage.engine.ring import slots_of as ring_slots
 from tallyroll.storage.errors import ColumnsMissing, IndexOutOfRange, Overrun, StorageClosed
+from tallyroll.storage.files.excluded_columns import excluded_note
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.formats.memmap import MemmapFormat
+from tallyroll.storage.package.moved_attributes import MovedMethod
 from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.indexing import resolve
 from tallyroll.storage.rows.keys import Key, Keys, as_key, format_key
@@ -35,30 +37,12 @@ from tallyroll.storage.trajectories.mapping import Trajectories
 _PATIENCE_SECONDS: Final = 1.0
 
 
-def numbers_of(reader: RowReader, index: Any) -> np.ndarray:
-    """Return the numbers of the rows that an index of `RowReader.get` currently selects."""
-    span = reader.span
-    where = resolve(index, len(span))
-    if isinstance(where, slice):
-        where = np.arange(where.start, where.stop, where.step)
-    return reader.rows_at(np.asarray(where), span)
-
-
-def columns_of(reader: RowReader, keys: Keys | None) -> tuple[Places | None, TensorDictBuilder]:
-    """Return the positions of some columns (None: all), and a builder that joins their arrays.
-
-    Raises:
-        ColumnsMissing: a column does not exist, or no column is named.
-    """
-    return (None, reader.nest) if keys is None else reader.chosen(keys)
-
-
 class ColumnReader(ABC):
     """Values of one column, by row number.
 
     Arrays have the column's ``numpy_dtype``, which is ``uint16`` for bfloat16. Callers request rows
-    in the reader's span. In a ring, a writer may overwrite them meanwhile, which gives undefined
-    values.
+    in the reader's span. In a ring, a writer may overwrite rows during the read, and their values
+    are then undefined.
     """
 
     @property
@@ -71,7 +55,9 @@ class ColumnReader(ABC):
 
     @abstractmethod
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Copy the values of ``rows`` [*], in any order: [*rows.shape, *shape of a value].
+        """Copy the values of ``rows`` [*], in any order.
+
+        The result is an array [*rows.shape, *shape of a value].
 
         Args:
             rows: row numbers, int64.
@@ -95,7 +81,7 @@ class RowReader(ABC):
     A subclass must define `schema`, `span`, `manifest` and `column`. It overrides the optional
     members that its source supports, such as `record`. All other members are derived from these. Of
     the derived ones, `copies` and `gather` are worth overriding if the source can read several
-    columns in one pass.
+    columns in one pass. The functions of this module, such as `take_rows`, work with any reader.
 
     `open_storage` finds classes that are registered as entry points in the group
     ``tallyroll.readers``: see `at`. `tallyroll.storage.testing.ReaderContract` tests a reader.
@@ -186,7 +172,7 @@ class RowReader(ABC):
 
     @property
     def floor(self) -> int:
-        """The row from which the indices of a ring are counted, where it was last emptied."""
+        """The first row since a ring was last emptied, from which its indices are counted."""
         return 0
 
     @property
@@ -230,7 +216,7 @@ class RowReader(ABC):
         return False
 
     def shown_wrongly(self) -> Iterator[str]:
-        """Return faults in the metadata for other libraries, which a closing writer repairs."""
+        """Return faults in metadata for other libraries that a closing writer repairs."""
         return iter(())
 
     def made_wrongly(self) -> Iterator[str]:
@@ -238,8 +224,7 @@ class RowReader(ABC):
         return iter(())
 
     def damaged_chunks(self, tell: Callable[[int], object]) -> Iterator[tuple[str, str]] | None:
-        """Check all stored bytes by checksum; return None if there are no checksums beside the
-        rows.
+        """Check all stored bytes by checksum, or return None if no checksums are stored.
 
         Args:
             tell: callback that is called with the number of bytes checked since its last call.
@@ -284,13 +269,9 @@ class RowReader(ABC):
         found: list[dict[str, Any]] = self.manifest["runs"]
         return found
 
-    @property
+    @cached_property
     def origin(self) -> Origin:
         """The storage as the origin of rows that are copied from it."""
-        return self._as_origin
-
-    @cached_property
-    def _as_origin(self) -> Origin:
         return Origin(self)
 
     @property
@@ -315,48 +296,21 @@ class RowReader(ABC):
         first = self.span.start
         return rows - first if first else rows
 
-    def in_slots(self, key: Key, start: int, stop: int) -> np.ndarray:
-        """Return the values of a column in the slots ``[start, stop)``, C-contiguous."""
-        column = self.column(key)
-        if (array := column.array) is not None:
-            return array[start:stop]
-        return column.take(self.rows_in(np.arange(start, stop)))
-
     def shown(self, key: Key) -> np.ndarray:
         """Return the values of a column as one array that only the caller can access.
 
         Row r is at index ``slots_of(r)``.
         """
-        span = self.span
-        return self.column(key).take(np.arange(span.start, span.stop))
-
-    def rows_in(self, slots: np.ndarray) -> np.ndarray:
-        """Return the numbers of the newest rows in slots [*]."""
-        span = self.span
-        return rows_in(slots, span.stop, self.ring) if self.ring else slots + span.start
-
-    def rows_at(self, index: np.ndarray, span: range) -> np.ndarray:
-        """Return the row numbers for ``index`` [*], which counts by slot within ``span``."""
-        ring, first = self.ring, span.start
-        if not ring:
-            return index + first if first else index
-        reserve = first + ring if first else span.stop
-        slots = slots_at(index, span.stop, reserve, ring, self.floor)
-        return rows_in(slots, span.stop, ring)
-
-    def index_of(self, rows: np.ndarray) -> np.ndarray:
-        """Return the indices by which `get` finds rows [*]."""
-        slots, ring = self.slots_of(rows), self.ring
-        if not ring or not (first := (span := self.span).start):
-            return slots
-        return index_at(slots, span.stop, first + ring, ring, self.floor)
+        span, ring = self.span, self.ring
+        slots = np.arange(min(span.stop, ring) if ring else len(span))
+        return self.column(key).take(newest_rows(self, slots))
 
     def copies(self, rows: np.ndarray, keys: Sequence[Key] | None = None) -> list[np.ndarray]:
         """Return copies [*rows.shape, ...] of rows of the span, for all columns or for ``keys``."""
         return [self.column(key).take(rows) for key in (self.keys if keys is None else keys)]
 
     def gather(self, rows: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Copy rows as `copies` does, for batches, whose memory may be reused after them.
+        """Copy rows as `copies` does, to memory that is reused once the arrays are dropped.
 
         ``rows`` may be a sequence with one array for each column.
         """
@@ -364,49 +318,8 @@ class RowReader(ABC):
             return self.copies(rows)
         return [self.column(key).take(at) for key, at in zip(self.keys, rows, strict=True)]
 
-    def take(self, rows: np.ndarray, keys: Keys | None = None) -> TensorDict:
-        """Copy the rows with these numbers [*] to a TensorDict [*rows.shape].
-
-        ``keys`` selects columns; None: all.
-
-        Raises:
-            IndexOutOfRange: a row does not exist, or is overwritten while it is read.
-        """
-        return read_consistently(self, lambda: _take(self, rows, keys))
-
-    def chosen(self, keys: Keys) -> tuple[tuple[int, ...], TensorDictBuilder]:
-        """Return the positions of some columns, and the `TensorDictBuilder` that joins their
-        arrays.
-
-        Raises:
-            ColumnsMissing: a column does not exist, or no column is named.
-        """
-        wanted = (keys,) if isinstance(keys, str) else tuple(keys)
-        found = self._chosen.get(wanted)
-        if found is None:
-            every = {as_key(key): None for key in wanted}
-            if not every or not every.keys() <= {*self.keys}:
-                raise ColumnsMissing(
-                    f"keys: expected some of {', '.join(map(format_key, self.keys))}, got "
-                    f"{', '.join(map(format_key, every)) or 'none'}."
-                )
-            only = tuple(self.keys.index(key) for key in every)
-            columns = [
-                (key, self.schema.columns[place].dtype)
-                for key, place in zip(every, only, strict=True)
-            ]
-            found = self._chosen[wanted] = (
-                only,
-                TensorDictBuilder(columns, self.schema.batch_shapes),
-            )
-        return found
-
-    @cached_property
-    def _chosen(self) -> dict[tuple[str | Key, ...], tuple[tuple[int, ...], TensorDictBuilder]]:
-        return {}
-
     def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
-        """Return rows counted from the first one, with the indices of `DiskStorage.get`.
+        """Return the rows at ``index``, as `DiskStorage.get` does; 0 is the first valid row.
 
         If rows of a ring are overwritten during the read, the read is repeated.
 
@@ -416,32 +329,25 @@ class RowReader(ABC):
         """
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
-            rows = numbers_of(self, index)
+            span = self.span
+            rows = numbers_of(self, index, span)
             try:
                 if rows.ndim == 0:
-                    return self.take(rows.reshape(1), keys)[0]
-                found = self.take(rows, keys)
+                    return take_rows(self, rows.reshape(1), keys)[0]
+                found = take_rows(self, rows, keys)
                 if isinstance(index, slice) and keys is None:
-                    came_from(found, self.origin, self.span[index])
+                    # The rows of a slice of a ring are in slot order.
+                    numbers = partial(np.asarray, rows) if self.ring else span[index]
+                    came_from(found, self.origin, numbers)
                 return found
             except IndexOutOfRange as error:
                 if time.monotonic() > deadline:
-                    raise self.overrun(f"these {rows.size}") from error
+                    raise self.overrun(f"these {rows.size} rows") from error
 
     def get_into(self, index: Any, out: ReusedRows) -> TensorDict:
-        """Copy rows to reused memory and return its TensorDict; see `get`."""
+        """Copy rows to reused memory and return the TensorDict of that memory; see `get`."""
         out.fill(self.get(index, out.keys))
         return out.rows
-
-    def in_order(self, keys: Keys | None = None) -> TensorDict:
-        """Return all rows, oldest first, without rows that are overwritten during the read.
-
-        Raises:
-            ColumnsMissing: a column does not exist.
-        """
-        if not self.ring:
-            return self.get(slice(None), keys)
-        return read_consistently(self, lambda: _oldest_first(self, keys))
 
     def overrun(self, what: str) -> Overrun:
         """Return the error for rows that a writer overwrites before they are read."""
@@ -460,31 +366,129 @@ class RowReader(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r})"
 
+    chosen = MovedMethod("columns_of")
+    in_order = MovedMethod("rows_in_order")
+    in_slots = MovedMethod("values_in_slots")
+    index_of = MovedMethod("index_of")
+    rows_at = MovedMethod("rows_at")
+    rows_in = MovedMethod("newest_rows")
+    take = MovedMethod("take_rows")
+
+
+def numbers_of(reader: RowReader, index: Any, span: range | None = None) -> np.ndarray:
+    """Return the numbers of the rows that an index of `RowReader.get` selects.
+
+    ``span`` is the range of valid rows; None: the present one.
+    """
+    span = reader.span if span is None else span
+    where = resolve(index, len(span))
+    if isinstance(where, slice):
+        where = np.arange(where.start, where.stop, where.step)
+    return rows_at(reader, np.asarray(where), span)
+
+
+def rows_at(reader: RowReader, index: np.ndarray, span: range) -> np.ndarray:
+    """Return the numbers of the rows in ``span`` that `RowReader.get` finds at ``index`` [*]."""
+    ring, first = reader.ring, span.start
+    if not ring:
+        return index + first if first else index
+    reserve = first + ring if first else span.stop
+    slots = slots_at(index, span.stop, reserve, ring, reader.floor)
+    return rows_in(slots, span.stop, ring)
+
+
+def index_of(reader: RowReader, rows: np.ndarray) -> np.ndarray:
+    """Return the index by which `RowReader.get` finds each of ``rows`` [*]."""
+    slots, ring = reader.slots_of(rows), reader.ring
+    if not ring or not (first := (span := reader.span).start):
+        return slots
+    return index_at(slots, span.stop, first + ring, ring, reader.floor)
+
+
+def newest_rows(reader: RowReader, slots: np.ndarray) -> np.ndarray:
+    """Return the number of the newest row in each of ``slots`` [*]."""
+    span = reader.span
+    return rows_in(slots, span.stop, reader.ring) if reader.ring else slots + span.start
+
+
+def values_in_slots(reader: RowReader, key: Key, start: int, stop: int) -> np.ndarray:
+    """Return the values of a column in the slots ``[start, stop)``, C-contiguous."""
+    column = reader.column(key)
+    if (array := column.array) is not None:
+        return array[start:stop]
+    return column.take(newest_rows(reader, np.arange(start, stop)))
+
+
+def columns_of(reader: RowReader, keys: Keys | None) -> tuple[Places | None, TensorDictBuilder]:
+    """Return the positions of some columns (None: all), and a builder that joins their arrays.
+
+    Raises:
+        ColumnsMissing: a column does not exist, or no column is named.
+    """
+    if keys is None:
+        return None, reader.nest
+    wanted = (keys,) if isinstance(keys, str) else tuple(keys)
+    cache: dict[Any, tuple[Places, TensorDictBuilder]] = vars(reader).setdefault("_columns_of", {})
+    found = cache.get(wanted)
+    if found is None:
+        every, own = {as_key(key): None for key in wanted}, reader.keys
+        if not every or not every.keys() <= {*own}:
+            note = excluded_note(reader.runs, every.keys() - {*own})
+            raise ColumnsMissing(
+                f"keys: expected some of {', '.join(map(format_key, own))}, got "
+                f"{', '.join(map(format_key, every)) or 'none'}.{note}"
+            )
+        only, schema = tuple(own.index(key) for key in every), reader.schema
+        columns = [(schema.columns[place].key, schema.columns[place].dtype) for place in only]
+        found = cache[wanted] = only, TensorDictBuilder(columns, schema.batch_shapes)
+    return found
+
+
+def take_rows(reader: RowReader, rows: np.ndarray, keys: Keys | None = None) -> TensorDict:
+    """Copy the rows with these numbers [*] to a TensorDict [*rows.shape].
+
+    ``keys`` selects columns; None: all.
+
+    Raises:
+        ColumnsMissing: a column does not exist.
+        IndexOutOfRange: a row does not exist, or is overwritten while it is read.
+    """
+    return read_consistently(reader, lambda: _take(reader, rows, keys))
+
 
 def _take(reader: RowReader, rows: np.ndarray, keys: Keys | None) -> TensorDict:
     least, most = (int(rows.min()), int(rows.max())) if rows.size else (reader.head, -1)
-    span = reader.span
-    if most >= span.stop or least < span.start:
-        raise _not_there(reader, least, most)
+    _require_rows(reader, least, most)
     only, nest = columns_of(reader, keys)
     if only is None:
         arrays = reader.gather(rows)
     else:
         arrays = reader.copies(rows, [reader.keys[place] for place in only])
-    if least < reader.span.start:  # overwritten during the read
-        raise _not_there(reader, least, most)
+    _require_rows(reader, least, most)  # a writer may have overwritten them during the read
     return nest(arrays, rows.shape)
 
 
-def _not_there(reader: RowReader, least: int, most: int) -> IndexOutOfRange:
+def _require_rows(reader: RowReader, least: int, most: int) -> None:
     span = reader.span
-    return IndexOutOfRange(
-        f"rows {least} to {most} were asked for, and {reader.path} has those from {span.start} "
-        f"to {span.stop - 1}."
-    )
+    if least < span.start or most >= span.stop:
+        raise IndexOutOfRange(
+            f"rows {least} to {most} are out of range: {reader.path} has rows {span.start} to "
+            f"{span.stop - 1}."
+        )
 
 
-def _oldest_first(reader: RowReader, keys: Keys | None) -> TensorDict:
+def rows_in_order(reader: RowReader, keys: Keys | None = None) -> TensorDict:
+    """Return all rows, oldest first, except for rows that are overwritten during the read.
+
+    Raises:
+        ColumnsMissing: a column does not exist.
+    """
+    if not reader.ring:
+        return reader.get(slice(None), keys)
+    return read_consistently(reader, lambda: _ring_in_order(reader, keys))
+
+
+def _ring_in_order(reader: RowReader, keys: Keys | None) -> TensorDict:
     only, nest = columns_of(reader, keys)
     span = reader.span
     chosen = None if only is None else [reader.keys[place] for place in only]
@@ -509,7 +513,7 @@ class ReusedRows:
 
     def __init__(self, reader: RowReader, count: int, keys: Keys | None = None) -> None:
         if type(count) is not int or count < 1:
-            raise ValueError(f"rows is a positive number, got {count!r}.")
+            raise ValueError(f"rows: expected a positive number, got {count!r}.")
         self.schema = reader.schema
         """The schema of the storage that the memory was made for."""
         self.places, nest = columns_of(reader, keys)
@@ -540,14 +544,33 @@ class ReusedRows:
         """
         if rows.batch_size[:1] != (len(self),):
             raise ValueError(
-                f"out holds {len(self)} rows, and the index is of {list(rows.batch_size[:1])}."
+                f"out: expected space for the {list(rows.batch_size[:1])} rows of the index, got "
+                f"{len(self)}."
             )
         for key, array in self.arrays.items():
             found = array_of(key, rows[key])
             if (found.dtype, found.shape) != (array.dtype, array.shape):
                 raise ValueError(
-                    f"out was made for another storage: its column {format_key(key)} is "
-                    f"{array.dtype} {list(array.shape[1:])}, and here it is {found.dtype} "
-                    f"{list(found.shape[1:])}."
+                    f"out: expected {found.dtype} {list(found.shape[1:])} in column "
+                    f"{format_key(key)}, got {array.dtype} {list(array.shape[1:])}. The rows of "
+                    "out were made for another storage."
                 )
             np.copyto(array, found)
+
+
+class SlotColumn:
+    """A column in slot order, for checksums."""
+
+    def __init__(self, reader: RowReader, key: Key) -> None:
+        self._reader, self._key, self._array = reader, key, reader.column(key).array
+
+    def __len__(self) -> int:
+        if self._array is not None:
+            return len(self._array)
+        reader = self._reader
+        return in_use(reader.head, reader.ring) if reader.ring else len(reader.span)
+
+    def __getitem__(self, slots: slice) -> np.ndarray:
+        if self._array is not None:
+            return self._array[slots]
+        return values_in_slots(self._reader, self._key, slots.start, slots.stop)

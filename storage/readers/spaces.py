@@ -14,7 +14,7 @@ from tallyroll.storage.rows.spaces import NO_SPACE, SPACES, agreed, space_of
 
 
 def agreed_spaces(runs: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return the spaces on which all runs agree, as JSON, by column name."""
+    """Return the spaces on which all runs agree, each as JSON, by column name."""
     return agreed(_own(run.get(SPACES)) for run in runs)
 
 
@@ -24,10 +24,10 @@ def _own(said: Any) -> dict[str, Any]:
 
 
 def spaces_of(entries: Iterable[Mapping[str, Any]], schema: Schema) -> dict[Key, dict[str, Any]]:
-    """Return the column spaces of rows that the runs of ``entries`` made, as JSON.
+    """Return the spaces of the columns, as JSON, for rows that the runs in ``entries`` made.
 
-    A column is left out if a run records no space for it or another one, or if the space does not
-    fit the column.
+    A column is left out if a run records no space for it, if the runs record different spaces, or
+    if the space does not fit the column.
     """
     runs = list[Mapping[str, Any]]()
     for entry in entries:

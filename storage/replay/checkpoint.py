@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from typing import Any
 
+import numpy as np
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
 from tallyroll.storage.errors import NotInitialised, StateMismatch
@@ -12,8 +13,8 @@ from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.files.rewind_history import with_history_of
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.file_reader import FileReader, Mode
-from tallyroll.storage.readers.row_reader import RowReader
-from tallyroll.storage.stores.opened_files import OpenedFiles
+from tallyroll.storage.readers.row_reader import RowReader, values_in_slots
+from tallyroll.storage.stores.opened_files import OpenedFiles, once_as_in
 from tallyroll.storage.stores.rewinds import remove_sidecars, require_not_rewound
 from tallyroll.storage.stores.row_store import RowStore
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
@@ -35,8 +36,9 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
             TypeError: always.
         """
         raise TypeError(
-            "a storage is dumped as it is, without hooks. Give the buffer a checkpointer of "
-            "TorchRL's, such as checkpointer=TensorStorageCheckpointer(), and hooks to that."
+            "DiskStorageCheckpointer does not support hooks. Give the buffer a checkpointer of "
+            "TorchRL, such as checkpointer=TensorStorageCheckpointer(), and register the hooks "
+            "with that one."
         )
 
     register_load_hook = register_save_hook
@@ -54,7 +56,8 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
         exists = _format_of(source, path).stands()
         target = _copy_at(source, path, "append" if exists else "create")
         ring = None if exists else source.ring or None
-        opened = OpenedFiles(target, capacity=max(1, len(source)), max_size=ring)
+        once = once_as_in(source) if target.format.pools else None
+        opened = OpenedFiles(target, capacity=max(1, len(source)), max_size=ring, once=once)
         with closing(RowWriter(opened)) as copy:
             _bring_up(copy, source)
             if isinstance(source, FileReader):
@@ -82,7 +85,7 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
                 _require_same(target, copy)
                 _require_not_rewound(target, copy)
             with writer.turn:
-                if not target.initialised or _behind(target, copy):
+                if not target.initialised or _lacks_rows(target, copy):
                     _bring_up(writer, copy)
                 if storage.mode != "read":
                     from tallyroll.storage.ext.overlays.overlay_copies import copy_overlays
@@ -104,18 +107,19 @@ def _bring_up(writer: RowWriter | NoWriter, source: RowReader) -> None:
     manifest, target = source.manifest, writer.reader
     if target.ring != source.ring:
         raise StateMismatch(
-            f"{target.path} has max_size={target.ring or None} and {source.path} "
-            f"max_size={source.ring or None}. Make it with the same max_size."
+            f"{target.path} has max_size={target.ring or None}, but {source.path} has "
+            f"max_size={source.ring or None}. Use the same max_size for both."
         )
     writer.opened.reserve(max(1, len(source)))
     if not target.initialised:
-        writer.runs.create(source.schema, manifest["runs"], id=manifest["id"])
+        once = isinstance(source, FileReader) and bool(source.once)
+        writer.runs.create(source.schema, manifest["runs"], id=manifest["id"], declared=once)
     else:
         _require_same(target, source)
     if target.head > source.head:
         raise StateMismatch(
-            f"{target.path} has {target.head} rows and {source.path} {source.head}: the target is "
-            "newer. Dump to another folder."
+            f"{target.path} has {target.head} rows and {source.path} has {source.head} rows: the "
+            "target is newer. Dump to another folder."
         )
     rewound = target.rewinds != source.rewinds
     if rewound:
@@ -131,30 +135,32 @@ def _bring_up(writer: RowWriter | NoWriter, source: RowReader) -> None:
 def _copy_rows(writer: RowWriter, source: RowReader, *, all_of_ring: bool = False) -> None:
     target, span = writer.reader, source.span
     if source.ring:
-        if all_of_ring or _behind(target, source):
+        if all_of_ring or _lacks_rows(target, source):
             _replace(writer, source)
         return
     if target.head < span.start:
         raise StateMismatch(
-            f"{source.path} begins with row {span.start}, and a copy of it would begin with row "
-            f"{target.head}. Write its rows to a storage of their own."
+            f"{source.path} starts with row {span.start}, but a copy would start with row "
+            f"{target.head}. Copy the rows to a storage of their own."
         )
     columns = {key: source.column(key) for key in source.keys}
     step = max(1, _CHUNK_NBYTES // source.schema.row_nbytes)
     for start in range(target.head, span.stop, step):
         stop = min(start + step, span.stop)
         rows = {key: each.slice(start, stop) for key, each in columns.items()}
-        writer.append(writer.given.checked(rows))
+        writer.append(writer.input_rows.checked(rows))
 
 
 def _replace(writer: RowWriter, source: RowReader) -> None:
-    """Replace all rows of a ring, and their numbers, with those of a ring of equal size."""
+    """Replace the rows of a ring, and their numbers, with the rows of a ring of equal size."""
     span, ring = source.span, source.ring
-    slots = min(span.stop, ring)
-    columns = [source.in_slots(key, 0, slots) for key in source.keys]
     reserve = span.start + ring if span.start else span.stop
     remove_sidecars(writer)  # the row numbers now belong to other rows
-    writer.reader.running().replace(columns, span.stop, reserve, source.floor)
+
+    def read(start: int, stop: int) -> list[np.ndarray]:
+        return [values_in_slots(source, key, start, stop) for key in source.keys]
+
+    writer.reader.running().replace(read, span.stop, reserve, source.floor)
     writer.rows_changed()
 
 
@@ -167,8 +173,8 @@ def _take_history(writer: RowWriter, source: RowReader) -> None:
     writer.rows_changed()
 
 
-def _behind(target: RowReader, source: RowReader) -> bool:
-    """Return True if the target lacks rows of the source, or a ring keeps other rows.
+def _lacks_rows(target: RowReader, source: RowReader) -> bool:
+    """Return True if the target lacks rows of the source, or both are rings with different rows.
 
     The second case arises if a copy was interrupted or one of the rings was emptied.
     """
@@ -178,7 +184,7 @@ def _behind(target: RowReader, source: RowReader) -> bool:
 
 
 def _require_not_rewound(one: RowReader, other: RowReader) -> None:
-    """Raise if one of the storages has rows that the other one rewound."""
+    """Raise if one of the storages has rows that were rewound in the other."""
     older, newer = sorted((one, other), key=lambda reader: reader.rewinds)
     require_not_rewound(newer, older.head, older.rewinds, f"the storage at {older.path}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -23,19 +22,20 @@ from tallyroll.storage.errors import (
     ReadOnlyStorage,
     StateMismatch,
 )
+from tallyroll.storage.files.excluded_columns import excluded_note
 from tallyroll.storage.files.run_events import shown
 from tallyroll.storage.package.moved_attributes import MovedAttribute
 from tallyroll.storage.readers.file_reader import Mode
-from tallyroll.storage.readers.row_reader import ReusedRows, RowReader
+from tallyroll.storage.readers.row_reader import ReusedRows, RowReader, index_of
 from tallyroll.storage.replay import buffers, foreign_checkpoints
 from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
 from tallyroll.storage.replay.loader import Loader, Make
-from tallyroll.storage.replay.tensor_storage import IN_PLACE, AsTensorStorage
-from tallyroll.storage.rows.indexing import consecutive
-from tallyroll.storage.rows.keys import Key, Keys, as_key
+from tallyroll.storage.replay.tensor_storage import AsTensorStorage
+from tallyroll.storage.rows.frame_stacks import FrameStack
+from tallyroll.storage.rows.keys import Key, Keys, as_key, format_key
 from tallyroll.storage.rows.progress import MoreDone, Progress
 from tallyroll.storage.stores.rewinds import require_not_rewound
-from tallyroll.storage.stores.row_store import RowStore
+from tallyroll.storage.stores.row_store import Once, RowStore
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 from tallyroll.storage.stores.temporary import TemporaryFolder
 from tallyroll.storage.trajectories.id_checks import Ids
@@ -43,11 +43,11 @@ from tallyroll.storage.trajectories.id_checks import Ids
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
+    from matplotlib.figure import Figure
 
     from tallyroll.storage.ext.card.page import Card
     from tallyroll.storage.ext.exchange.dataset_export import Cuts, ExportReport
     from tallyroll.storage.ext.exchange.followed_export import Follow
-    from tallyroll.storage.ext.packed.column_writers import FrameStack
     from tallyroll.storage.ext.packed.pack import Format, PackReport
     from tallyroll.storage.ext.statistics.normaliser import Normaliser
     from tallyroll.storage.ext.statistics.statistics import Statistics
@@ -66,7 +66,23 @@ def _extend_fixed(append: Callable[..., range]) -> Callable[..., range]:
     return extend_fixed
 
 
-class DiskStorage(RowStore, AsTensorStorage):
+class NotebookViews:
+    """The figure and the table of a storage."""
+
+    trajectories: Any
+
+    def plot(self, *, window: int = 100) -> Figure:
+        """Draw all trajectories: see `StoredTrajectories.plot`."""
+        figure: Figure = self.trajectories.plot(window=window)
+        return figure
+
+    def _repr_html_(self) -> str:
+        from tallyroll.storage.ext.notebook.tables import storage_as_html
+
+        return storage_as_html(self)
+
+
+class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
     """Storage for rows on disk, growing or a ring, that survives any end of the process.
 
     A row is stored durably once `extend` has returned. Other processes may read at any time and see
@@ -89,11 +105,21 @@ class DiskStorage(RowStore, AsTensorStorage):
         durability: the failures that committed rows survive. With ``"process"``, they survive the
             death of any process. With ``"power"``, they also survive a power cut. Each commit then
             waits for the disk, and opening waits for the rows of earlier writers.
-        accept_copy: open a copy of files that were copied while a writer had the storage open.
-            Rows that were committed after the original was last closed may be missing and read as
-            zeros; `verify` detects some of these. A copy becomes a storage of its own when rows are
+        accept_copy: True to open files that were copied while a writer had the storage open. Rows
+            that were committed after the original was last closed may be missing and read as zeros;
+            `verify` detects some of these. A copy becomes a storage of its own when rows are
             appended to it. Without ``accept_copy``, opening such a copy raises. A copy of a closed
             storage is never refused.
+        once: True to store each frame of large observations once, for a new `MemmapStorage`. All
+            observations, next observations and stacks that contain a frame share it, and uint8
+            images are stored as differences from the frame before. `get`, slices and samples
+            return the same values as with False. `column` returns a copy of such a column.
+            ``"auto"`` does so for uint8 observations of 1 KiB or more, in a new memory-mapped ring
+            whose columns a collector declares. Storages that `extend` or `initialise` creates, and
+            existing ones, keep whole observations or their layout.
+        stacks: with ``once=True``, the observations that are stacks of frames along their first
+            axis. By default, a uint8 image of 32 x 32 pixels or more whose first axis has 2 or 4 to
+            16 entries counts as a stack. A wrong guess takes more space, and changes no value.
 
     Raises:
         CopyOfOpenStorage: the files are such a copy, and ``accept_copy`` is False.
@@ -120,12 +146,15 @@ class DiskStorage(RowStore, AsTensorStorage):
         max_size: int | None = None,
         durability: Durability = "process",
         accept_copy: bool = False,
+        once: Once = "auto",
+        stacks: Sequence[FrameStack] = (),
     ) -> None:
         AsTensorStorage.__init__(self)
         temporary = TemporaryFolder(mode) if path is None else None
         place = _path_of(path) if temporary is None else temporary.rows
         try:
-            RowStore.__init__(self, place, mode, capacity, durability, max_size, accept_copy)
+            options = (mode, capacity, durability, max_size, accept_copy, once, stacks)
+            RowStore.__init__(self, place, *options)
         except BaseException:
             if temporary is not None:
                 temporary.remove()
@@ -134,7 +163,7 @@ class DiskStorage(RowStore, AsTensorStorage):
         self._reopening = {"path": str(self.path.absolute()), "accept_copy": accept_copy}
         if temporary is not None:
             assert isinstance(self.writer, RowWriter)
-            self.writer.temporary = True
+            self.writer.mark_temporary()
             self._leave_folder = temporary.leave_with(self, self.writer.close)
 
     def close(self) -> None:
@@ -148,10 +177,11 @@ class DiskStorage(RowStore, AsTensorStorage):
             self._leave_folder()
 
     def finalize(self, progress: MoreDone | None = None) -> None:
-        """Finalize as `RowStore.finalize` does. Raise `NotAStorage` if it is temporary."""
+        """Finalize as `RowStore.finalize` does. Raise `NotAStorage` if the storage is temporary."""
         if self._leave_folder is not None:
             raise NotAStorage(
-                f"{self.path} is temporary, and goes when it is closed. Give it a path, or dump it."
+                f"{self.path} is temporary and is deleted when the storage is closed. Create the "
+                "storage with a path, or dump the rows first."
             )
         super().finalize(progress)
 
@@ -165,8 +195,9 @@ class DiskStorage(RowStore, AsTensorStorage):
         """Append rows and commit them; return their numbers.
 
         If the rows come unchanged from ``other[:]``, ``other.get(slice)`` or ``other.in_order()``,
-        the manifest records the other storage and the runs that wrote them there: ``copied_from``
-        and ``runs`` of an entry. It does not detect values that the caller changed in between.
+        the manifest records the other storage and the runs that wrote the rows there, as
+        ``copied_from`` and ``runs`` of an entry. Values that the caller changed in between are not
+        detected.
 
         Args:
             rows: a TensorDict [N] on any device, or one array [N, ...] for each column by its key.
@@ -191,11 +222,10 @@ class DiskStorage(RowStore, AsTensorStorage):
             WriteError: the write was refused and nothing was written (the subclasses say why).
         """
         if ids not in _IDS:
-            raise ValueError(f"ids is one of {', '.join(map(repr, _IDS))}, got {ids!r}.")
-        writer = self.writer
-        span = writer.write(rows, record, None, ids)
-        if writer.tell is not None:
-            writer.tell(span)
+            raise ValueError(f"ids: expected one of {', '.join(map(repr, _IDS))}, got {ids!r}.")
+        span = self.writer.write(rows, record, None, ids)
+        if (tell := self.writer.tell) is not None:
+            tell(span)
         return span
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
@@ -208,28 +238,12 @@ class DiskStorage(RowStore, AsTensorStorage):
             TrajectoryIdTaken: see `extend`. To renumber the ids, call `extend` instead.
             WriteError: see `extend`.
         """
-        self.reader.require_open()
-        try:
-            if not set_cursor:
-                raise NotAnAppend(f"storage[i] = rows was asked for: {IN_PLACE}")
-            rows = consecutive(cursor, self.ring)
-            buffers.check_cursor(self, rows)
-            data = buffers.as_batch(data, single=isinstance(cursor, int))
-            if len(data) != len(rows):
-                raise NotAnAppend(f"{len(rows)} rows were announced and {len(data)} given.")
-            self.writer.write_items(data, buffers.writers_index(self))
-        except BaseException:
-            # TorchRL's writers advance their cursor before they write.
-            buffers.seat_writers(self)
-            raise
-        if len(self._attached_entities_list) > 1:
-            buffers.seat_writers(self)
+        buffers.write_at(self, cursor, data, set_cursor=set_cursor)
 
     def attach(self, buffer: Any) -> None:
         """Attach a replay buffer and set its writer to continue after the last row."""
         super().attach(buffer)
-        self.writer.tell = partial(_tell_buffers, weakref.ref(self))
-        buffers.join(self, buffer)
+        buffers.attach(self, buffer)
 
     def get(self, index: Any, keys: Keys | None = None, *, out: ReusedRows | None = None) -> Any:
         """Return rows as `RowStore.get` does, or all rows of a column if the index is a key.
@@ -239,20 +253,21 @@ class DiskStorage(RowStore, AsTensorStorage):
 
         Raises:
             KeyError: no column has that key.
-            ValueError: ``out`` has another number of rows, or ``keys`` were passed as well.
+            ValueError: ``out`` has space for another number of rows, or ``keys`` were passed as
+                well.
         """
         if out is not None:
             if not isinstance(out, ReusedRows):
-                raise TypeError(f"out is what reused() returned, got {type(out).__name__}.")
+                raise TypeError(f"out: expected the result of reused(), got {type(out).__name__}.")
             if keys is not None:
-                raise ValueError("keys are those of out: give them to reused().")
-            reader = self.reader
-            if out.schema is not reader.schema:  # out has overlays, or belongs to another storage
-                reader = self.reader_with(out.keys)
+                raise ValueError("expected keys or out, got both. Give the keys to reused().")
+            own = out.schema is self.reader.schema  # not if out has overlays
+            reader = self.reader if own else self.reader_with(out.keys)
             return reader.get_into(index, out)
         kind = type(index)
         if kind is str or (kind is tuple and index and all(type(name) is str for name in index)):
             reader = self.reader_with([index])
+            _require_column(reader, as_key(index))
             only = [index] if as_key(index) in reader.keys else None
             return reader.get(slice(None), only)[index]
         return (self.reader if keys is None else self.reader_with(keys)).get(index, keys)
@@ -260,7 +275,7 @@ class DiskStorage(RowStore, AsTensorStorage):
     def reused(self, rows: int, keys: Keys | None = None) -> ReusedRows:
         """Allocate memory for batches of ``rows`` rows, which ``get(index, out=...)`` overwrites.
 
-        Small batches then take a third of the time. ``keys`` are those of `get`.
+        Small batches then take a third of the time. See `get` for ``keys``.
 
         Raises:
             ColumnsMissing: a column does not exist.
@@ -296,8 +311,8 @@ class DiskStorage(RowStore, AsTensorStorage):
 
         The parts do not overlap. Each part has its share of all trajectories, rounded to whole
         trajectories. If the shares sum to 1, every trajectory is in one part. The parts depend only
-        on the trajectory ids and the seed, not on the order or format of the rows. The views are
-        those of `StoredTrajectories.where`.
+        on the trajectory ids and the seed, not on the order or format of the rows. The views behave
+        like the results of `StoredTrajectories.where`.
 
         Args:
             seed: the seed of the split, 0 or more.
@@ -337,10 +352,10 @@ class DiskStorage(RowStore, AsTensorStorage):
 
         Rows are numbered from 0 in their order. The manifest of the copy records the source
         storages, their rows and the runs that wrote them. Overlays are copied with the values that
-        they have when their rows are copied. If overlays of several storages have the same name but
-        keep other values than the first one, they are left out and the report names them. Another
-        process may write to this storage during the copy: the rows that are committed at the time
-        of the call are copied.
+        they have when their rows are copied. If several storages have overlays of the same name,
+        all that differ from the first one in dtype, shape or fill are left out, and the report
+        names them. Another process may write to this storage during the copy: the rows that are
+        committed at the time of the call are copied.
 
         Args:
             path: the path of the copy. Nothing may exist there.
@@ -668,8 +683,8 @@ class DiskStorage(RowStore, AsTensorStorage):
             workers: the number of threads. With 0, a batch is made when it is taken.
             ahead: the maximum number of batches that are prepared in advance; None: two per thread.
                 A batch has the rows that were committed when it was made.
-            device: the target device. For CUDA, the thread pins a TensorDict or tensor; it is
-                copied when the batch is taken, in the stream of the caller.
+            device: the target device. For CUDA, the thread pins a TensorDict or tensor. The batch
+                is copied to the device when it is taken, in the stream of the caller.
             seed: the seed. Batch ``i`` does not depend on the number of threads if the rows are the
                 same. None draws a seed from torch's generator.
             batches: the number of batches; None: unlimited.
@@ -697,7 +712,7 @@ class DiskStorage(RowStore, AsTensorStorage):
         return self.reader.get(torch.randint(rows, (count,), generator=random).numpy())
 
     def contains(self, item: Any) -> Any:
-        """Return True if a row of that number exists; for a tensor, a bool for each number."""
+        """Return True if `get` finds a row at this index; for a tensor, a bool for each index."""
         if isinstance(item, torch.Tensor):
             return (item >= -len(self)) & (item < len(self))
         return -len(self) <= int(item) < len(self)
@@ -744,19 +759,19 @@ class DiskStorage(RowStore, AsTensorStorage):
         mine = self.state_dict()
         if not mine.keys() <= {*state_dict, "rewinds"}:
             raise StateMismatch(
-                f"this state has {', '.join(map(repr, state_dict))}, which is not the state of a "
-                "storage on disk. Such a state has no rows: dump and load the buffer, or extend "
-                "with the rows."
+                "expected the state of a storage on disk, got one with "
+                f"{', '.join(map(repr, state_dict))}. The state of a storage on disk has no rows: "
+                "dump and load the buffer, or extend the storage with the rows."
             )
         if state_dict["head"] and state_dict["id"] != mine["id"]:
             raise StateMismatch(
-                f"this state belongs to the storage that was at {state_dict['path']}, and "
-                f"{self.path} is another one. Open that one."
+                f"this state belongs to the storage that was at {state_dict['path']}, but "
+                f"{self.path} is another storage. Open the storage of the state."
             )
         if state_dict["head"] > mine["head"]:
             raise StateMismatch(
-                f"this state has {state_dict['head']} rows and {self.path} has {mine['head']}. "
-                "Restore the storage from a copy that is as new as the state."
+                f"this state has {state_dict['head']} rows, but {self.path} has {mine['head']} "
+                "rows. Restore the storage from a copy that is as new as the state."
             )
         if mine["head"]:
             require_not_rewound(
@@ -767,8 +782,9 @@ class DiskStorage(RowStore, AsTensorStorage):
         try:
             if len(self) and not self.ring:
                 raise NotAnAppend(
-                    f"{self.path} keeps every row it got, {self.head} so far, and only a ring is "
-                    "emptied. Create one, MemmapStorage(path, max_size=...), or another storage."
+                    f"{self.path} keeps every row, {self.head} so far, and only a ring can be "
+                    "emptied. Create a ring with MemmapStorage(path, max_size=...), or another "
+                    "storage."
                 )
             if len(self):
                 self.writer.empty()
@@ -783,7 +799,7 @@ class DiskStorage(RowStore, AsTensorStorage):
 
     @property
     def runs(self) -> list[dict[str, Any]]:
-        """Return a copy of the manifest entries of the runs that wrote the rows, oldest first.
+        """A copy of the manifest entries of the runs that wrote the rows, oldest first.
 
         A run begins at its ``first_row``. A resumed run has one entry per start, all with the same
         ``first_row_of_run``. The entry of a collector has ``environment``, ``versions``, ``seed``,
@@ -800,7 +816,7 @@ class DiskStorage(RowStore, AsTensorStorage):
         """The index of the newest row, or None if the storage is empty."""
         if not len(self):
             return None
-        return int(self.reader.index_of(np.array(self.reader.head - 1)))
+        return int(index_of(self.reader, np.array(self.reader.head - 1)))
 
     # TorchRL's samplers read these to find where a ring begins.
     _last_cursor_index = _last_cursor = last_index
@@ -830,19 +846,22 @@ class DiskStorage(RowStore, AsTensorStorage):
         if self.mode != "read":
             self.__getstate__()
         if self.closed:
-            raise NotPicklable(f"{self.path} is closed, and only an open storage is sent. Open it.")
+            raise NotPicklable(
+                f"{self.path} is closed, and only an open storage can be sent to another process. "
+                "Open the storage again."
+            )
         return _reopened, (partial(type(self), mode="read", **self._reopening), self.state_dict())
 
     def __getstate__(self) -> NoReturn:
         raise NotPicklable(
             f"{self.path} cannot be sent to another process or copied: the files would have two "
-            'owners. Open it there with tallyroll.storage.open_storage(path, mode="read"), or send '
-            "one that was opened so."
+            "owners. Open the storage there with tallyroll.storage.open_storage(path, "
+            'mode="read"), or send a storage that was opened with mode="read".'
         )
 
 
 class WritesElsewhere(NoWriter):
-    """Writer stub that raises for a storage that reads the rows of another one."""
+    """Writer stub of a storage that reads the rows of another storage. Every write raises."""
 
     def __init__(self, reader: RowReader, how: str, whose: str) -> None:
         super().__init__(reader)
@@ -851,8 +870,8 @@ class WritesElsewhere(NoWriter):
     def refuse(self) -> NoReturn:
         """Raise `ReadOnlyStorage`."""
         raise ReadOnlyStorage(
-            f"{self.reader.path} is read here {self._how}, and nothing is written. "
-            f"Write to the storage {self._whose}."
+            f"{self.reader.path} is read here {self._how} and cannot be written. Write to the "
+            f"storage {self._whose}."
         )
 
 
@@ -867,15 +886,18 @@ def _reopened(make: Callable[[], DiskStorage], state: dict[str, Any]) -> DiskSto
     return storage
 
 
-def _tell_buffers(storage: weakref.ref[DiskStorage], rows: range) -> None:
-    if (found := storage()) is not None:
-        buffers.tell_buffers(found, rows)
+def _require_column(reader: RowReader, key: Key) -> None:
+    """Raise `KeyError` unless ``key`` is a column, or a group of columns."""
+    if all(each[: len(key)] != key for each in reader.keys):
+        note = excluded_note(reader.runs, [key])
+        raise KeyError(f"{reader.path} has no column {format_key(key)}.{note}")
 
 
 def _row_count(batch: object) -> int:
     if type(batch) is not int or batch < 1:
         raise ValueError(
-            f"batch is a number of rows above 0, or a function of a torch.Generator, got {batch!r}."
+            "batch: expected a number of rows above 0, or a function of a torch.Generator, got "
+            f"{batch!r}."
         )
     return batch
 
@@ -883,7 +905,7 @@ def _row_count(batch: object) -> int:
 def _path_of(path: Any) -> Any:
     if type(path) is int:
         raise TypeError(
-            f"path is where the storage is, got {path}. For a temporary ring of so many rows give "
-            f"max_size={path}."
+            f"path: expected the location of the storage, got {path}. For a temporary ring of "
+            f"that many rows, give max_size={path}."
         )
     return path

@@ -13,7 +13,7 @@ from torchrl.data.replay_buffers.storages import TensorStorage
 from tallyroll.storage.compat import INITIALISE, LAST_INDEX, ROWS, STORED
 from tallyroll.storage.errors import NotInitialised, RowsMismatch, StateMismatch
 from tallyroll.storage.files.paths import user_path
-from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.readers.row_reader import RowReader, index_of
 from tallyroll.storage.stores.row_store import RowStore
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 
@@ -25,7 +25,7 @@ def dump(checkpointer: StorageCheckpointerBase, storage: RowStore, path: Any) ->
     """Write the rows to ``path`` with a checkpointer of TorchRL.
 
     The checkpointer receives a `TensorStorage`. A storage that keeps every row is written as a full
-    one.
+    `TensorStorage`.
 
     Raises:
         NotInitialised: the storage has no rows yet.
@@ -36,7 +36,7 @@ def dump(checkpointer: StorageCheckpointerBase, storage: RowStore, path: Any) ->
     rows = reader.get(slice(None))
     shown = TensorStorage(_with_free_slots(rows, reader.ring))
     setattr(shown, STORED, len(rows))
-    setattr(shown, LAST_INDEX, int(reader.index_of(np.array(reader.head - 1))))
+    setattr(shown, LAST_INDEX, int(index_of(reader, np.array(reader.head - 1))))
     checkpointer.dumps(shown, user_path(path))
 
 
@@ -56,7 +56,8 @@ def load(checkpointer: StorageCheckpointerBase, storage: RowStore, path: Any) ->
     its former position: the oldest row is overwritten next.
 
     Raises:
-        StateMismatch: the storage already has rows, or the rows do not fit.
+        StateMismatch: the storage already has rows, or is a ring that is too small for the
+            checkpoint.
         RowsMismatch: the checkpoint holds no rows.
         RunUnderWay: a collector is writing to ``storage``.
     """
@@ -65,13 +66,16 @@ def load(checkpointer: StorageCheckpointerBase, storage: RowStore, path: Any) ->
         writer.claim.require_none()
     if len(reader):
         raise StateMismatch(
-            f"{reader.path} has {len(reader)} rows, and a checkpoint of "
-            f"{type(checkpointer).__name__} would replace them. Load it into a new storage."
+            f"{reader.path} already has {len(reader)} rows, which a checkpoint of "
+            f"{type(checkpointer).__name__} would replace. Load the checkpoint into a new storage."
         )
     found = _ReceivedStorage()
     checkpointer.loads(found, user_path(path))
     if not isinstance(found.rows, TensorDictBase):
-        raise RowsMismatch(f"{path} holds no rows of TensorDicts, and a storage holds only these.")
+        raise RowsMismatch(
+            f"{path}: expected a checkpoint with rows of TensorDicts, got one without. A storage "
+            "on disk holds only TensorDicts."
+        )
     _append(writer, reader, found.rows[: getattr(found, STORED)], _next_index(path))
 
 
@@ -105,8 +109,8 @@ def _append(
 ) -> None:
     if reader.ring and len(rows) > reader.ring:
         raise StateMismatch(
-            f"the checkpoint has {len(rows)} rows, and {reader.path} is a ring of {reader.ring}. "
-            "Make it larger."
+            f"the checkpoint has {len(rows)} rows, but {reader.path} is a ring of {reader.ring} "
+            "rows. Create a larger ring."
         )
     with writer.turn:
         writer.write(rows, ids="fresh")

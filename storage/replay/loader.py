@@ -12,7 +12,9 @@ from typing import Any, Final, Self
 
 import torch
 
+from tallyroll.storage.compat import takes_pinned_memory
 from tallyroll.storage.errors import LoaderForked
+from tallyroll.storage.rows.transfers import StagedBatch
 from tallyroll.storage.user_code import user_callback
 
 Make = Callable[[torch.Generator], Any]
@@ -24,12 +26,13 @@ _BITS: Final = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Callable that makes the batch of a given number, for a thread."""
+    """Callable with which a thread makes the batch of a given number."""
 
     make: Make
     transform: Callable[[Any], Any] | None
     seed: int
-    pins: bool
+    device: torch.device | None
+    """The device for which batches are staged in pinned memory; None if they are not."""
 
     def __call__(self, number: int) -> Any:
         with torch.no_grad():
@@ -38,7 +41,9 @@ class _Job:
             if self.transform is not None:
                 with user_callback("transform"):
                     batch = self.transform(batch)
-            return batch.pin_memory() if self.pins else batch
+            if self.device is None:
+                return batch
+            return StagedBatch.of(batch, self.device) or batch.pin_memory()
 
 
 class _Here(Executor):
@@ -77,13 +82,16 @@ class Loader(Iterator[Any]):
             if value is not None:
                 _check(name, value, least)
         if transform is not None and not callable(transform):
-            raise ValueError(f"transform is a function of a batch, or None, got {transform!r}.")
+            raise ValueError(
+                f"transform: expected a function of a batch, or None, got {transform!r}."
+            )
         # An unavailable device raises here rather than in a thread.
         self._device = None if device is None else torch.empty(0, device=device).device
         if seed is None:  # a seed from torch's generator, as in a DataLoader
             seed = int(torch.empty((), dtype=torch.int64).random_().item())
-        pins = self._device is not None and self._device.type == "cuda"
-        self._job, self._pid = _Job(make, transform, seed, pins), os.getpid()
+        pins = self._device is not None and takes_pinned_memory(self._device)
+        staged_for = self._device if pins else None
+        self._job, self._pid = _Job(make, transform, seed, staged_for), os.getpid()
         self._batches, self._begun = batches, 0
         self._ahead = ahead or max(1, _AHEAD_PER_WORKER * workers)
         self._made: deque[Future[Any]] = deque()
@@ -94,8 +102,8 @@ class Loader(Iterator[Any]):
         """Return the next batch; wait for it if it is not ready yet."""
         if self._pid != os.getpid():
             raise LoaderForked(
-                f"this loader's threads run in process {self._pid}, and the forked process "
-                f"{os.getpid()} has none. Make a loader in each process."
+                f"the threads of this loader run in process {self._pid}, not in the forked "
+                f"process {os.getpid()}. Create a loader in each process."
             )
         made = self._made
         while not self._closed and self._begun != self._batches and len(made) < self._ahead:
@@ -107,9 +115,10 @@ class Loader(Iterator[Any]):
         try:
             batch = made[0].result()
         except BaseException as error:
-            # An interrupt of the wait is not an error of the batch, which the next call returns.
+            # An interrupt of the wait is not an error of the batch. The next call returns that
+            # batch.
             if made[0].done() and made[0].exception() is error:
-                self._stop(wait=False)  # other batches may take long
+                self._stop(wait=False)  # do not wait, because other batches may take long
             raise
         if self._device is not None:
             batch = batch.to(self._device, non_blocking=True)
@@ -137,7 +146,7 @@ class Loader(Iterator[Any]):
         self.close()
 
     def __del__(self) -> None:
-        """Stop the threads of a dropped loader without waiting, since a thread may drop it."""
+        """Stop the threads without waiting, because one of them may drop the last reference."""
         pool = getattr(self, "_pool", None)
         if pool is not None and self._pid == os.getpid():
             pool.shutdown(wait=False, cancel_futures=True)
@@ -153,4 +162,4 @@ def _mixed(seed: int, number: int) -> int:
 
 def _check(name: str, value: object, least: int) -> None:
     if type(value) is not int or value < least:
-        raise ValueError(f"{name} is a whole number from {least} on, got {value!r}.")
+        raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}.")

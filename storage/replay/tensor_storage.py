@@ -1,8 +1,7 @@
-"""Adapter that gives rows on disk the interface of TorchRL's `TensorStorage`.
+"""Adapter that gives a reader of rows the interface of TorchRL's `TensorStorage`.
 
 Some of TorchRL's samplers and maps accept only tensor storages and check the class. This class
-therefore overrides every method of `TensorStorage`. Methods that rows on disk cannot support raise
-an error.
+therefore overrides every method of `TensorStorage`. Methods that change stored rows raise an error.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from tallyroll.storage.errors import NotAnAppend
 from tallyroll.storage.readers.row_reader import RowReader
 
 IN_PLACE = (
-    "rows on disk are only added, and never change. Extend with what is new, and keep what is to "
-    "change, such as priorities, in a sampler; where rows must change, use TorchRL's "
-    "LazyMemmapStorage."
+    "stored rows can only be appended and never change. Append new rows with extend, and keep "
+    "changing values, such as priorities, in a sampler or an overlay. If rows must change, use "
+    "TorchRL's LazyMemmapStorage."
 )
 
 
@@ -27,6 +26,7 @@ class AsTensorStorage(TensorStorage):
     """`TensorStorage` interface, with one dimension, over a reader of rows."""
 
     reader: RowReader
+    writer: Any
     supports_conditional_update = False
 
     ndim: int = 1
@@ -35,8 +35,8 @@ class AsTensorStorage(TensorStorage):
     def __init__(self) -> None:
         # compilable=True: otherwise TorchRL makes two semaphores, which outlive a killed process,
         # for counts that we read from the header. max_size is more rows than any disk can hold. A
-        # priority tree of that size raises MemoryError, whereas TorchRL never stops counting up to
-        # the largest integer.
+        # priority tree of that size raises MemoryError, whereas TorchRL loops forever if max_size
+        # is the largest integer.
         Storage.__init__(self, max_size=2**48, compilable=True)
 
     def _fit_ring(self) -> None:

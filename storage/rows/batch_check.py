@@ -113,8 +113,8 @@ class BatchCheck:
     def leaves(self, rows: TensorDictBase, without: Key | None) -> list[torch.Tensor] | None:
         """Return the unchecked tensors of a TensorDict [count, ...], in the order of the columns.
 
-        The TensorDict may also hold ``without``. The result is None if it holds anything else or
-        lacks a column.
+        The TensorDict may also have an entry ``without``, which is ignored. The result is None if
+        the TensorDict has any other entry or lacks a column.
         """
         # Most of the time of a small append is spent here and in `tensors`. Keep this fast.
         found: list[Any] = []
@@ -137,7 +137,7 @@ class BatchCheck:
         return [found[place] for place in self._places] if self._places else found
 
     def tensors(self, leaves: list[torch.Tensor]) -> list[np.ndarray] | None:
-        """Return arrays [count, ...] that share the memory of ``leaves``; bfloat16 as bits.
+        """Return arrays [count, ...] that share the memory of ``leaves``; bfloat16 gives uint16.
 
         All leaves must be dense CPU tensors of the columns' dtypes and shapes, without gradients.
         Otherwise the result is None, and the caller converts the leaves or reports the fault.
@@ -185,21 +185,21 @@ class BatchCheck:
         if _has_several_ids(rows) and self._one_id:
             found = [_NOT_FLAT]
         raise RowsMismatch(
-            f"these rows do not fit {self._path}: {'; '.join(found)}. Nothing was written; "
-            "give exactly the columns of its schema."
+            f"these rows do not fit {self._path}: {'; '.join(found)}. Nothing was written. Give "
+            "exactly the columns of its schema."
         ) from None
 
 
 _NOT_FLAT = (
-    "each has several trajectory ids, as in a batch [lanes, time]; give batch.reshape(-1), or of a "
-    'padded one batch[batch["collector", "mask"]]'
+    "each has several trajectory ids, as in a batch [lanes, time]. Give batch.reshape(-1) or, for "
+    'a padded batch, batch[batch["collector", "mask"]]'
 )
 
 
 def require_flat(rows: Mapping[Key, Any]) -> None:
     """Raise `RowsMismatch` if a row consists of several transitions of a collector."""
     if _has_several_ids(rows):
-        raise RowsMismatch(f"each row must be one transition, but of these rows {_NOT_FLAT}.")
+        raise RowsMismatch(f"each row must be one transition, but {_NOT_FLAT}.")
 
 
 def _has_several_ids(rows: Mapping[Key, Any]) -> bool:

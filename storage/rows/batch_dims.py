@@ -1,9 +1,9 @@
 """Batch dimensions of TensorDicts after the rows, such as agents or steps of an item. Pure.
 
 A level is a TensorDict in a batch, identified by its key: ``()`` is the root, and ``("next",
-"agents")`` is a nested level. The count of a level is the number of batch dimensions after the
-first, which is that of the rows. These are the first dimensions of a row's value in every column at
-or below that level.
+"agents")`` is a nested level. The first batch dimension is that of the rows. The count of a level
+is the number of its other batch dimensions. These are the first dimensions of a row's value in
+every column at or below that level.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def levels_of(keys: Iterable[Key]) -> list[Key]:
 
 
 def fitting(dims: BatchDims, shapes: Shapes) -> dict[Key, int]:
-    """Limit ``dims`` to counts that these columns support, none below the count of its parent."""
+    """Return ``dims``, limited to the counts that columns of these shapes support.
+
+    Every level has at least the count of its parent.
+    """
     if not dims:
         return {}
     found: dict[Key, int] = {}
@@ -73,7 +76,7 @@ def require_fitting(dims: BatchDims, shapes: Shapes) -> None:
         if dims.get(level, 0) != possible.get(level, 0):
             raise InvalidSchema(
                 f"{format_key(level) or 'the root'} has {dims.get(level, 0)} batch dimensions "
-                f"after the rows, which its columns and the levels around it do not have."
+                "after the rows, which do not fit its columns or its parent."
             )
 
 
@@ -84,7 +87,9 @@ def shapes_of(dims: BatchDims, shapes: Shapes) -> dict[Key, tuple[int, ...]]:
 
 
 def from_counts(columns: Sequence[tuple[Key, Sequence[int] | None]]) -> dict[Key, int]:
-    """Return the counts by level, from those along each column's key; None stands for zeros.
+    """Return the count of each level. Each column has the counts of its levels, root first.
+
+    None in place of the counts means that all of them are 0.
 
     Raises:
         InvalidSchema: columns contradict each other.
@@ -94,10 +99,13 @@ def from_counts(columns: Sequence[tuple[Key, Sequence[int] | None]]) -> dict[Key
         counts = [0] * len(key) if given is None else given
         listed = isinstance(counts, list) and len(counts) == len(key)
         if not listed or not all(type(n) is int and n >= 0 for n in counts):
-            raise InvalidSchema(f"{format_key(key)} has batch_dims {given!r:.100}.")
+            raise InvalidSchema(
+                f"{format_key(key)}: expected batch_dims with one count for each part of the "
+                f"key, got {given!r:.100}."
+            )
         for depth, count in enumerate(counts):
             if found.setdefault(key[:depth], count) != count:
                 raise InvalidSchema(
-                    f"{format_key(key)} has other batch_dims than columns beside it."
+                    f"{format_key(key)} has batch_dims that contradict those of other columns."
                 )
     return {level: found[level] for level in sorted(found, key=len) if found[level]}

@@ -23,8 +23,8 @@ class Rewound(Protocol):
 def read_consistently(reader: Rewound, read: Callable[[], Found]) -> Found:
     """Return the result of ``read``, which is called again if rows were rewound meanwhile.
 
-    An error of ``read`` during a rewind may be due to rows that no longer exist. It also causes a
-    retry.
+    An error of ``read`` during a rewind also causes a retry, because it may be due to rows that no
+    longer exist.
     """
     begun: int | None = None
     while True:

@@ -32,7 +32,7 @@ SIGNED: Final = {
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
 }
-"""Signed dtypes of the width of unsigned ones, for which torch has few operations."""
+"""Signed dtypes by the unsigned dtype of the same width. Torch has few operations on the latter."""
 NAMES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in NUMPY}
 """The dtypes by their names in manifests, such as ``float32``."""
 

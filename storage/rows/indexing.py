@@ -25,8 +25,8 @@ def resolve(index: Any, length: int) -> int | slice | np.ndarray:
     if isinstance(index, tuple):
         if len(index) != 1:
             raise TypeError(
-                f"a storage has one dimension, its rows, and got {len(index)} indices. "
-                "Index the rows first, then what they hold."
+                f"a storage has one dimension, its rows: expected one index, got {len(index)}. "
+                "Index the rows first, then their columns."
             )
         index = index[0]
     if isinstance(index, slice):
@@ -62,7 +62,10 @@ def _array_of(index: torch.Tensor) -> np.ndarray:
 
 
 def plain_numbers(index: Any) -> np.ndarray | None:
-    """Return an int64 array [n], or CPU tensor, without a copy; None for any other index."""
+    """Return an index as an array, without a copy, if it is an int64 array or CPU tensor [n].
+
+    The result is None for any other index.
+    """
     if isinstance(index, torch.Tensor) and index.is_cpu and index.dtype is torch.int64:
         try:
             index = index.numpy()
@@ -87,7 +90,10 @@ def _plain(index: Any, length: int) -> np.ndarray | None:
 
 
 def _numbers(rows: range, length: int) -> np.ndarray:
-    """Return the numbers of ``rows``, which may exceed 64 bits."""
+    """Return the numbers of a range as an array; raise if one of them is out of range.
+
+    The numbers of the range may exceed 64 bits.
+    """
     for row in (rows[0], rows[-1]) if rows else ():
         if not -length <= row < length:
             raise _out_of_range(row, length)
@@ -122,7 +128,7 @@ def _within(rows: np.ndarray, length: int) -> np.ndarray:
 
 
 def _out_of_range(row: int, length: int) -> IndexOutOfRange:
-    return IndexOutOfRange(f"row {row} is not there: the storage has {length} rows.")
+    return IndexOutOfRange(f"row {row} is out of range: the storage has {length} rows.")
 
 
 def consecutive(cursor: Any, ring: int = 0) -> range:
@@ -164,11 +170,13 @@ def consecutive(cursor: Any, ring: int = 0) -> range:
 
 @lru_cache(maxsize=4)
 def _counting(count: int) -> bytes:
-    """Return the bytes of 0, 1, 2, ..., since comparing them is twice as fast as differences."""
+    """Return the bytes of 0, 1, 2, ..., which are compared faster than differences are computed."""
     return np.arange(count).tobytes()
 
 
 def _range_of_slice(cursor: slice) -> range:
     if cursor.start is None or cursor.stop is None or cursor.step not in (None, 1):
-        raise NotAnAppend(f"a slice to append at needs a start and a stop, got {cursor!r}.")
+        raise NotAnAppend(
+            f"append: expected a slice with a start, a stop and a step of 1, got {cursor!r}."
+        )
     return range(cursor.start, cursor.stop)

@@ -30,7 +30,7 @@ POLICY_VERSIONS: Final[Key] = (COLLECTOR, "policy_versions")
 """Prefix of the policy versions of groups of agents that have their own policies."""
 POLICY_ID: Final[Key] = (COLLECTOR, "policy_id")
 NEXT_VALID: Final[Key] = (COLLECTOR, "next_valid")
-"""A column, or the prefix of columns ``[row, agent]`` of groups; see `next_valid_keys`."""
+"""A column, or the prefix of one column ``[row, agent]`` per group; see `next_valid_keys`."""
 VALID: Final[Key] = (COLLECTOR, "valid")
 RESET_SEED: Final[Key] = (COLLECTOR, "reset_seed")
 CONTEXT: Final[Key] = (COLLECTOR, "context")
@@ -41,10 +41,12 @@ RANDOM_VERSION: Final = -1
 """The ``policy_version`` of a transition whose action was drawn at random."""
 
 IS_INIT: Final = "is_init"
-"""Last name of columns that are True where recurrent modules begin from the row's state."""
+"""Last name in the keys of columns that are True in the rows at which a recurrent module starts
+from the state in the row."""
 COUNTERS: Final = frozenset({"step_count", IS_INIT, "episode_reward"})
-"""Last names of columns in which TorchRL's transforms count along an episode (StepCounter,
-InitTracker, RewardSum). They depend on the age of the episode rather than on observations."""
+"""Last names in the keys of columns in which TorchRL's transforms count along an episode
+(StepCounter, InitTracker, RewardSum). The values depend on the age of the episode rather than on
+observations."""
 
 
 Keys: TypeAlias = Sequence[str | Key]
@@ -52,13 +54,18 @@ Keys: TypeAlias = Sequence[str | Key]
 
 
 def next_valid_keys(keys: Iterable[Key]) -> list[Key]:
-    """Return the columns that mark lost next observations: of rows, or of agents."""
+    """Return the columns that mark lost next observations, per row or per agent."""
     return [key for key in keys if key[: len(NEXT_VALID)] == NEXT_VALID]
 
 
 def as_key(key: str | tuple[str, ...]) -> Key:
     """Return ``key`` as a tuple of names."""
     return (key,) if isinstance(key, str) else tuple(key)
+
+
+def without_next(key: Key) -> Key:
+    """Return ``key`` without a leading ``next``."""
+    return key[1:] if key[:1] == (NEXT,) else key
 
 
 def format_key(key: str | tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Marks on rows that name the storage they came from, so that another storage can record it."""
+"""Marks on rows that name the storage of origin, so that another storage can record the origin."""
 
 from __future__ import annotations
 
@@ -49,8 +49,12 @@ class Origin:
     def __reduce__(self) -> tuple[type[bool], tuple[()]]:
         return bool, ()
 
+    def show(self, manifest: dict[str, Any] | None, until: int) -> None:
+        """Set the manifest, which has the runs of the first ``until`` rows."""
+        self.manifest, self.until = manifest, until
+
     def look(self) -> None:
-        """Read the manifest again, if its reader is open."""
+        """Read the manifest again, if the reader of the storage is open."""
         reader = self._reader()
         if reader is None or reader.closed:
             return
@@ -80,12 +84,12 @@ def numbers_of(rows: TensorDictBase) -> np.ndarray | None:
     return None if isinstance(numbers, range) else numbers()
 
 
-Told: TypeAlias = tuple[Origin, range] | None
-"""The origin of rows and the smallest range there that contains them, or None if unknown."""
+RowOrigin: TypeAlias = tuple[Origin, range] | None
+"""The origin of rows, and the smallest range of its rows that contains them; None if unknown."""
 
 
-def origin_of(rows: TensorDictBase) -> Told:
-    """Return the origin of rows that `came_from` marked, and their range there, or None."""
+def origin_of(rows: TensorDictBase) -> RowOrigin:
+    """Return the origin of rows that `came_from` marked, and their range in the origin, or None."""
     told = vars(rows).get(_ORIGIN)
     if not told or not told[0]:
         return None

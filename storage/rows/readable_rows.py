@@ -22,10 +22,16 @@ class ReadColumn(Protocol):
         """All values as one array, if it is in memory; row r is at ``slots_of(r)``."""
 
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Copy the values of ``rows`` [*], in any order: [*rows.shape, *shape of a value]."""
+        """Copy the values of ``rows`` [*], in any order, to ``out`` or to a new array.
+
+        The shape of the array is [*rows.shape, *shape of a value].
+        """
 
     def slice(self, start: int, stop: int) -> np.ndarray:
-        """Return the values of the rows ``[start, stop)``, C-contiguous; do not write to them."""
+        """Return the values of the rows ``[start, stop)`` as a C-contiguous array.
+
+        Callers must not write to the array.
+        """
 
 
 class ReadableRows(Protocol):
@@ -91,7 +97,7 @@ class ReadableRows(Protocol):
         """Return copies [*rows.shape, ...] of rows of the span, for all columns or for ``keys``."""
 
     def gather(self, rows: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Copy rows as `copies` does, for batches, whose memory may be reused after them."""
+        """Copy rows for a batch, as `copies` does; the memory may be reused after the batch."""
 
     def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
         """Return the episode table that is stored alongside the rows, or None."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 LARGE_NBYTES = 4096
-"""Bytes of a column's row from which references are faster than a copy."""
+"""Size in bytes of a column's row from which on references are faster than a copy."""
 
 
 class RowRefs:

@@ -27,7 +27,7 @@ from tallyroll.storage.rows.tensordict_builder import leaves, require_dense
 
 _MOST_COLUMNS, _MOST_PARTS, _LONGEST_PART, _MOST_SIZES = 2**14, 32, 4096, 64
 _MOST_ROW_NBYTES = 2**47
-"""Larger than the address space of any machine."""
+"""Maximum bytes of a row in one column, which is more than the address space of any machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +52,18 @@ class Column:
             )
         if len(self.shape) > _MOST_SIZES:
             raise InvalidSchema(
-                f"column {format_key(self.key)} has {len(self.shape)} dimensions a row, and may "
-                f"have {_MOST_SIZES}. Flatten some."
+                f"column {format_key(self.key)} has {len(self.shape)} dimensions per row, more "
+                f"than the maximum of {_MOST_SIZES}. Flatten some."
             )
         if min(self.shape, default=1) >= 1 and self.row_nbytes > _MOST_ROW_NBYTES:
             raise InvalidSchema(
                 f"column {format_key(self.key)} has shape {list(self.shape)}: a row would have "
-                f"{self.row_nbytes} bytes, and may have {_MOST_ROW_NBYTES}."
+                f"{self.row_nbytes} bytes, more than the maximum of {_MOST_ROW_NBYTES}."
             )
         if min(self.shape, default=1) < 1:
             raise InvalidSchema(
                 f"column {format_key(self.key)} has shape {list(self.shape)}, which holds no "
-                "values. Leave it out."
+                "values. Leave the column out."
             )
 
     @property
@@ -88,13 +88,14 @@ class Schema:
 
     Raises:
         InvalidSchema: there are no columns, a key occurs twice, a key is both a column and a group
-            of columns, or columns lack the batch dimensions.
+            of columns, or columns lack the batch dimensions of their group.
     """
 
     columns: tuple[Column, ...]
     batch_dims: tuple[tuple[Key, int], ...] = ()
-    """Groups of columns whose TensorDicts have more batch dimensions than the rows, with the number
-    of additional ones; ``()`` is the root. They are the first dimensions of the columns' shapes."""
+    """The groups of columns whose TensorDicts have batch dimensions after the rows, each with the
+    number of these dimensions; ``()`` is the root. The shapes of the columns in a group begin with
+    these dimensions."""
 
     def __post_init__(self) -> None:
         _check_count(self.columns)
@@ -114,7 +115,7 @@ class Schema:
 
     @classmethod
     def of(cls, rows: TensorDictBase | Mapping[Key, np.ndarray]) -> Schema:
-        """Return the schema of a batch ``rows``, whose first dimension is the rows, [N, ...].
+        """Return the schema of a batch ``rows`` [N, ...], whose first dimension is the rows.
 
         Raises:
             InvalidSchema: an entry cannot be a column.
@@ -201,13 +202,13 @@ def _differ(wanted: Column, got: Column) -> Iterable[str]:
     if wanted.dtype != got.dtype:
         yield f"{format_key(wanted.key)} has dtype {got.dtype_name}, expected {wanted.dtype_name}"
     if wanted.shape != got.shape:
-        shapes = f"{list(got.shape)} a row, expected {list(wanted.shape)}"
+        shapes = f"{list(got.shape)} per row, expected {list(wanted.shape)}"
         yield f"{format_key(wanted.key)} has shape {shapes}"
 
 
 def _check_count(columns: Sized) -> None:
     if len(columns) > _MOST_COLUMNS:
-        raise InvalidSchema(f"a storage holds {_MOST_COLUMNS} columns, got {len(columns)}.")
+        raise InvalidSchema(f"a storage holds at most {_MOST_COLUMNS} columns, got {len(columns)}.")
 
 
 def _check_key(key: Key) -> None:
@@ -221,8 +222,8 @@ def _check_key(key: Key) -> None:
     for part in key:
         if not can_be_stored(part):
             raise InvalidSchema(
-                f"{part!r} in column {key!r} cannot be a name: it is empty, '.', '..', holds '/' "
-                "or NUL, or is not valid Unicode. Rename it."
+                f"{part!r} in column {key!r} cannot be a name. A name must be valid Unicode, must "
+                "not be empty, '.' or '..', and must not contain '/' or NUL. Rename the column."
             )
 
 
@@ -250,9 +251,11 @@ def _column_from_json(item: Any) -> Column:
     try:
         key, dtype, shape = item["key"], NAMES[item["dtype"]], item["shape"]
     except (KeyError, TypeError) as error:
-        raise InvalidSchema(f"not a column with key, dtype and shape: {item!r:.200}.") from error
+        raise InvalidSchema(
+            f"expected a column with key, dtype and shape, got {item!r:.200}."
+        ) from error
     if not isinstance(key, list) or not isinstance(shape, list):
-        raise InvalidSchema(f"not a column with lists for key and shape: {item!r:.200}.")
+        raise InvalidSchema(f"expected a column with lists for key and shape, got {item!r:.200}.")
     if not all(type(size) is int for size in shape):
-        raise InvalidSchema(f"not a shape of whole numbers: {item!r:.200}.")
+        raise InvalidSchema(f"expected a shape of whole numbers, got {item!r:.200}.")
     return Column(tuple(key), dtype, tuple(shape))

@@ -1,7 +1,8 @@
 """Spaces of columns: the valid values of an environment's inputs and outputs, as JSON. Pure.
 
-A space is written in Minari's format, one for each column, but compactly. An infinite bound is
-text, equal bounds are one number, and a large number of different bounds is written as bytes.
+Each column has one space, which is written in a compact variant of Minari's format. An infinite
+bound is text, equal bounds are one number, and a large number of different bounds is written as
+bytes.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _DEEPEST: Final = 24
 _ROUNDING: Final = 1e-6
 """Relative tolerance of a float for bounds that were written as text."""
 OF_LANES: Final = "of_lanes"
-"""The field, in the JSON of a space, of the bounds of each lane if they differ.
+"""The field in the JSON of a space that has the bounds of each lane, if they differ.
 
-It is a Box ``[lane, ...]`` with the number of its first lane as ``first_lane``. The space itself
-has the bounds that hold for all lanes.
+Its value is a Box ``[lane, ...]`` that also has the number of its first lane, as ``first_lane``.
+The space itself has the bounds that hold for all lanes.
 """
 _KNOWN: Final = ("Box", "Discrete", "MultiDiscrete", "MultiBinary", "OneHot", "MultiOneHot")
 
@@ -55,10 +56,13 @@ class Space:
     of_lanes: Space | None = None
     """The bounds of each lane ``[lane, ...]``, if they differ."""
     first_lane: int = 0
-    """The lane of the first of these bounds."""
+    """The lane to which the first bounds in `of_lanes` belong."""
 
     def outside_of_lanes(self, values: np.ndarray, lanes: np.ndarray) -> np.ndarray:
-        """Return a mask of the rows [n, ...] with a finite value outside the bounds of lane [n]."""
+        """Return a mask of the rows with a finite value outside the bounds of their lane.
+
+        ``values`` [n, ...] has the rows, and ``lanes`` [n] has the lane of each row.
+        """
         found, own = self.outside(values), self.of_lanes
         if own is None or own.low is None or own.high is None:
             return found
@@ -93,7 +97,7 @@ class Space:
         ):
             return f"a row has the shape {list(shape)}, expected {list(self.shape)}"
         if self.dtype is not None and not np.can_cast(dtype, self.dtype, "same_kind"):
-            return f"it has {dtype}, expected {self.dtype}"
+            return f"its dtype is {dtype}, expected {self.dtype}"
         return None
 
     def ends(self, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -105,7 +109,7 @@ class Space:
             with np.errstate(all="ignore"):
                 cast = bound.astype(dtype)
             if dtype.kind != "f" and (cast != bound).any():
-                raise ValueError(f"the bounds of {self.kind} are none of {dtype}")
+                raise ValueError(f"the bounds of {self.kind} cannot be represented in {dtype}")
             found.append(cast)
         return found[0], found[1]
 
@@ -142,7 +146,7 @@ def leaves_of(space: Any, deep: int = 0) -> dict[str, Mapping[str, Any]]:
         ValueError, TypeError, KeyError: the value is not a space.
     """
     if not isinstance(space, Mapping) or deep > _DEEPEST:
-        raise ValueError("it is no space")
+        raise ValueError("it is not a space")
     if space["type"] not in ("Dict", "Tuple"):
         return {"": space}
     below = space["subspaces"]
@@ -166,14 +170,14 @@ def space_of(said: Mapping[str, Any]) -> Space:
     dtype = np.dtype(said["dtype"]) if "dtype" in said else None
     shape = tuple(int(each) for each in said["shape"]) if "shape" in said else None
     if dtype is not None and dtype.kind not in "biuf":
-        raise ValueError(f"{kind} of {dtype!s:.80}")
+        raise ValueError(f"{kind} of the unsupported dtype {dtype!s:.80}")
     if "left_out" in said:
         return Space(kind, dtype, shape)
     hot = tuple[int, ...]()
     match kind:
         case "Box":
             if dtype is None or shape is None:
-                raise ValueError("a Box has a dtype and a shape")
+                raise ValueError("a Box needs a dtype and a shape")
             low, high = (_bounds(said[name], dtype, shape) for name in ("low", "high"))
         case "Discrete" | "MultiDiscrete":
             count = np.asarray(said["n" if kind == "Discrete" else "nvec"], np.float64)
@@ -187,7 +191,7 @@ def space_of(said: Mapping[str, Any]) -> Space:
         case _:
             hot = tuple(map(int, [said["n"]] if kind == "OneHot" else said["nvec"]))
             if not shape or min(hot, default=0) < 1 or sum(hot) != shape[-1]:
-                raise ValueError(f"{kind} of {hot!s:.80} has not the shape {shape!s:.80}")
+                raise ValueError(f"{kind} of {hot!s:.80} does not have the shape {shape!s:.80}")
             low, high = np.asarray(0.0), np.asarray(1.0)
     low, high = (np.broadcast_to(each, shape) for each in (low, high))
     own: Space | None = None
@@ -195,7 +199,10 @@ def space_of(said: Mapping[str, Any]) -> Space:
     if by_lane is not None:
         own, first = space_of(by_lane), int(by_lane["first_lane"])
         if own.shape is None or own.shape[1:] != shape:
-            raise ValueError(f"bounds of lanes of {own.shape!s:.80} are none of {shape!s:.80}")
+            raise ValueError(
+                f"the bounds of lanes have the shape {own.shape!s:.80}, which does not match "
+                f"{shape!s:.80}"
+            )
     return Space(kind, dtype, shape, low, high, hot, own, first)
 
 
@@ -210,7 +217,7 @@ def _bounds(said: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarr
 
 
 def _once(bound: np.ndarray) -> np.ndarray:
-    """Return a bound without broadcast repetition, because JSON may give it any shape."""
+    """Return a bound with one element per broadcast axis, because JSON may give it any shape."""
     return bound[tuple(slice(None) if stride else slice(1) for stride in bound.strides)]
 
 
@@ -223,7 +230,7 @@ def _limits(dtype: np.dtype[Any]) -> tuple[Any, Any]:
 
 def box(dtype: np.dtype[Any], low: np.ndarray, high: np.ndarray) -> dict[str, Any]:
     """Return the JSON of a Box with bounds [*shape] of its dtype."""
-    said = {"low": _said(low), "high": _said(high)}
+    said = {"low": _bound_json(low), "high": _bound_json(high)}
     return {"type": "Box", "dtype": dtype.name, "shape": [*low.shape], **said}
 
 
@@ -244,17 +251,17 @@ def compact(said: Mapping[str, Any]) -> dict[str, Any]:
     return {name: said[name] for name in names if name in said}
 
 
-def _said(bound: np.ndarray) -> Any:
+def _bound_json(bound: np.ndarray) -> Any:
     if bound.size and (bound == bound.reshape(-1)[0]).all():
         return _number(bound.reshape(-1)[0])
     if bound.size <= _FEW:
-        return [_said_each(each) for each in bound]
+        return [_bounds_json(each) for each in bound]
     little = np.ascontiguousarray(bound, bound.dtype.newbyteorder("<"))
     return {"base64": base64.b64encode(little.tobytes()).decode()}
 
 
-def _said_each(bound: Any) -> Any:
-    return [_said_each(each) for each in bound] if np.ndim(bound) else _number(bound)
+def _bounds_json(bound: Any) -> Any:
+    return [_bounds_json(each) for each in bound] if np.ndim(bound) else _number(bound)
 
 
 def _number(value: Any) -> Any:
@@ -272,7 +279,11 @@ def agreed(spaces: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def fitting(spaces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the fields of an entry for spaces by column name; large spaces get only their size."""
+    """Return the fields of an entry that hold ``spaces``, which are given by column name.
+
+    A space that does not fit is reduced to its type, dtype, shape and size. If these do not fit
+    either, the space is left out.
+    """
     found, room = dict[str, Any](), _NBYTES
     for name, said in spaces.items():
         nbytes = len(json.dumps(said))

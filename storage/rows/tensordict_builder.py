@@ -45,13 +45,13 @@ def _require_same_keys(stack: LazyStackedTensorDict) -> None:
     keys = [set(each.keys()) for each in stack.tensordicts]
     if keys and (some := set.union(*keys) - set.intersection(*keys)):
         raise InvalidSchema(
-            f"{', '.join(sorted(some))} in only some of the TensorDicts of a lazy stack: every row "
-            "has all columns. Give each the same keys."
+            f"only some of the TensorDicts of a lazy stack have {', '.join(sorted(some))}, but "
+            "every row needs all columns. Give each TensorDict the same keys."
         )
 
 
 def array_of(key: Key, leaf: torch.Tensor) -> np.ndarray:
-    """Return the leaf as an array, without a copy if it is on the CPU; bfloat16 as bits.
+    """Return the leaf as an array, without a copy if it is on the CPU; bfloat16 gives uint16.
 
     Raises:
         InvalidSchema: the tensor is not dense, has no values, or has a dtype that NumPy lacks.
@@ -67,13 +67,13 @@ def array_of(key: Key, leaf: torch.Tensor) -> np.ndarray:
             return leaf.numpy(force=True)
         except (RuntimeError, TypeError, ValueError) as error:
             raise InvalidSchema(
-                f"column {format_key(key)} ({leaf.dtype}) cannot be made an array: {error}. "
-                "Convert it before writing."
+                f"column {format_key(key)} ({leaf.dtype}) cannot be converted to an array: "
+                f"{error}. Convert it before writing."
             ) from error
     if array.size and not leaf.data_ptr():  # NumPy would return arbitrary values
         raise InvalidSchema(
             f"column {format_key(key)} is a tensor without memory: its storage was resized, or it "
-            "stands for another tensor. Write what has values."
+            "wraps another tensor. Write a tensor that has values."
         )
     return array
 
@@ -112,7 +112,7 @@ def require_dense(key: Key, leaf: torch.Tensor) -> None:
 class _Level(NamedTuple):
     """A TensorDict to make: its batch size after the rows, and the positions of its entries.
 
-    Entries are columns, or levels that are made earlier, which are numbered after all columns.
+    Entries are columns or levels that are made earlier. The levels are numbered after all columns.
     """
 
     behind: tuple[int, ...]
@@ -121,7 +121,7 @@ class _Level(NamedTuple):
 
 
 class TensorDictBuilder:
-    """Factory of TensorDicts from arrays, whose levels are planned once.
+    """Factory of TensorDicts from arrays, which plans the levels of the TensorDicts once.
 
     Args:
         columns: the key and dtype of each column; the dtype distinguishes bfloat16 from its bits.
@@ -162,18 +162,37 @@ class TensorDictBuilder:
 
         ``batch`` is the batch size, without the dimensions after the rows.
         """
-        tensors = list(map(torch.from_numpy, arrays))
+        return self._viewed(list(map(torch.from_numpy, arrays)), batch)
+
+    def of_mixed(
+        self, values: Sequence[np.ndarray | torch.Tensor], batch: tuple[int, ...]
+    ) -> TensorDict:
+        """Return a TensorDict of arrays, some of which may be tensors already."""
+        tensors = [
+            each if isinstance(each, torch.Tensor) else torch.from_numpy(each) for each in values
+        ]
+        return self._viewed(tensors, batch)
+
+    def _viewed(self, tensors: list[torch.Tensor], batch: tuple[int, ...]) -> TensorDict:
         for index in self._bits:
             tensors[index] = tensors[index].view(torch.bfloat16)
         return self.of_tensors(tensors, batch)
 
-    def of_tensors(self, tensors: Sequence[torch.Tensor], batch: tuple[int, ...]) -> TensorDict:
-        """Return a TensorDict of tensors, as `__call__` does of arrays."""
+    def of_tensors(
+        self,
+        tensors: Sequence[torch.Tensor],
+        batch: tuple[int, ...],
+        device: torch.device | None = None,
+    ) -> TensorDict:
+        """Return a TensorDict of tensors, as `__call__` does of arrays.
+
+        ``device`` is the device that the TensorDict names, on which the tensors are.
+        """
         values: list[Any] = list(tensors)
         rows = torch.Size(batch)
         for behind, names, places in self._levels:
             entries = dict(zip(names, map(values.__getitem__, places), strict=True))
             size = torch.Size((*rows, *behind)) if behind else rows
-            values.append(plain_tensordict(entries, size))
+            values.append(plain_tensordict(entries, size, device))
         made: TensorDict = values[-1]
         return made

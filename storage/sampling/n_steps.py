@@ -6,13 +6,14 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from tallyroll.storage.errors import ColumnsMissing, SumTooLarge
+from tallyroll.storage.files.excluded_columns import excluded_note
 from tallyroll.storage.readers.row_reader import RowReader, numbers_of
 from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.dtypes import SIGNED
@@ -32,8 +33,8 @@ from tallyroll.storage.rows.keys import (
 from tallyroll.storage.trajectories.columns import flags_of, floats_of
 
 if TYPE_CHECKING:
+    from tallyroll.storage.rows.keys import Keys
     from tallyroll.storage.rows.schema import Column, Schema
-    from tallyroll.storage.stores.row_store import RowStore
 
 
 _STEPS, _GAMMA, _ORIGINAL = "steps_to_next_obs", "gamma", "original_"
@@ -42,8 +43,19 @@ _ENDS = frozenset({DONE[-1], TERMINATED[-1], TRUNCATED[-1]})
 _PATIENCE_SECONDS = 1.0
 
 
+class ReadableStorage(Protocol):
+    """Part of a storage that `n_step` reads."""
+
+    @property
+    def reader(self) -> RowReader:
+        """The reader of the rows."""
+
+    def reader_with(self, keys: Keys) -> RowReader:
+        """Return a reader that has the columns ``keys``, which may be overlays."""
+
+
 def n_step(
-    storage: RowStore,
+    storage: ReadableStorage,
     index: Any,
     n: int,
     gamma: float | torch.Tensor,
@@ -59,8 +71,8 @@ def n_step(
     terminated and truncated, comes from the last row used, from which bootstrapping proceeds as
     usual. ``"steps_to_next_obs"`` is the number k of summed rewards, and ``"gamma"`` is gamma^k,
     the discount of the bootstrapped value; both are [..., 1]. TorchRL's value estimators and losses
-    read the former, as after its `MultiStepTransform`. The row's own reward is kept as
-    ``("next", "original_reward")``.
+    read ``"steps_to_next_obs"``, as they do after its `MultiStepTransform`. The row's own reward is
+    kept as ``("next", "original_reward")``.
 
     The reward of a group of agents, ``("next", "agents", "reward")``, is summed for each agent
     until the done, terminated or truncated flag of the group ends that agent. The group's entries
@@ -85,7 +97,7 @@ def n_step(
         reward_key: the rewards to sum, such as ``"reward"`` or ``("agents", "reward")``, or a list
             of such keys, which may be overlays. None: every column below ``"next"`` named
             ``"reward"``.
-        dtype: the floating-point dtype of the sums; None: that of the column.
+        dtype: the floating-point dtype of the sums; None: the dtype of the column.
 
     Returns:
         A TensorDict [...].
@@ -108,8 +120,8 @@ def n_step(
         index = batch.get("index", None)
         if index is None:
             raise ValueError(
-                'a batch needs "index", where its rows are, as TensorDictReplayBuffer gives it. '
-                "Give the index itself, or a batch of such a buffer."
+                'index: expected a batch with "index", as a TensorDictReplayBuffer returns it, '
+                "got one without. Give the index itself, or a batch of such a buffer."
             )
     found = _rows(reader, index, returns)
     return found if batch is None else _put_into(batch, found)
@@ -117,9 +129,11 @@ def n_step(
 
 def _check(reader: RowReader, n: int, dtype: torch.dtype | None) -> None:
     if type(n) is not int or n < 1:
-        raise ValueError(f"n is a whole number of steps above 0, got {n!r}.")
+        raise ValueError(f"n: expected a whole number of steps above 0, got {n!r}.")
     if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype is a floating-point one, as torch.float64, got {dtype}.")
+        raise ValueError(
+            f"dtype: expected a floating-point dtype, such as torch.float64, got {dtype}."
+        )
     _require(reader, [TERMINATED])
 
 
@@ -127,7 +141,8 @@ def _require(reader: RowReader, keys: Sequence[Key]) -> None:
     missing = [format_key(key) for key in keys if key not in reader.keys]
     if missing:
         raise ColumnsMissing(
-            f"{reader.path} has no {', no '.join(missing)}, which n-step returns are made of."
+            f"{reader.path} has no {', no '.join(missing)}. n-step returns need these columns."
+            f"{excluded_note(reader.runs, keys)}"
         )
 
 
@@ -136,7 +151,7 @@ def _discount(gamma: float | torch.Tensor) -> float | np.ndarray:
     several = isinstance(gamma, torch.Tensor) and gamma.numel() != 1
     found = torch.as_tensor(gamma).detach().double().numpy(force=True) if several else float(gamma)
     if not np.all((found >= 0) & (found <= 1)):
-        raise ValueError(f"gamma is a discount from 0 to 1, got {gamma!r}.")
+        raise ValueError(f"gamma: expected a discount from 0 to 1, got {gamma!r}.")
     return found
 
 
@@ -168,7 +183,7 @@ class _Reward:
 
     column: Column
     flags: tuple[Key, ...]
-    """Keys of the flags of its group of agents, or empty if only the root has flags."""
+    """The keys of the flags of the column's group of agents; empty if only the root has flags."""
     flag_shape: tuple[int, ...] = ()
     """The shape of the flags in one row, with as many dimensions as a row's reward."""
 
@@ -189,7 +204,7 @@ class _Reward:
 
 
 def _reward_of(schema: Schema, column: Column) -> _Reward:
-    """Return the reward with the flags of the nearest enclosing group that fit its shape."""
+    """Return the reward with the flags of the nearest enclosing group whose flags fit its shape."""
     group = column.key[1:-1]
     for depth in range(len(group), 0, -1):
         flags = [
@@ -277,7 +292,7 @@ def _of_the_end(key: Key) -> bool:
 
 
 def _used(chain: np.ndarray, ended: np.ndarray) -> np.ndarray:
-    """Return a mask [n, rows] of the rows that precede the end of the stored trajectory."""
+    """Return a mask [n, rows] of the rows up to the last stored one of each trajectory."""
     used = np.ones(chain.shape, np.bool_)
     used[1:] = (chain[1:] != chain[:-1]) & ~ended[:-1]
     return np.logical_and.accumulate(used)
@@ -328,8 +343,8 @@ def _discounted(
     column, gamma = reward.column, returns.gamma
     if isinstance(gamma, np.ndarray) and not _broadcasts(gamma.shape, column.shape):
         raise ValueError(
-            f"gamma is a number, or a tensor that broadcasts to {list(column.shape)}, the shape of "
-            f"{format_key(column.key)} in a row; got {list(gamma.shape)}."
+            f"gamma: expected a number, or a tensor that broadcasts to {list(column.shape)}, the "
+            f"shape of {format_key(column.key)} in a row, got {list(gamma.shape)}."
         )
     powers = np.arange(len(values)).reshape(-1, *(1 for _ in values.shape[1:]))
     with np.errstate(invalid="ignore", over="ignore"):
@@ -356,8 +371,8 @@ def _too_large(
     wider = torch.float32 if single else torch.float64
     return SumTooLarge(
         f"expected sums of {format_key(column.key)} ({column.dtype_name}) in {reader.path} that "
-        f"{dtype} holds{' without rounding' if whole else ''}, got {total}. Scale the rewards that "
-        f"are stored{f', or pass dtype={wider}' if dtype != wider else ''}."
+        f"{dtype} can represent{' without rounding' if whole else ''}, got {total}. Scale the "
+        f"stored rewards{f', or pass dtype={wider}' if dtype != wider else ''}."
     )
 
 
@@ -376,7 +391,7 @@ def _move_back(
     used: np.ndarray,
     last: np.ndarray,
 ) -> None:
-    """Replace the entries of agents that ended before the last row by their own last values."""
+    """Give each agent that ended before the last row the values of the last row that it used."""
     rows, agents = len(last), math.prod(reward.agents)
     count = used.sum(axis=0).reshape(rows, agents)
     own = chain[count - 1, np.arange(rows)[:, None]]

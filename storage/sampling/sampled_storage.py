@@ -7,24 +7,28 @@ from typing import Any
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from tallyroll.storage.errors import SlotsMayChange
+from tallyroll.storage.replay.tensor_storage import AsTensorStorage
 from tallyroll.storage.storages import DiskStorage
 
 
-def require_storage(storage: Any, sampler: str, others: str) -> None:
+def require_storage(
+    storage: Any, sampler: str, others: str, kind: type[AsTensorStorage] = DiskStorage
+) -> None:
     """Raise unless ``storage`` is a Tallyroll storage.
 
     Args:
         storage: the storage of a buffer.
         sampler: the name of the sampler, for the message.
         others: the remedy for other storages, for the message.
+        kind: the class of storages that the sampler works with.
 
     Raises:
         TypeError: the storage is of another library.
     """
-    if not isinstance(storage, DiskStorage):
+    if not isinstance(storage, kind):
         raise TypeError(
-            f"{sampler} draws from the storages of tallyroll.storage, got "
-            f"{type(storage).__name__}. {others}"
+            f"{sampler}: expected a storage of tallyroll.storage, got {type(storage).__name__}. "
+            f"{others}"
         )
 
 
@@ -36,8 +40,8 @@ def require_same(own: DiskStorage, storage: Any) -> None:
     """
     if storage is not own:
         raise ValueError(
-            f"this sampler draws from {own!r}, and the buffer is over {storage!r}. "
-            "Give both the same storage."
+            f"expected a buffer over {own!r}, the storage of this sampler, got a buffer over "
+            f"{storage!r}. Give both the same storage."
         )
 
 
@@ -51,7 +55,7 @@ def require_slots_stay(
     """
     if storage.ring and storage.mode == "read":
         raise SlotsMayChange(
-            f"{storage.path} is a ring that another process may write, so that rows change between "
+            f"{storage.path} is a ring that another process may write, so rows may change between "
             f"drawing and {reading}. {instead}"
         )
 

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from tallyroll.storage.errors import NoSlices, ShortTrajectory
-from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.readers.row_reader import RowReader, index_of
+from tallyroll.storage.replay.tensor_storage import AsTensorStorage
 from tallyroll.storage.rows.keys import MASK, Key
 from tallyroll.storage.sampling.sampled_storage import (
     StatelessSampler,
@@ -69,9 +70,9 @@ class TrajectorySliceSampler(StatelessSampler):
 
         Raises:
             TypeError: the storage is not a Tallyroll storage.
-            ValueError: ``batch_size`` is not a multiple of the rows of a slice.
+            ValueError: ``batch_size`` is not a multiple of the number of rows of a slice.
             NoSlices: no trajectory is long enough.
-            ShortTrajectory: with ``short="error"``, a trajectory is shorter.
+            ShortTrajectory: with ``short="error"``, a drawn trajectory is shorter than a slice.
             SlotsMayChange: the storage is a ring that this process only reads.
         """
         self._check(storage)
@@ -84,7 +85,7 @@ class TrajectorySliceSampler(StatelessSampler):
         reader = storage.reader
         slices = draw(reader, batch_size // length, self.windows, self._rng)
         rows = slices.rows.reshape(-1)
-        return torch.from_numpy(reader.index_of(rows)), self._info(reader, rows, slices)
+        return torch.from_numpy(index_of(reader, rows)), self._info(reader, rows, slices)
 
     def _info(self, reader: RowReader, rows: np.ndarray, slices: Slices) -> dict[Key, Any]:
         info: dict[Key, Any] = {}
@@ -96,12 +97,12 @@ class TrajectorySliceSampler(StatelessSampler):
         return info | end_marks(reader, slices)
 
     def _check(self, storage: Any) -> None:
-        others = "TorchRL's SliceSampler draws from TorchRL's."
-        require_storage(storage, "TrajectorySliceSampler", others)
+        others = "For a storage of TorchRL, use its SliceSampler."
+        require_storage(storage, "TrajectorySliceSampler", others, AsTensorStorage)
         require_slots_stay(
             storage,
-            "Draw with storage.trajectories.sample_slices(num_slices, slice_len), "
-            "which looks again.",
+            "Draw with storage.trajectories.sample_slices(num_slices, slice_len): it draws again "
+            "if rows were overwritten.",
         )
 
     def _sampleable_count(self, storage: Any, batch_size: int) -> int:
@@ -111,7 +112,7 @@ class TrajectorySliceSampler(StatelessSampler):
             return 0
         if not self.windows.plain:
             try:
-                draw(reader, 1, self.windows, torch.Generator())  # another generator
+                draw(reader, 1, self.windows, torch.Generator())  # not the generator of the buffer
             except NoSlices:
                 return 0
             except ShortTrajectory:
@@ -136,8 +137,7 @@ def _emptied(reader: RowReader, rows: np.ndarray, mask: np.ndarray) -> dict[Key,
 
 
 def end_marks(reader: RowReader, slices: Slices) -> dict[Key, Any]:
-    """Return the values [n * length] at the ends of slices that differ from the stored ones, by
-    key.
+    """Return the flags [n * length] of slices, by key, with the starts and ends of slices marked.
 
     Flags are False where there is no row.
     """

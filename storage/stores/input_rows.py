@@ -34,12 +34,13 @@ def schema_of(rows: Any, without: Key | None = None, *, items: bool = False) -> 
 
     Args:
         rows: a TensorDict, or arrays by key.
-        without: a column to leave out, which the rows may have.
-        items: each row may consist of several transitions.
+        without: a column to leave out if the rows have it.
+        items: True if each row may consist of several transitions.
 
     Raises:
         InvalidSchema: a storage cannot hold the columns.
-        RowsMismatch: the value is not rows.
+        RowsMismatch: ``rows`` is neither a TensorDict nor a mapping, or its columns differ in
+            length.
     """
     if not is_tensordict(rows):
         _require_mapping(rows)
@@ -107,12 +108,14 @@ class InputRows:
 
 def _require_mapping(rows: Any) -> None:
     if not isinstance(rows, Mapping):
-        raise RowsMismatch(f"rows are a TensorDict or arrays by key, got {type(rows).__name__}.")
+        raise RowsMismatch(
+            f"rows: expected a TensorDict or arrays by key, got {type(rows).__name__}."
+        )
 
 
 def _leaves_of(rows: TensorDictBase, without: Key | None) -> dict[Key, torch.Tensor]:
     if not rows.batch_dims:
-        raise RowsMismatch("rows have a batch size [N], got []. Use unsqueeze(0) for one row.")
+        raise RowsMismatch("rows: expected a batch size [N], got []. Use unsqueeze(0) for one row.")
     found = leaves(rows)
     if without is not None:
         found.pop(without, None)
@@ -130,8 +133,8 @@ def with_new_ids(rows: Any, reader: FileReader, checks: IdChecks | None) -> Any:
     found = rows.get(TRAJ_IDS, None) if tensors or isinstance(rows, Mapping) else None
     if found is None or not _whole(found) or (reader.engine is not None and checks is None):
         raise ColumnsMissing(
-            f'ids="renumber" changes whole numbers in the column {format_key(TRAJ_IDS)}, which '
-            f"these rows or {reader.path} do not have. Leave it out."
+            f'ids="renumber" changes whole numbers in the column {format_key(TRAJ_IDS)}, but these '
+            f"rows or {reader.path} do not have that column. Leave ids out."
         )
     record = RunRecord.parse(reader.record)
     base = max(0, record.next_id) if record is not None and is_count(record.next_id) else 0

@@ -1,20 +1,38 @@
-"""The files of a storage as its one writer has them open: create, enlarge, flush and close."""
+"""The files that a writer has open: create, enlarge, flush and close them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from tallyroll.storage.engine.commit_engine import Durability, Engine
 from tallyroll.storage.engine.creation import create_new
+from tallyroll.storage.engine.once_columns import OnceColumn, stored_schema
 from tallyroll.storage.engine.ring import in_use
 from tallyroll.storage.errors import SchemaMismatch, StorageFull
-from tallyroll.storage.files.paths import told
+from tallyroll.storage.files.paths import translates_errors
 from tallyroll.storage.files.rewind_history import settled
 from tallyroll.storage.formats.space import require_room
 from tallyroll.storage.readers.file_reader import FileReader
+from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.schema import Schema
+
+PlanOnce: TypeAlias = Callable[[Schema], Sequence[OnceColumn]]
+"""Function that returns the columns of a new storage to store once."""
+
+
+def once_as_in(*sources: RowReader) -> PlanOnce | None:
+    """Return the plan of a copy that stores the columns once that all ``sources`` store once."""
+    first, *others = [each.once if isinstance(each, FileReader) else () for each in sources]
+    once = [each for each in first if all(each in other for other in others)]
+    if not once:
+        return None
+
+    def plan(schema: Schema) -> list[OnceColumn]:
+        return [each for each in once if {each.key, each.next_key} <= {*schema.keys}]
+
+    return plan
 
 
 class OpenedFiles:
@@ -25,10 +43,12 @@ class OpenedFiles:
         capacity: the number of rows to reserve space for, or 0.
         max_size: the number of slots of a ring; None keeps every row.
         durability: the failures that a commit survives; see `DiskStorage`.
-        accept_copy: open a copy of a storage that was open for writing.
+        accept_copy: True to open a copy of a storage that was open for writing.
+        once: function that chooses the columns that a new storage stores once; None: none.
+        declared_once: the same, for a schema that a collector declares, if ``once`` is None.
     """
 
-    @told
+    @translates_errors
     def __init__(
         self,
         reader: FileReader,
@@ -37,14 +57,17 @@ class OpenedFiles:
         max_size: int | None = None,
         durability: Durability = "process",
         accept_copy: bool = False,
+        once: PlanOnce | None = None,
+        declared_once: PlanOnce | None = None,
     ) -> None:
-        self.path, self.reader = reader.path, reader
+        self.path, self.reader, self._plan_once = reader.path, reader, once
+        self._plan_declared = once or declared_once
         self._capacity, self.durability = capacity, durability
         self.turn = threading.RLock()
         """Lock that is held while rows are written and while files are created or replaced."""
         if reader.mode == "create":
             reader.format.refuse_existing()
-            reader.ring = max_size or 0
+            reader.plan_ring(max_size or 0)
             return
         reader.open(writable=reader.mode == "append", accept_copy=accept_copy, **self._options)
         try:
@@ -52,6 +75,16 @@ class OpenedFiles:
         except BaseException:
             reader.close()
             raise
+
+    def renew_turn(self) -> None:
+        """Replace the lock in a forked child, where the thread that held it may not exist."""
+        self.turn = threading.RLock()
+
+    @property
+    def once(self) -> bool:
+        """True if the storage has columns that are stored once, or must have some."""
+        engine = self.reader.engine
+        return self._plan_once is not None if engine is None else bool(engine.once)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -61,7 +94,7 @@ class OpenedFiles:
         reader = self.reader
         if wanted and wanted != reader.ring:
             raise ValueError(
-                f"max_size={wanted} was given, and {self.path} "
+                f"max_size={wanted} was given, but {self.path} "
                 + (f"is a ring of {reader.ring} rows." if reader.ring else "keeps every row.")
                 + " Leave max_size out when opening."
             )
@@ -79,16 +112,22 @@ class OpenedFiles:
             reader.require_numbered_rewinds()
             engine.finish_rewind(lambda: reader.write_manifest(settled(reader.manifest, rewind)))
 
-    @told
-    def create(self, schema: Schema, runs: list[Any], id: str | None = None) -> None:
-        """Create the files; a copy of another storage gets its ``id``."""
+    @translates_errors
+    def create(
+        self, schema: Schema, runs: list[Any], id: str | None = None, *, declared: bool = False
+    ) -> None:
+        """Create the files; a copy of another storage gets its ``id``.
+
+        ``declared`` is True if a collector declares the schema.
+        """
         reader = self.reader
-        made = create_new(reader.format, schema, runs, id=id, ring=reader.ring, **self._options)
+        options = {"once": self._planned(schema, declared=declared), **self._options}
+        made = create_new(reader.format, schema, runs, id=id, ring=reader.ring, **options)
         reader.use(*made)
 
-    @told
+    @translates_errors
     def require_room(self, schema: Schema, rows: int) -> None:
-        """Raise unless the disk has room for so many rows, or for the capacity if it is larger.
+        """Raise unless the disk has room for ``rows`` rows, or for the capacity if it is larger.
 
         Raises:
             StorageFull: the rows do not fit. The message states the missing space.
@@ -96,11 +135,15 @@ class OpenedFiles:
         reader, capacity = self.reader, self._capacity
         if not reader.format.grows and 0 < capacity < rows:
             raise StorageFull(
-                f"{self.path} is to be made for {capacity} rows, and {rows} are wanted. Nothing "
-                f"was written; give capacity={rows} or more, or call reserve({rows})."
+                f"{self.path} would be created for {capacity} rows, but {rows} are needed. Nothing "
+                f"was written. Give capacity={rows} or more, or call reserve({rows})."
             )
         rows = in_use(max(rows, capacity), reader.ring)
-        require_room(reader.format, schema, rows)
+        require_room(reader.format, stored_schema(schema, self._planned(schema)), rows)
+
+    def _planned(self, schema: Schema, *, declared: bool = False) -> Sequence[OnceColumn]:
+        plan = self._plan_declared if declared else self._plan_once
+        return () if plan is None else plan(schema)
 
     def require_schema(self, schema: Schema) -> None:
         """Raise `SchemaMismatch` unless rows of ``schema`` fit."""
@@ -108,11 +151,11 @@ class OpenedFiles:
         reader.running().right.require()
         if different := reader.schema.differences(schema):
             raise SchemaMismatch(
-                f"{self.path} has other columns than the data: {'; '.join(different)}. Nothing "
-                "was written; make the data fit, or create another storage."
+                f"{self.path} has other columns than the data: {'; '.join(different)}. Nothing was "
+                "written. Change the data, or create another storage."
             )
 
-    @told
+    @translates_errors
     def reserve(self, rows: int) -> None:
         """Implement `DiskStorage.reserve`."""
         with self.turn:
@@ -140,7 +183,7 @@ class OpenedFiles:
                 raise
             raise
 
-    @told
+    @translates_errors
     def flush(self) -> None:
         """Implement `DiskStorage.flush`."""
         with self.turn:
@@ -148,13 +191,13 @@ class OpenedFiles:
             if self.reader.engine is not None:
                 self.reader.engine.flush()
 
-    @told
+    @translates_errors
     def settle(self) -> None:
         """Wait until all committed rows are on the disk."""
         with self.turn:
             self.reader.running().settle()
 
-    @told
+    @translates_errors
     def leave(self, finish: Callable[[], None] | None = None) -> None:
         """Close the files; see `Engine.close`."""
         if (engine := self.reader.let_go()) is not None:

@@ -1,14 +1,14 @@
 """Rewinds, which restore a storage to the state of an earlier commit.
 
-One store to the head decides a rewind. If this writer is killed, the next one repeats the steps
-that follow here. The manifest records, for each rewind in turn, how many rows it left. A state of
-earlier rows can thus determine whether its rows are still the same.
+A rewind takes effect with one store to the head. If the writer is killed after that store, the next
+writer repeats the remaining steps. For each rewind, the manifest records the number of rows that
+were left. A state that was saved earlier can thus be compared with the rows that are stored now.
 """
 
 from __future__ import annotations
 
 from tallyroll.storage.errors import RunUnderWay, StateMismatch
-from tallyroll.storage.files.paths import told
+from tallyroll.storage.files.paths import translates_errors
 from tallyroll.storage.files.record_slots import Rewind
 from tallyroll.storage.files.rewind_history import least_rows_after_rewinds, settled
 from tallyroll.storage.readers.row_reader import RowReader
@@ -28,23 +28,24 @@ def require_not_rewound(reader: RowReader, rows: int, rewinds: int, what: str) -
     left = least_rows_after_rewinds(reader.manifest, rewinds, now) if rewinds < now else None
     if rewinds > now or (left is not None and left < rows):
         why = (
-            f"rows were taken back from row {left} on since, and others may stand there"
+            f"rows from {left} on were removed by a rewind since then, and other rows may have "
+            "replaced them"
             if left is not None
-            else "it was written after rows had been taken back, and here they were not"
+            else "the state was written after a rewind that this storage does not have"
         )
         raise StateMismatch(
-            f"{what} has {rows} rows that are not those of {reader.path} any more: {why}. Use a "
-            "state that is older, or newer."
+            f"{what} has {rows} rows that no longer match those of {reader.path}: {why}. Use an "
+            "older state, or a newer one."
         )
 
 
-@told
+@translates_errors
 def take_back(
     writer: RowWriter | NoWriter, rows: int, record: tuple[int, bytes] | None, run: object = None
 ) -> int:
-    """Remove all rows from number ``rows`` on and restore the record; return how many were removed.
+    """Remove all rows from number ``rows`` on, restore the record, and return the number removed.
 
-    The contents that readers in other processes hold of these rows change when later rows arrive.
+    Readers in other processes that still hold these rows see other values once later rows arrive.
     In a ring, rows that were overwritten in the meantime are not restored.
 
     Args:
@@ -52,10 +53,10 @@ def take_back(
         rows: the number of committed rows after the rewind.
         record: the number of rows at which the restored record was written, and its payload; None:
             there was no record.
-        run: a collector's run that holds the claim.
+        run: the run of a collector, if that run may hold the claim.
 
     Raises:
-        StateMismatch: fewer rows are committed, or the storage was finalized with more.
+        StateMismatch: the storage has fewer than ``rows`` rows, or was finalized with more.
         RunUnderWay: another run is being written.
         WriteError: this process may not write.
     """
@@ -79,12 +80,12 @@ def take_back(
         return head - rows
 
 
-@told
+@translates_errors
 def remove_sidecars(writer: RowWriter, *, rewound: bool = False) -> None:
     """Remove the files alongside the rows, because they describe rows that are replaced.
 
-    After a rewind (``rewound``) two files may stay: the file of priorities says which rows it
-    belongs to, and the file of drawn rows contains only counts.
+    With ``rewound``, after a rewind, two files stay: the file of priorities records the rows that
+    it belongs to, and the file of drawn rows contains only counts.
     """
     writer.reader.running().right.require()
     for path in writer.files.beside:
@@ -102,14 +103,14 @@ def require_rewindable(writer: RowWriter | NoWriter, rows: int, run: object = No
             writer.claim.require_none()
         except RunUnderWay as error:
             raise RunUnderWay(
-                f"a collector is writing a run to {writer.path}, and its rows cannot be taken back "
-                "under its feet. Give the checkpoint that collector, or shut it down before."
+                f"a collector is writing a run to {writer.path}, so its rows cannot be rewound. "
+                "Give the checkpoint that collector, or shut down the collector first."
             ) from error
     reader = writer.reader
     if not 0 <= rows <= reader.head:
         raise StateMismatch(
-            f"{rows} rows are to be left in {reader.path}, and it has {reader.head}. Restore the "
-            "storage from a copy that is as new as the state."
+            f"{reader.path} cannot be rewound to {rows} rows: it has only {reader.head}. Restore "
+            "the storage from a copy that is as new as the state."
         )
     done = reader.manifest.get("finalized")
     least = done.get("head") if isinstance(done, dict) else None

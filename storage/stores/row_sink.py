@@ -15,7 +15,7 @@ The steps of a run, in order:
 4. At the end the last record is written, files are flushed, and the claim ends.
 
 A collector writes from one thread at a time. An exception of a sink propagates to the caller. Rows
-that were appended before count as stored; those of the call that raised do not.
+of earlier calls count as stored. Rows of the call that raised do not.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ from tallyroll.storage.stores.run_claim import RunClaim
 
 
 class RowSink(Protocol):
-    """Rows that a collector can append to: pass one as ``storage=``."""
+    """Storage that a collector can append rows to. Pass it to the collector as ``storage=``."""
 
     @property
     def mode(self) -> Mode:
-        """The open mode. ``"read"`` is refused; ``"create"`` has no run before the first row."""
+        """The mode in which the sink was opened. A collector refuses ``"read"``.
+
+        With ``"create"``, the sink has no run before its first row.
+        """
 
     @property
     def reader(self) -> RowReader:
@@ -44,7 +47,8 @@ class RowSink(Protocol):
 
         A collector continues a run from ``manifest``, ``record``, ``span`` and ``column``. ``path``
         names the sink in messages, and a batch must fit in ``ring``. ``initialised`` is False until
-        there is a schema. ``last_head`` and ``closed`` are also read after the end.
+        there is a schema. A collector also reads ``last_head`` and ``closed`` after the sink is
+        closed.
         """
 
     @property
@@ -59,7 +63,7 @@ class RowSink(Protocol):
         """
 
     def flush(self) -> None:
-        """Make all rows visible to other programs. Called when a run is over."""
+        """Make all rows visible to other programs. A collector calls this when a run is over."""
 
 
 class RunWriter(Protocol):
@@ -67,7 +71,7 @@ class RunWriter(Protocol):
 
     @property
     def claim(self) -> RunClaim:
-        """The claim of the run that is being written. It uses the sink's lock and path."""
+        """The claim of the run that is being written. The claim uses the sink's lock and path."""
 
     @property
     def runs(self) -> RunsOfSink:
@@ -75,7 +79,7 @@ class RunWriter(Protocol):
 
     @property
     def in_one_call(self) -> bool:
-        """True for a `RowWriter`, to which the C extension can store a few slots in one call.
+        """True for a `RowWriter`, for which the C extension can store a few slots in one call.
 
         Other sinks return False. All their rows come through :meth:`append`, which is a little
         slower.
@@ -127,13 +131,13 @@ class RunsOfSink(Protocol):
 
 
 class BufferedWriter(RunWriter, Protocol):
-    """Writer that also accepts rows from a replay buffer, required of a sink under a buffer.
+    """Writer that also accepts rows from a replay buffer. A sink under a buffer needs one.
 
     The collector passes rows to the buffer, which writes them to the sink.
     """
 
     def stage_record(self, payload: bytes) -> None:
-        """Stage a record that the next commit of rows writes, by any caller."""
+        """Stage a record that the next commit of rows, by any caller, also writes."""
 
     def fresh_ids(self) -> AbstractContextManager[None]:
         """Write rows from a replay buffer without checking their ids, within the context."""

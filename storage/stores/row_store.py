@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 from tallyroll.storage.engine.commit_engine import Durability
+from tallyroll.storage.engine.frame_pools import PoolUsage
+from tallyroll.storage.engine.once_columns import plan_auto, plan_once
 from tallyroll.storage.files.manifest import Manifest
-from tallyroll.storage.files.paths import told, user_path
+from tallyroll.storage.files.paths import translates_errors, user_path
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.file_reader import FileReader, Mode
-from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.readers.row_reader import RowReader, index_of, rows_in_order
+from tallyroll.storage.rows.frame_stacks import FrameStack
 from tallyroll.storage.rows.keys import Key, Keys, as_key
 from tallyroll.storage.rows.progress import MoreDone
 from tallyroll.storage.rows.schema import Schema
-from tallyroll.storage.stores.opened_files import OpenedFiles
+from tallyroll.storage.stores.opened_files import OpenedFiles, PlanOnce
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 from tallyroll.storage.trajectories.mapping import Trajectories
 
@@ -29,6 +32,10 @@ if TYPE_CHECKING:
     from tallyroll.storage.ext.overlays.overlay import Overlay
     from tallyroll.storage.ext.overlays.overlay_set import Overlays
     from tallyroll.storage.ext.overlays.storage_overlays import StorageOverlays
+
+
+Once: TypeAlias = bool | Literal["auto"]
+"""The storages and columns whose frames are stored once; see `DiskStorage`."""
 
 
 class RowStore:
@@ -39,7 +46,7 @@ class RowStore:
 
     _format_class: ClassVar[type[Format]]
 
-    @told
+    @translates_errors
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -48,6 +55,8 @@ class RowStore:
         durability: Durability,
         max_size: int | None = None,
         accept_copy: bool = False,
+        once: Once = "auto",
+        stacks: Sequence[FrameStack] = (),
     ) -> None:
         _check_choice("mode", mode, ("create", "append", "read"))
         _check_choice("durability", durability, ("process", "power"))
@@ -57,9 +66,10 @@ class RowStore:
         self.mode = mode
         if max_size is not None and not self._format_class.rings:
             raise ValueError(
-                f"max_size={max_size} asks for a ring, and {type(self).__name__} keeps every row. "
-                "Use MemmapStorage(path, max_size=...), or leave it out."
+                f"max_size={max_size} requests a ring, but {type(self).__name__} keeps every row. "
+                "Use MemmapStorage(path, max_size=...), or leave max_size out."
             )
+        plan = self._plan_of(once, stacks)
         files = FileReader(self._format_class(self.path.absolute()), self.path, mode)
         self.reader = files
         opened = OpenedFiles(
@@ -68,8 +78,33 @@ class RowStore:
             max_size=max_size,
             durability=durability,
             accept_copy=accept_copy,
+            once=plan,
+            declared_once=plan_auto if once == "auto" and max_size and files.format.pools else None,
         )
         self.writer: RowWriter | NoWriter = RowWriter(opened)
+
+    def _plan_of(self, once: Once, stacks: Sequence[FrameStack]) -> PlanOnce | None:
+        """Return the plan of the columns that a new storage with any rows stores once."""
+        if type(once) is not bool and once != "auto":
+            raise ValueError(f'once: expected "auto", True or False, got {once!r:.80}.')
+        if stacks and once is not True:
+            raise ValueError(
+                f"stacks: expected once=True, got once={once!r}. Pass once=True, or leave stacks "
+                "out."
+            )
+        if once == "auto":
+            return None
+        if once and not self._format_class.pools:
+            raise ValueError(
+                f"once: expected a MemmapStorage, got {type(self).__name__}, which has no frame "
+                "pools. Use MemmapStorage(path, once=True), or pack the rows after the run."
+            )
+        if once and self.mode != "create":
+            raise ValueError(
+                f'once: expected mode="create", got mode={self.mode!r}. An existing storage keeps '
+                "its layout. Leave once out."
+            )
+        return partial(plan_once, stacks=tuple(stacks)) if once else None
 
     def initialise(self, schema: Schema, provenance: Mapping[str, Any] | None = None) -> None:
         """Create the files of a new storage, or check that an existing one has these columns.
@@ -102,8 +137,8 @@ class RowStore:
         The manifest also gets the hash of the content if the rows have the required columns; see
         `content_hash`.
 
-        A file without reserved space replaces an HDF5 file. This temporarily needs the space of the
-        file once more. The storage can be opened again, also for appending.
+        An HDF5 file is replaced by a copy without reserved space. Until then, both files take up
+        disk space. The storage can be opened again, also for appending.
 
         Args:
             progress: callback that is called with the number of bytes read since the last call.
@@ -179,15 +214,15 @@ class RowStore:
         return Trajectories(self.reader, self)
 
     def slots_of(self, rows: np.ndarray) -> np.ndarray:
-        """Return the slots of rows given by number [*], which index `column`.
+        """Return the slots of the rows with these numbers [*]; slots are indices of `column`.
 
-        They are also valid indices of `get`, except in a ring that was emptied.
+        Slots are also valid indices of `get`, except in a ring that was emptied.
         """
         return self.reader.slots_of(rows)
 
     def index_of(self, rows: np.ndarray) -> np.ndarray:
-        """Return the indices by which `get` finds existing rows given by number [*]."""
-        return self.reader.index_of(rows)
+        """Return the indices by which `get` finds the rows with these numbers [*]."""
+        return index_of(self.reader, rows)
 
     def __len__(self) -> int:
         return len(self.reader.span)
@@ -204,8 +239,13 @@ class RowStore:
 
     @property
     def nbytes(self) -> int:
-        """The size of the committed rows in bytes."""
+        """The size of the committed rows in bytes, as if each value were stored on its own."""
         return len(self) * self.schema.row_nbytes if self.head else 0
+
+    @property
+    def stores_once(self) -> bool:
+        """True if the frames of some columns are stored once; see ``once`` of `DiskStorage`."""
+        return isinstance(self.writer, RowWriter) and self.writer.opened.once
 
     @property
     def record(self) -> tuple[int, bytes] | None:
@@ -225,6 +265,14 @@ class RowStore:
         """
         return self.reader.left_open
 
+    def pool_usage(self) -> list[PoolUsage]:
+        """Return the number of frames and the size of each frame pool.
+
+        The list is empty if no column is stored once. The call reads the positions of all valid
+        rows.
+        """
+        return self.reader.pool_usage() if isinstance(self.reader, FileReader) else []
+
     def column(self, key: str | Key) -> np.ndarray:
         """Return the committed rows of one column, [rows, ...], as a lazy read-only array.
 
@@ -241,16 +289,18 @@ class RowStore:
         return array
 
     def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
-        """Return rows by int, slice, range, list, array or tensor of ints, or a bool per row.
+        """Return the rows at ``index``: an int, a slice, a range, several ints, or bools.
 
-        An int gives one row with batch size []. Row numbers of shape S give new tensors with batch
+        Several ints are a list, an array or a tensor. Bools are a mask with one bool per row. An
+        int gives one row with batch size []. Row numbers of shape S give new tensors with batch
         size S. A slice gives private tensors with batch size [n], which are read on first use; a
         small slice is copied at once. Changes to the result are visible only in the result. In a
-        slice of a ring, later rows of the writer may become visible until you have used it. The
+        slice of a ring, later rows of the writer may become visible while you use the slice. The
         same applies when rows are rewound, for example by loading a checkpoint.
 
-        Nested TensorDicts have additional batch dimensions after these if the rows that created the
-        storage had them. The same applies to the root if each row is an item with a time dimension.
+        Nested TensorDicts have additional batch dimensions after these dimensions, if they had them
+        in the rows that created the storage. The same applies to the root if each row is an item
+        with a time dimension.
 
         ``keys`` selects columns, such as ``["observation", ("next", "reward")]``; None: all. Other
         columns are not read. Keys may name overlays, whose values are copied.
@@ -264,12 +314,12 @@ class RowStore:
     def in_order(self, keys: Keys | None = None) -> TensorDict:
         """Return all rows, oldest first, with batch size [rows]. The rows of a ring are copied.
 
-        `get`, by contrast, returns the rows of a ring in index order. ``keys`` are those of `get`.
+        `get`, by contrast, returns the rows of a ring in index order. See `get` for ``keys``.
 
         Raises:
             ColumnsMissing: a column does not exist.
         """
-        return (self.reader if keys is None else self.reader_with(keys)).in_order(keys)
+        return rows_in_order(self.reader if keys is None else self.reader_with(keys), keys)
 
     def overlay(
         self,
@@ -299,7 +349,7 @@ class RowStore:
             SchemaMismatch: an overlay of another dtype, shape or fill exists.
             InvalidSchema: a column has that name, or the rows cannot have an overlay.
             ColumnsMissing: the overlay does not exist and ``dtype`` is None.
-            DamagedOverlay: the file cannot be used; `drop_overlay` removes it.
+            DamagedOverlay: the file of the overlay cannot be used; `drop_overlay` removes the file.
             ReadOnlyStorage: the overlay does not exist and ``writable`` is False.
             NotInitialised: the storage has no schema yet.
         """
@@ -353,9 +403,9 @@ def _state_of(store: RowStore) -> str:
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{name} is one of {', '.join(map(repr, choices))}, got {value!r}.")
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
 def _check_rows(name: str, rows: object) -> None:
     if rows is not None and (type(rows) is not int or rows < 1):
-        raise ValueError(f"{name} is a positive number of rows or None, got {rows!r}.")
+        raise ValueError(f"{name}: expected a positive number of rows or None, got {rows!r}.")

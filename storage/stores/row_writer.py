@@ -16,14 +16,14 @@ from typing import Any, NoReturn
 from tensordict import TensorDict, TensorDictBase
 
 from tallyroll.storage.engine.columns import ArrayRows, NewRows, TensorRows
-from tallyroll.storage.engine.ring import require_slots
+from tallyroll.storage.engine.ring import in_use, require_slots
 from tallyroll.storage.errors import ReadOnlyStorage, StorageFull
 from tallyroll.storage.files.checksums import checksums
-from tallyroll.storage.files.paths import told
+from tallyroll.storage.files.paths import translates_errors
 from tallyroll.storage.files.record_slots import check_record_size
-from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.readers.row_reader import RowReader, SlotColumn
 from tallyroll.storage.rows.keys import Key
-from tallyroll.storage.rows.origin import Told, origin_of
+from tallyroll.storage.rows.origin import RowOrigin, origin_of
 from tallyroll.storage.rows.origin import came_from as came_from_rows
 from tallyroll.storage.rows.progress import MoreDone
 from tallyroll.storage.rows.slot_order import oldest_first
@@ -38,14 +38,15 @@ from tallyroll.storage.trajectories.leaves import hash_of
 
 
 class FirstRows:
-    """First rows of a new storage: determine its schema and set up the checks of later rows.
+    """The first rows of a new storage, which determine its schema and the checks of later rows.
 
     Args:
         opened: the files of the storage, which do not exist yet.
         rows: a TensorDict, or arrays by key.
         without: a column to leave out.
         ids: see `DiskStorage.extend`.
-        items: the rows come from a replay buffer, and each may consist of several transitions.
+        items: True if the rows come from a replay buffer; each may then consist of several
+            transitions.
 
     Raises:
         InvalidSchema: the storage cannot hold the columns.
@@ -60,8 +61,8 @@ class FirstRows:
         reader.require_open()
         self.schema = schema = schema_of(rows, without, items=items)
         reader.format.check(schema)
-        self.given, self.id_checks = InputRows(reader, schema), IdChecks.of(reader, schema)
-        self.checked = self.given.checked(rows, without)
+        self.input_rows, self.id_checks = InputRows(reader, schema), IdChecks.of(reader, schema)
+        self.checked = self.input_rows.checked(rows, without)
         if ids != "fresh" and self.id_checks is not None:
             self.id_checks.admit(self.checked.values)
         opened.require_room(schema, self.checked.count)
@@ -70,7 +71,8 @@ class FirstRows:
         """Raise unless the rows fit in the ring and ``record`` fits in its slot.
 
         Raises:
-            BatchTooLong, RecordTooLarge: the message states the maximum size.
+            BatchTooLong: the ring has fewer slots than there are rows.
+            RecordTooLarge: the record is larger than its slot.
         """
         require_slots(self._reader.format.path, self._reader.ring, self.checked.count)
         if record is not None:
@@ -79,9 +81,6 @@ class FirstRows:
 
 class RowWriter:
     """Writer of rows to opened files; the ``writer`` of a storage."""
-
-    in_one_call = True
-    """True, because the C extension can store a few slots in this writer's files in one call."""
 
     # __del__ also runs if the constructor raised.
     _is_made = False
@@ -97,14 +96,27 @@ class RowWriter:
         self.temporary = False
         """True for a temporary storage, which ends with its process and need not be closed."""
         self.tell: Callable[[range], None] | None = None
-        """Callback with the rows of each :meth:`append`, for replay buffers over the storage."""
+        """Callback that replay buffers set to receive the row numbers of each :meth:`append`."""
         self.closing: list[Callable[[], None]] = []
-        """Callbacks of :meth:`close` that write files alongside the rows before the close."""
+        """Callbacks that :meth:`close` calls to write files alongside the rows."""
         self._staged: bytes | None = None
         self._fresh_in: int | None = None
         """The id of the thread inside :meth:`fresh_ids`, whose trajectory ids are not checked."""
         self._is_made = True
         _open.add(self)
+
+    def mark_temporary(self) -> None:
+        """Let the storage end with its process, even if it is not closed."""
+        self.temporary = True
+
+    def call_after_appends(self, callback: Callable[[range], None]) -> None:
+        """Pass the row numbers of each append to ``callback``."""
+        self.tell = callback
+
+    @property
+    def in_one_call(self) -> bool:
+        """True if the C extension can store a few slots in this writer's files in one call."""
+        return not self.opened.once
 
     @property
     def turn(self) -> threading.RLock:
@@ -114,9 +126,9 @@ class RowWriter:
     # --- rows -------------------------------------------------------------------------------------
 
     def append(self, rows: NewRows, record: bytes | None = None) -> range:
-        """Append rows of the storage's schema whose trajectory ids are new or continue correctly.
+        """Append rows that fit the schema and whose trajectory ids need no check.
 
-        A collector, which makes the ids, calls this method. A staged record is dropped.
+        Collectors, which assign the ids themselves, call this method. A staged record is dropped.
 
         Args:
             rows: the rows, of any kind.
@@ -155,7 +167,8 @@ class RowWriter:
             record: see `DiskStorage.extend`; None: the staged record, if there is one.
             without: a column to leave out.
             ids: see `DiskStorage.extend`.
-            items: the rows come from a replay buffer, and each may consist of several transitions.
+            items: True if the rows come from a replay buffer; each may then consist of several
+                transitions.
         """
         kind, came_from = type(rows), None
         if kind is TensorDict or (kind is not dict and isinstance(rows, TensorDictBase)):
@@ -176,7 +189,7 @@ class RowWriter:
                 return self._write(rows, record, without, ids, came_from, items)
 
     def write_items(self, rows: TensorDictBase, without: Key | None) -> None:
-        """Implement `DiskStorage.set`: write items from a replay buffer like `write`.
+        """Implement `DiskStorage.set`: write items from a replay buffer as `write` does.
 
         More rows than a ring has slots are written in pieces, so that the last rows remain. Errors
         are raised before the first piece is written.
@@ -216,7 +229,7 @@ class RowWriter:
         record: bytes | None,
         without: Key | None,
         ids: Ids,
-        came_from: Told,
+        came_from: RowOrigin,
         items: bool,
     ) -> range:
         reader = self.reader
@@ -238,10 +251,10 @@ class RowWriter:
         self._staged = None
         return span
 
-    def _begin(self, first: FirstRows, came_from: Told) -> ArrayRows | TensorRows:
+    def _begin(self, first: FirstRows, came_from: RowOrigin) -> ArrayRows | TensorRows:
         """Create the files of a new storage for its first rows, and return the checked rows."""
         self.runs.begin(first.schema, self.runs.copied.first_entry(came_from))
-        self.given, self._id_checks = first.given, first.id_checks
+        self.input_rows, self._id_checks = first.input_rows, first.id_checks
         return first.checked
 
     def _checked(self, rows: Any, without: Key | None, ids: Ids) -> ArrayRows | TensorRows:
@@ -250,13 +263,13 @@ class RowWriter:
         assert engine is not None
         if not engine.right.look_at:
             engine.right.require()
-        checked = self.given.checked(rows, without)
+        checked = self.input_rows.checked(rows, without)
         if ids != "fresh" and (watch := self._id_checks) is not None:
             watch.admit(checked.values)
         return checked
 
     @cached_property
-    def given(self) -> InputRows:
+    def input_rows(self) -> InputRows:
         """The converter of callers' rows to `NewRows`."""
         return InputRows(self.reader, self.reader.schema)
 
@@ -294,7 +307,7 @@ class RowWriter:
             self._staged = None
 
     def stage_record(self, payload: bytes) -> None:
-        """Stage a record that the next commit of rows writes, by any caller.
+        """Stage a record that the next commit of rows, by any caller, also writes.
 
         Raises:
             RecordTooLarge: the record is larger than its slot.
@@ -315,8 +328,8 @@ class RowWriter:
         with self.opened.turn:
             engine = reader.running()
             engine.right.require()
-            columns = dict(zip(engine.schema.keys, engine.space.committed(), strict=True))
-            rows = len(next(iter(columns.values())))
+            columns = {key: SlotColumn(reader, key) for key in engine.schema.keys}
+            rows = in_use(engine.counts.head, reader.ring)
             done = {
                 "at": datetime.now(UTC).isoformat(timespec="seconds"),
                 "head": engine.counts.head,
@@ -332,13 +345,13 @@ class RowWriter:
             schema = engine.schema
             self.close(lambda: self.files.finish(schema, rows))
 
-    @told
+    @translates_errors
     def close(self, finish: Callable[[], None] | None = None) -> None:
         """Trim the files, call ``finish``, and release the writer lock."""
         reader = self.reader
         with self.opened.turn:
             try:
-                if reader.engine is not None and reader.engine.right.held:
+                if reader.engine is not None and reader.engine.right.may_write:
                     reader.trajectory_index.save(reader, synced=self.durability == "power")
                     self.runs.settle()
                     for each in self.closing:
@@ -350,7 +363,7 @@ class RowWriter:
         """Close a storage that the user did not close, and issue a ResourceWarning."""
         if not self._is_made or (engine := self.reader.engine) is None:
             return
-        if engine.right.held and not self.temporary:
+        if engine.right.may_write and not self.temporary:
             warnings.warn(
                 f"unclosed storage {self.path}", ResourceWarning, stacklevel=3, source=self
             )
@@ -372,6 +385,10 @@ class NoWriter:
     def __init__(self, reader: RowReader) -> None:
         self.reader, self.turn = reader, threading.RLock()
         self.tell: Callable[[range], None] | None = None
+
+    def call_after_appends(self, callback: Callable[[range], None]) -> None:
+        """Pass the row numbers of each append to ``callback``."""
+        self.tell = callback
 
     def __getattr__(self, name: str) -> Any:
         self.refuse()
@@ -406,7 +423,7 @@ def _close_all() -> None:
 def _renew_turns() -> None:
     # In a forked child, the thread that held a lock may not exist.
     for writer in list(_open):
-        writer.opened.turn = threading.RLock()
+        writer.opened.renew_turn()
 
 
 os.register_at_fork(after_in_child=_renew_turns)

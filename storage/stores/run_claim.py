@@ -1,4 +1,4 @@
-"""The claim that a collector's run has to a storage while it is written."""
+"""The claim of a collector's run on the storage to which the run is written."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class RunClaim:
     def take(self, run: object, *, begins: bool = True) -> bool:
         """Claim the storage for ``run``.
 
-        A run that begins (``begins``) takes the claim from a run that has not begun. A run that
-        does not begin yet gets the claim only if no other run has it.
+        With ``begins``, the run takes the claim even from another run, if that run has not begun.
+        Otherwise, the run gets the claim only if no other run has the claim.
 
         Returns:
             True if ``run`` has the claim now.
@@ -50,10 +50,10 @@ class RunClaim:
                 gc.collect()  # a dropped run may be part of a reference cycle
                 if self._other_than(run):
                     raise RunUnderWay(
-                        f"another collector is writing a run to {self._claimed.path}: rows of two "
-                        "runs, one between the other, would be counted as either's. Nothing was "
-                        "written. Let that run end, or call that collector's shutdown(), before "
-                        "this one begins; or give it a storage of its own."
+                        f"another collector is writing a run to {self._claimed.path}, and rows of "
+                        "two runs must not mix. Nothing was written. Let that run end or call the "
+                        "shutdown() of that collector first, or give this collector a storage of "
+                        "its own."
                     )
             if other and not begins:
                 return False
@@ -81,7 +81,7 @@ class RunClaim:
         """Raise `RunUnderWay` if a run has the claim."""
         if self._run is not None and self._run() is not None:
             raise RunUnderWay(
-                f"a collector is writing a run to {self._claimed.path}, and rows from elsewhere in "
-                "the middle of it would be counted as its own. Nothing was written. Add them when "
-                "the run is over, or after the collector's shutdown()."
+                f"a collector is writing a run to {self._claimed.path}, and rows that are added "
+                "meanwhile would be counted as rows of that run. Nothing was written. Add them "
+                "when the run is over, or after the shutdown() of the collector."
             )

@@ -25,9 +25,9 @@ from tallyroll.storage.files.copied_runs import (
     LEFT_OUT as LEFT_OUT_OF_COPIES,
 )
 from tallyroll.storage.files.manifest import run_of
-from tallyroll.storage.files.paths import told
-from tallyroll.storage.files.run_events import EVENTS, IN_FILE, LEFT_OUT, kept
-from tallyroll.storage.rows.origin import Origin, Told
+from tallyroll.storage.files.paths import translates_errors
+from tallyroll.storage.files.run_events import EVENTS, IN_FILE, LEFT_OUT, stored_form
+from tallyroll.storage.rows.origin import Origin, RowOrigin
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.stores.opened_files import OpenedFiles
 
@@ -40,7 +40,7 @@ class _Copy(NamedTuple):
     span: range
     """The smallest range of source rows that contains all copied rows."""
     made: range
-    """Source rows that the runs in the entry made, and no other runs."""
+    """The range of source rows that only the runs in the entry made."""
     in_pieces: bool = False
     """True if the entry does not record the last row."""
     known: bool = True
@@ -70,8 +70,12 @@ class CopiedRows:
         self._last: Entry | None = None
         self._copied = self._collected = False
 
+    def revert(self, copy: _Copy | None) -> None:
+        """Continue with an earlier ``copy``, because the write after it failed."""
+        self.copy = copy
+
     def is_of_others(self, own: bool) -> bool:
-        """Return True if rows of unknown origin need a new entry; ``own`` is that of `note`."""
+        """Return True if rows of unknown origin need a new entry. See `note` for ``own``."""
         if self._last is None:
             self._look()
         return self._copied or (self._collected and not own)
@@ -93,21 +97,21 @@ class CopiedRows:
             return runs
         return [*runs[:-1], self._entry_of(runs[-1], copy._replace(in_pieces=False), runs[:-1])]
 
-    def goes_on(self, told: Told) -> bool:
+    def goes_on(self, came_from: RowOrigin) -> bool:
         """Return True if the last entry also covers these rows."""
-        return told is not None and self.copy is not None and self.copy.has(*told)
+        return came_from is not None and self.copy is not None and self.copy.has(*came_from)
 
-    def count(self, told: Told) -> None:
-        """Record that rows were written that continue the copy of the last entry."""
-        if told is not None and self.copy is not None:
-            self.copy = self.copy._replace(span=_both(self.copy.span, told[1]))
+    def count(self, came_from: RowOrigin) -> None:
+        """Record that the rows just written continue the copy of the last entry."""
+        if came_from is not None and self.copy is not None:
+            self.copy = self.copy._replace(span=_both(self.copy.span, came_from[1]))
 
-    def note(self, told: Told, *, own: bool) -> bool:
-        """Record the origin of the rows that are written next; return True if entries changed.
+    def note(self, came_from: RowOrigin, *, own: bool) -> bool:
+        """Record the origin of the rows that are written next; return True if the entries changed.
 
         Args:
-            told: the origin of the rows, or None if it is unknown.
-            own: if the last entry is a collector's run, the rows belong to that run.
+            came_from: the origin of the rows, or None if it is unknown.
+            own: True if the rows belong to the last entry's run, where that is a collector's run.
 
         Raises:
             InvalidProvenance: the manifest has no room to record that the rows are not a
@@ -116,19 +120,19 @@ class CopiedRows:
         last = self._look()
         if not last or (own and is_collected(last)) or LEFT_OUT_OF_COPIES in last:
             return False
-        if told is not None:
+        if came_from is not None:
             for room in (self._room, 0):
                 self._room = room
                 with suppress(InvalidProvenance):  # retry with less detail
-                    return self._note_copy(last, *told)
+                    return self._note_copy(last, *came_from)
         if self.is_of_others(own):
             self._begin({"first_row": self._entries.reader.head})
             return True
         return False
 
-    def first_entry(self, told: Told) -> Entry:
-        """Return the first entry of a new storage that consists of such rows."""
-        return {} if told is None else self._entry_of({}, _copy_of(*told), [])
+    def first_entry(self, came_from: RowOrigin) -> Entry:
+        """Return the first entry of a new storage that begins with rows of this origin."""
+        return {} if came_from is None else self._entry_of({}, _copy_of(*came_from), [])
 
     def _note_copy(self, last: Entry, origin: Origin, rows: range) -> bool:
         before = self.copy
@@ -153,7 +157,7 @@ class CopiedRows:
         self.copy = copy
 
     def _begin(self, entry: Entry, copy: _Copy | None = None) -> None:
-        """Start ``entry``, to which the rows from here on belong."""
+        """Start ``entry`` for the rows that are written from now on."""
         runs = self.settled()
         last = runs[-1]
         if last["first_row"] == entry["first_row"] and not is_collected(last):
@@ -189,18 +193,28 @@ class RunEntries:
         self.path, self.reader, self._opened = opened.path, opened.reader, opened
         self.require_schema = opened.require_schema
         self.provenance: Mapping[str, Any] = {}
-        """Fields that are added to every run's entry: the command that writes it."""
+        """Fields that are added to the entry of every run, such as the command line that started
+        it."""
         self.copied = CopiedRows(self)
 
-    @told
-    def begin(self, schema: Schema, provenance: Mapping[str, Any] | None = None) -> None:
-        """Implement `DiskStorage.initialise`."""
+    @translates_errors
+    def begin(
+        self,
+        schema: Schema,
+        provenance: Mapping[str, Any] | None = None,
+        *,
+        declared: bool = False,
+    ) -> None:
+        """Implement `DiskStorage.initialise`; ``declared`` is True if a collector calls.
+
+        The collector has taken the schema from declared spaces, and not from a first batch.
+        """
         reader = self.reader
         with self._opened.turn:
             reader.require_open()
             run = run_of(reader.head, {**(provenance or {}), **self.provenance})
             if reader.engine is None:
-                self.create(schema, [run])
+                self.create(schema, [run], declared=declared)
                 return
             self.require_schema(schema)
             self.write([*self.copied.settled(), run])
@@ -222,7 +236,7 @@ class RunEntries:
             runs = self.reader.runs
             at = max(at for at, each in enumerate(runs) if each is run or each == run)
             if not runs[at].get(LEFT_OUT):
-                self.reader.add_event(at, kept(event, runs[at]))
+                self.reader.add_event(at, stored_form(event, runs[at]))
                 self.copied.forget()
             return self.reader.runs[at]
 
@@ -234,10 +248,12 @@ class RunEntries:
             self.write([*runs[:at], {**runs[at], **found}, *runs[at + 1 :]])
             return self.reader.runs[at]
 
-    def create(self, schema: Schema, runs: list[Any], id: str | None = None) -> None:
+    def create(
+        self, schema: Schema, runs: list[Any], id: str | None = None, *, declared: bool = False
+    ) -> None:
         """Create the files of a storage with these entries; see `OpenedFiles.create`."""
         bare = [{k: v for k, v in run.items() if k not in (EVENTS, IN_FILE)} for run in runs]
-        self._opened.create(schema, bare, id)
+        self._opened.create(schema, bare, id, declared=declared)
         if bare != runs:
             self.write(runs)
         self.copied.forget()
@@ -253,10 +269,10 @@ class RunEntries:
             self.write(runs)
 
     @contextmanager
-    def noted(self, came_from: Told, own: bool) -> Iterator[None]:
+    def noted(self, came_from: RowOrigin, own: bool) -> Iterator[None]:
         """Record the origin of the rows that the context writes; revert it if the write fails.
 
-        ``own`` is that of `CopiedRows.note`.
+        See `CopiedRows.note` for ``own``.
         """
         engine, copied, known = self.reader.engine, self.copied, self.copied.copy
         if engine is not None:
@@ -269,5 +285,5 @@ class RunEntries:
             if changed:
                 self.write(runs)
             if engine is not None:
-                copied.copy = known
+                copied.revert(known)
             raise

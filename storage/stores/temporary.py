@@ -23,7 +23,7 @@ class TemporaryFolder:
 
     def __init__(self, mode: str) -> None:
         if mode != "create":
-            raise ValueError(f"mode={mode!r} opens a storage that is there. Give its path.")
+            raise ValueError(f"mode={mode!r} opens an existing storage. Give its path.")
         self._folder = tempfile.mkdtemp(prefix="tallyroll-")
         self.rows = Path(self._folder) / "rows"
         """The path of the storage."""
@@ -33,7 +33,10 @@ class TemporaryFolder:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def leave_with(self, storage: Any, close: Callable[[], None]) -> Callable[[], Any]:
-        """Remove the folder with the storage or process; return a function that removes it now."""
+        """Remove the folder when ``storage`` is dropped or the process exits.
+
+        The storage is closed first, with ``close``. The returned callback does both immediately.
+        """
         return weakref.finalize(storage, _leave, self._folder, close, os.getpid())
 
 

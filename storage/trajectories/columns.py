@@ -48,7 +48,8 @@ def unread(reader: ReadableRows, counted: RowFollower) -> Iterator[tuple[int, in
     """Yield the ranges of rows that ``counted`` has not processed, none longer than a ring.
 
     The writer of a ring may go on during the iteration and overwrite rows that were read first. The
-    iteration is therefore repeated a few times, each of which takes a fraction of the time before.
+    iteration is therefore repeated a few times. Each repetition takes a fraction of the time of the
+    previous one.
     """
     size = min(_CHUNK_ROWS, reader.ring or _CHUNK_ROWS)
     for _ in range(_LOOKS if reader.ring else 1):
@@ -61,7 +62,7 @@ def unread(reader: ReadableRows, counted: RowFollower) -> Iterator[tuple[int, in
 
 
 class RowOrder:
-    """Reader of ranges of rows, column by column, for readers with this schema."""
+    """Reads the trajectory columns of ranges of rows, from any reader with the same schema."""
 
     def __init__(self, schema: Schema) -> None:
         self._keys = set(schema.keys)
@@ -116,7 +117,10 @@ def _left(reader: ReadableRows, rows: Chunk) -> Chunk:
 
 
 def missing(schema: Schema, keys: Iterable[Key]) -> list[str]:
-    """Return the columns that are missing, or are neither one integer per row nor flags."""
+    """Return the names of columns that are missing or unsuitable.
+
+    Flags must be bools. Every other column must be one integer per row.
+    """
     columns = {column.key: column for column in schema.columns}
     return [
         format_key(key)
@@ -143,6 +147,6 @@ def flags_of(column: np.ndarray) -> np.ndarray:
 
 
 def floats_of(bits: np.ndarray) -> np.ndarray:
-    """Return the values of a bfloat16 column, whose array holds their bits, as float32."""
+    """Return the values of a bfloat16 column as float32, given their bits as ``uint16``."""
     found: np.ndarray = (bits.astype(np.uint32) << 16).view(np.float32)
     return found

@@ -33,12 +33,13 @@ def compared_columns(schema: Schema) -> list[Column]:
 class Content:
     """The current rows of a reader, ordered by trajectory and step.
 
-    They are represented as runs: rows of a trajectory that are consecutive in both orders.
+    The rows are represented as runs. A run consists of rows of one trajectory that are consecutive
+    both in the storage and in this order.
 
     Args:
         reader: the reader.
         numbering: ``"relative"`` numbers trajectories 0, 1, 2 ... in the order of their ids.
-        steps_apart: a run ends before a step that is a multiple of two to this power.
+        steps_apart: a run ends before each step that is a multiple of ``2 ** steps_apart``.
 
     Raises:
         ColumnsMissing: the rows lack trajectory ids or steps.
@@ -53,8 +54,8 @@ class Content:
             raise ValueError(f"ids: expected 'kept' or 'relative', got {numbering!r}")
         if lacking := missing(reader.schema, NAMING):
             raise ColumnsMissing(
-                f"{reader.path} has no {', no '.join(lacking)} (whole numbers, one a row), which "
-                "say which row is which. Tallyroll's collectors write these columns."
+                f"{reader.path} has no {', no '.join(lacking)} (whole numbers, one per row). These "
+                "columns identify a row. Tallyroll's collectors write them."
             )
         self._reader, self.span = reader, reader.span
         """The rows that were valid when the object was made."""
@@ -92,7 +93,7 @@ class Content:
     def check(self) -> None:
         """Raise `Overrun` if rows of the span have been overwritten."""
         if self._reader.span.start > self.span.start:
-            raise self._reader.overrun(f"{len(self.span):,}")
+            raise self._reader.overrun(f"{len(self.span):,} rows")
 
     # --- row by row -------------------------------------------------------------------------------
 

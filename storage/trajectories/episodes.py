@@ -5,7 +5,7 @@ Fields of a line:
 ================= ==============================================================================
 ``id``, ``lane``  the id and lane of the trajectory
 ``first_row``     number of the first row that was counted; ``first_step`` is the step of that
-                  row. It is 0 unless earlier rows were never stored, or were overwritten before
+                  row, 0 unless earlier rows were never stored, or were overwritten before
                   they were counted
 ``last_row``      number of the last row
 ``length``        number of rows counted
@@ -126,12 +126,12 @@ class Episodes:
         return dtype
 
     def last_row(self, id: int) -> int | None:
-        """Return the last row of a trajectory, or None if it has none."""
+        """Return the last row of a trajectory, or None if the table has no line for it."""
         found = np.flatnonzero(self._lines["id"][: self._count] == id)
         return int(self._lines["last_row"][found[-1]]) if len(found) else None
 
     def last_id(self, lane: int) -> int:
-        """Return the last trajectory of a lane, or `NOBODY` if it has none."""
+        """Return the last trajectory of a lane, or `NOBODY` if the lane has none."""
         return self._tail_id.item(lane) if lane < len(self._tail_id) else NOBODY
 
     def resume(self, lines: np.ndarray) -> None:
@@ -149,10 +149,10 @@ class Episodes:
     def extend(self, rows: EpisodeRows, runs: Sequence[RunSeeds] = ()) -> None:
         """Count rows that follow those already counted.
 
-        If ``rows`` begin later, because rows were overwritten, counting restarts with them.
+        If there is a gap, because rows were overwritten, counting restarts with ``rows``.
 
         Args:
-            rows: the rows; in a ring, no more than it has slots.
+            rows: the rows; for a ring, at most as many as the ring has slots.
             runs: all runs so far, by their first rows.
 
         Raises:
@@ -245,11 +245,11 @@ class Episodes:
         self._tail_step = extended(self._tail_step, lanes, -1)
 
     def _seed(self, line: np.ndarray, before: np.ndarray, runs: Sequence[RunSeeds]) -> None:
-        """Assign the lane's seed to the first trajectory of every lane in a run, if rows have none.
+        """Assign lane seeds to the first trajectory of each lane in a run, if rows have no seeds.
 
         Args:
             line: the numbers of new lines, [n].
-            before: the preceding line in each one's lane, or -1, [n].
+            before: the preceding line in the lane of each new line, or -1, [n].
             runs: all runs so far.
         """
         if not len(line) or not any(len(run.lane_seeds) for run in runs):
@@ -271,8 +271,8 @@ class Episodes:
 
         Args:
             first: the lowest valid row.
-            active_from: trajectories that have not ended and have rows from this number on may
-                still continue; None: no process writes.
+            active_from: the first row of the run that is being written; None: no process writes.
+                Trajectories that have not ended and have rows from there on may still continue.
         """
         table = self._lines[: self._count].copy()
         current = self._tail[self._tail >= 0]
@@ -289,10 +289,9 @@ def what_is_wrong(table: np.ndarray, head: int) -> str | None:
         "lines are not in the order of first rows": np.diff(first) <= 0,
         "a trajectory begins before the first row": first < 0,
         "a trajectory ends before it begins": last < first,
-        "a length does not fit the rows": (length < 1) | (length > last - first + 1),
-        "a lane cannot be": (table["lane"] < 0) | (table["lane"] >= MOST_LANES),
-        "an end is none of those that there are": (table["end"] < END_OPEN)
-        | (table["end"] > END_CUT),
-        f"there are rows beyond the {head} that are stored": last >= head,
+        "a length does not match the rows": (length < 1) | (length > last - first + 1),
+        "a lane has an invalid number": (table["lane"] < 0) | (table["lane"] >= MOST_LANES),
+        "an end has an unknown value": (table["end"] < END_OPEN) | (table["end"] > END_CUT),
+        f"it has rows beyond the {head} that are stored": last >= head,
     }
     return next((what for what, wrong in checks.items() if wrong.any()), None)

@@ -36,8 +36,8 @@ _FIRST = np.zeros(1, np.int64)
 class IdChecks:
     """Checks of the ids of a batch against those of a storage with ``schema``.
 
-    Most batches take one comparison: all ids are larger than any stored one, or each lane continues
-    its last trajectory.
+    For most batches, one comparison is enough: all ids are larger than any stored id, or each lane
+    continues its last trajectory.
     """
 
     def __init__(self, reader: IndexedReader, schema: Schema) -> None:
@@ -55,8 +55,8 @@ class IdChecks:
         self.seen = 0
         """The number of rows whose ids have been read."""
         self._largest: int = NOBODY
-        # For each lane's last row, if its trajectory continues: the trajectory and the next step.
-        # `NOBODY` if the row was not looked up.
+        # For each lane: the trajectory of the last row and its next step. The trajectory is
+        # `NOBODY` if it has ended, or if the row was not looked up.
         self._tail_id = np.empty(0, np.int64)
         self._tail_next = np.empty(0, np.int64)
         self._episodes: Episodes | None = None
@@ -107,7 +107,7 @@ class IdChecks:
     def _admit_slot(
         self, ids: np.ndarray, steps: np.ndarray, lane: np.ndarray, values: Sequence[Any]
     ) -> bool:
-        """Admit one row for each of some lanes, in order, if all rows continue; return success."""
+        """Admit a batch with one row per lane if all rows continue; return True on success."""
         if not (lane[1:] > lane[:-1]).all() or not 0 <= lane[0] <= lane[-1] < len(self._tail_id):
             return False
         known = self._tail_id.take(lane) == ids
@@ -169,17 +169,17 @@ class IdChecks:
             id = int(ordered[1:][twice][0])
             lanes = sorted(set(runs.lane[begun == id].tolist()))
             self._refuse(
-                f"trajectory {id} is of lanes {lanes[0]} and {lanes[1]}"
+                f"trajectory {id} is in lanes {lanes[0]} and {lanes[1]}"
                 if len(lanes) > 1
                 else f"lane {lanes[0]} is in another trajectory in the middle of trajectory {id}"
             )
 
     def _refuse(self, why: str) -> NoReturn:
         raise TrajectoryIdTaken(
-            f"these rows cannot be those of trajectories: {why}. Nothing was written to "
-            f"{self._path}; within a lane one trajectory follows the other, ids rise, and of a "
-            "trajectory each step follows the one before it. Give all rows of a trajectory, in the "
-            "order in which they were made, as ring.in_order() gives those of a ring."
+            f"these rows do not form trajectories: {why}. Nothing was written to {self._path}. In "
+            "each lane, trajectories must follow each other with rising ids, and the steps of a "
+            "trajectory must be consecutive. Give all rows of a trajectory in the order in which "
+            "they were collected. For a ring, ring.in_order() returns that order."
         )
 
     def settle(self, head: int) -> None:
@@ -218,7 +218,7 @@ class IdChecks:
         Args:
             id, step, lane: the values of the row.
             row: the index of the row in the batch.
-            opens: True if it is the first row of its lane in the batch.
+            opens: True if the row is the first of its lane in the batch.
         """
         if self._replaces_all or not self._reader.head:
             return
@@ -230,9 +230,9 @@ class IdChecks:
             return
         why = self._why_not(last, step, lane)
         if why is None and current != id:
-            why = f"lane {lane} is in trajectory {current} since"
+            why = f"lane {lane} has continued with trajectory {current}"
         if why is None and not opens:
-            why = "its lane is in another trajectory before, in these rows"
+            why = "its lane is in another trajectory earlier in this batch"
         if why is not None:
             raise TrajectoryIdTaken(
                 f"trajectory {id} is already stored in {self._path}, and row {row} of this batch, "
@@ -243,15 +243,14 @@ class IdChecks:
             )
 
     def _require_later(self, id: int, lane: int, current: int, row: int) -> None:
-        """Raise if a new id is smaller than that of its lane's last stored row."""
+        """Raise if a new id is smaller than the id of its lane's last stored row."""
         last = self._counted().last_row(current) if current > id else None
         if last is not None and last >= self._reader.span.start:
             raise TrajectoryIdTaken(
-                f"row {row} of this batch is of trajectory {id}, and its lane {lane} is already in "
-                f"trajectory {current} of {self._path}: within a lane ids rise. Nothing was "
-                "written. "
-                'Give ids that are larger, or let extend(..., ids="renumber") give these '
-                "trajectories numbers after the stored ones."
+                f"row {row} of this batch is of trajectory {id}, but its lane {lane} is already in "
+                f"trajectory {current} of {self._path}, and ids must rise within a lane. Nothing "
+                'was written. Use larger ids, or extend(..., ids="renumber"), which numbers these '
+                "trajectories after the stored ones."
             )
 
     def _counted(self) -> Episodes:
@@ -261,7 +260,7 @@ class IdChecks:
         """
         reader = self._reader
         if self._episodes is None:
-            self._episodes = reader.trajectory_index.load(reader)
+            self._episodes = reader.trajectory_index.load_episodes(reader)
         for start, stop in unread(reader, self._episodes):
             self._episodes.extend(self._order.episode_rows(reader, start, stop))
         return self._episodes
@@ -290,9 +289,8 @@ def _array(values: Any) -> np.ndarray:
 def _require_lanes(least: int, most: int, path: Path) -> None:
     if not 0 <= least <= most < MOST_LANES:
         raise TrajectoryIdTaken(
-            f"these rows say that they are of lane {least if least < 0 else most}, and lanes are "
-            f"numbered from 0 to {MOST_LANES - 1}. Nothing was written to {path}; number the "
-            "lanes so."
+            f"these rows have lane {least if least < 0 else most}, but lanes are numbered from 0 "
+            f"to {MOST_LANES - 1}. Nothing was written to {path}. Number the lanes in that range."
         )
 
 
@@ -308,8 +306,8 @@ def renumbered(ids: np.ndarray, base: int) -> np.ndarray:
     if base + most - least > np.iinfo(ids.dtype).max:
         raise TrajectoryIdTaken(
             f"trajectories {least} to {most} cannot be renumbered from {base} on: the new ids do "
-            f"not fit into {ids.dtype}. Number them without gaps, and write again."
+            f"not fit into {ids.dtype}. Number the trajectories without gaps, and write them again."
         )
-    # In two steps that cannot overflow; the offset itself may not fit.
+    # Neither of these two steps can overflow, whereas the dtype may not hold the offset itself.
     moved: np.ndarray = ids - ids.min() + ids.dtype.type(base)
     return moved

@@ -22,7 +22,7 @@ from tallyroll.storage.trajectories.blocks.tail import least_block
 from tallyroll.storage.trajectories.columns import WHOSE, RowOrder, missing, numbers_of, unread
 from tallyroll.storage.trajectories.episode_file import write_table
 from tallyroll.storage.trajectories.episodes import Episodes, runs_of
-from tallyroll.storage.trajectories.lane_file import IndexOwner, UnusableIndex, write_index
+from tallyroll.storage.trajectories.index_file import IndexOwner, UnusableIndex, write_index
 from tallyroll.storage.trajectories.row_index import RowIndex
 from tallyroll.storage.trajectories.slice_columns import SliceColumns
 
@@ -49,6 +49,12 @@ class TrajectoryIndex:
         self._in_file = self._in_index = -1
         self._rewinds = 0
 
+    def columns_of_slices(self, schema: Schema) -> SliceColumns:
+        """Return the columns that slices of rows of ``schema`` change."""
+        if (found := self.slice_columns) is None:
+            found = self.slice_columns = SliceColumns(schema)
+        return found
+
     def rows(self, reader: ReadableRows) -> RowIndex:
         """Return the index of all committed rows.
 
@@ -65,15 +71,17 @@ class TrajectoryIndex:
             return rows
 
     def _begun(self, reader: ReadableRows) -> RowIndex:
-        """Return the index as it is, or load the one that is saved alongside the rows."""
+        """Return the index without adding rows to it. Load the saved index if there is none yet."""
         self._forget_rewound(reader)
         rows = self._rows
         if rows is None or rows.damaged:
             _require(reader, WHOSE)
-            rows = self._rows = RowIndex(reader.ring, self._kept(reader, again=rows is not None))
+            rows = self._rows = RowIndex(
+                reader.ring, self._load_rows(reader, again=rows is not None)
+            )
         return rows
 
-    def _kept(self, reader: ReadableRows, *, again: bool) -> SavedBlocks | None:
+    def _load_rows(self, reader: ReadableRows, *, again: bool) -> SavedBlocks | None:
         """Return the blocks that are saved beside the rows, unless they are known to be damaged."""
         self._in_index = -1
         if again:
@@ -90,7 +98,7 @@ class TrajectoryIndex:
     def episodes(
         self, reader: ReadableRows, progress: Callable[[int], object] = lambda rows: None
     ) -> Episodes:
-        """Return the episode table of all committed rows; raise as `rows` does.
+        """Return the episode table of all committed rows; see `rows` for the errors.
 
         ``progress`` is called with the number of rows counted so far, after each range of rows.
         """
@@ -98,7 +106,7 @@ class TrajectoryIndex:
             self._forget_rewound(reader)
             if self.counted is None:
                 _require(reader, _COUNTED)
-                self.counted = self.load(reader)
+                self.counted = self.load_episodes(reader)
             episodes = self.counted
             if reader.head > episodes.seen:
                 order, runs = self._order_of(reader), runs_of(reader.runs)
@@ -108,7 +116,7 @@ class TrajectoryIndex:
             return episodes
 
     def table(self, reader: ReadableRows) -> np.ndarray:
-        """Return the lines of trajectories that still have rows; raise as `rows` does."""
+        """Return the lines of trajectories that still have rows; see `rows` for the errors."""
         with self.lock:
             return read_consistently(
                 reader,
@@ -127,7 +135,7 @@ class TrajectoryIndex:
             self._order = RowOrder(reader.schema)
         return self._order
 
-    def load(self, reader: ReadableRows) -> Episodes:
+    def load_episodes(self, reader: ReadableRows) -> Episodes:
         """Return a new table with the lines of the file, which the caller brings up to date."""
         shapes = {column.key: column.shape for column in reader.schema.columns}
         episodes = Episodes(reader.ring, shapes.get(REWARD, ()))
@@ -151,9 +159,10 @@ class TrajectoryIndex:
         return bool((ids == line["id"]).all())
 
     def make_way(self, reader: ReadableRows, rows: Any) -> None:
-        """Count the rows that a batch, or an index of its rows, will overwrite in a ring.
+        """Count the rows of a ring that a batch will overwrite.
 
-        Nothing is counted if no caller has needed the table yet.
+        ``rows`` is the batch or an index of its rows. Nothing is counted if no caller has needed
+        the table yet.
         """
         episodes = self.counted
         if episodes is not None and reader.head + _length(rows) - episodes.seen > reader.ring:
@@ -161,7 +170,9 @@ class TrajectoryIndex:
                 self.episodes(reader)
 
     def save(self, reader: FileBackedReader, *, synced: bool) -> None:
-        """Write the episode table beside the rows before their writer closes, if the schema allows.
+        """Write the episode table and the index alongside the rows, before the writer closes.
+
+        Neither is written if the columns for the table are missing.
 
         Raises:
             StorageFull: the disk has no space; an older table stays.
@@ -213,7 +224,7 @@ class FileBackedReader(ReadableRows, Protocol):
 
 
 def _fits(kept: SavedBlocks, reader: ReadableRows) -> bool:
-    """Return True if kept blocks match the last rows of lanes, sampled if there are many lanes."""
+    """Return True if kept blocks match the last rows of all lanes, or of a sample of many lanes."""
     base, _, ids, steps = kept.tail.state
     lane = np.flatnonzero(base > 0)
     lane = lane[:: max(1, len(lane) // _LANES_LOOKED_AT)]
@@ -241,21 +252,21 @@ def _active_from(reader: ReadableRows) -> int | None:
 
 
 def says_whose(schema: Schema) -> bool:
-    """Return True if rows of these columns say which trajectory they belong to."""
+    """Return True if the schema has the columns that assign rows to trajectories."""
     return not missing(schema, WHOSE)
 
 
 def _require(reader: ReadableRows, keys: tuple[Key, ...]) -> None:
     if lacking := missing(reader.schema, keys):
         raise ColumnsMissing(
-            f"{reader.path} has no {', no '.join(lacking)} (whole numbers, one a row; flags for "
-            "ends), which say which rows make a trajectory. Tallyroll's collectors "
-            "write these columns; rows from elsewhere need them, too."
+            f"{reader.path} has no {', no '.join(lacking)} (whole numbers, one per row; flags for "
+            "ends). These columns define trajectories. Tallyroll's collectors write them; rows of "
+            "other origin need them, too."
         )
 
 
 def _length(rows: Any) -> int:
-    """Return the number of rows of a batch, or 0 for another object, which is refused later."""
+    """Return the number of rows of a batch, or 0 for any other object, which is refused later."""
     if not isinstance(rows, (TensorDictBase, range, np.ndarray)):
         rows = next(iter(rows.values()), ()) if isinstance(rows, Mapping) else ()
     try:

@@ -91,7 +91,7 @@ class LaneOrder:
         tails.put(self.own, values if self._one_each else values.take(self.last))
 
     def carry(self, values: np.ndarray, tails: np.ndarray) -> np.ndarray:
-        """Return the values of `before`, then `keep` the new ones for the next chunk."""
+        """Return the result of `before`, and `keep` the new values for the next chunk."""
         before = self.before(values, tails)
         self.keep(values, tails)
         return before
@@ -124,7 +124,7 @@ class LaneOrder:
 
 
 class LaneStretches(LaneOrder):
-    """Stretches of the rows of an order, ordered by lane.
+    """Stretches of the rows of a `LaneOrder`, ordered by lane.
 
     ``at`` contains their first rows, as indices into that order.
     """
@@ -167,8 +167,8 @@ def lane_order(lane: np.ndarray, start: int = 0) -> LaneOrder:
     for end in (0, -1):
         if not 0 <= ordered[end] < MOST_LANES:
             raise CorruptStorage(
-                f"row {start + at[end]} says that it is of lane {ordered[end]}, and lanes are "
-                f"numbered from 0 to {MOST_LANES - 1}. Restore it from a copy."
+                f"row {start + at[end]} has lane {ordered[end]}, but lanes are numbered from 0 to "
+                f"{MOST_LANES - 1}. Restore the storage from a copy."
             )
     return LaneOrder.of(at, ordered)
 

@@ -2,12 +2,11 @@
 
 The file can be lost without losing rows. Its first line contains its name, and its second line is
 JSON: the ``id`` of the storage, the SHA-256 of the names, dtypes and shapes of its columns
-(``about``), the number of ``rows`` that it covers, the number of ``rewinds`` by then, and the
+(``about``), the number of ``rows`` that it covers, the number of ``rewinds`` at that time, and the
 number of ``leaves``. A `LEAF` for each leaf follows, and finally the SHA-256 of everything before.
 
-Rows never change, and keep their numbers, during the life of a storage. A leaf therefore has the
-hash of a cached one that begins and ends with the same rows, has the same number of rows, and has
-the same newest row.
+Rows never change, and keep their numbers, during the life of a storage. The cached hash of a leaf
+is therefore valid for a leaf with the same first, last and newest row and the same number of rows.
 """
 
 from __future__ import annotations
@@ -78,27 +77,29 @@ class LeafHashes:
             raise UnusableLeaves(f"{path} cannot be read: {error.strerror}.") from error
         body, told = content[:-_SUM_NBYTES], content[-_SUM_NBYTES:]
         if not body.startswith(_MAGIC) or hashlib.sha256(body).digest() != told:
-            raise UnusableLeaves(f"{path} is damaged: its checksum does not fit.")
+            raise UnusableLeaves(f"{path} is damaged: its checksum does not match.")
         line, _, rest = body[len(_MAGIC) :].partition(b"\n")
         try:
             says = json.loads(line)
             rows, leaves, rewinds = says["rows"], says["leaves"], says["rewinds"]
             owner = {name: says[name] for name in self._owner}
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise UnusableLeaves(f"{path} does not say whose hashes it has ({error}).") from error
+            raise UnusableLeaves(
+                f"{path} does not name the storage of its hashes ({error})."
+            ) from error
         if owner != self._owner:
-            raise UnusableLeaves(f"{path} is of another storage.")
+            raise UnusableLeaves(f"{path} belongs to another storage.")
         if rewinds != self._rewinds:
             return None
         if type(rows) is not int or type(leaves) is not int or len(rest) != leaves * LEAF.itemsize:
-            raise UnusableLeaves(f"{path} does not have the leaves that it says.")
+            raise UnusableLeaves(f"{path} does not have the number of leaves in its header.")
         if rows > (head := self._head()):
-            raise UnusableLeaves(f"{path} is of {rows} rows, and there are {head}.")
+            raise UnusableLeaves(f"{path} covers {rows} rows, but the storage has {head}.")
         self.seen = rows
         return np.frombuffer(rest, LEAF)
 
     def fill(self, lines: np.ndarray, kept: np.ndarray) -> np.ndarray:
-        """Fill in the hashes of those leaves [n] of `LEAF` that are among the cached ones.
+        """Fill in the cached hashes of the leaves ``lines``, [n] of `LEAF`.
 
         Returns:
             A mask of the leaves that were filled in, bool [n].
@@ -114,11 +115,11 @@ class LeafHashes:
         return known
 
     def write(self, lines: np.ndarray, seen: int) -> None:
-        """Replace the file atomically; skip it if it cannot be written."""
+        """Replace the file atomically; do nothing if the file cannot be written."""
         told: dict[str, Any] = {**self._owner, "rewinds": self._rewinds}
         told |= {"rows": seen, "leaves": len(lines)}
         body = _MAGIC + json.dumps(told).encode() + b"\n" + lines.tobytes()
         with contextlib.suppress(OSError):
             content = body + hashlib.sha256(body).digest()
-            self._files.inside.write_aside(self._files.leaves_path, content, synced=True)
+            self._files.inside.write_atomically(self._files.leaves_path, content, synced=True)
             self.seen = seen

@@ -1,8 +1,9 @@
-"""The hash of a storage's content: the SHA-256 of the SHA-256 of its leaves.
+"""The hash of a storage's content, computed from the hashes of its leaves.
 
-A leaf is a stretch of rows in the order of the content, from a few thousand bytes to 1 MiB: the
-rows of some trajectories with consecutive ids, or a part of a long trajectory. The boundaries of
-leaves follow from ids and steps alone, so that they do not depend on how rows are stored. A row
+The content hash is the SHA-256 of a description of the columns, followed by the SHA-256 of each
+leaf. A leaf is a stretch of rows in the order of the content, from a few thousand bytes to 1 MiB:
+the rows of some trajectories with consecutive ids, or a part of a long trajectory. The boundaries
+of leaves follow from ids and steps alone, so that they do not depend on how rows are stored. A row
 that is added or lost changes the leaf that it belongs to, and few others.
 """
 
@@ -38,9 +39,9 @@ class LeafMemory:
 
     Args:
         reader: the reader of the rows.
-        columns: the columns of a part, in order, and the number of bytes of a value of each.
+        columns: the columns of a part, in order, each with the size of a value in bytes.
         rows: the number of the first row of each run, int64 [runs].
-        counts: the number of rows of each run, which are contiguous, int64 [runs].
+        counts: the number of contiguous rows of each run, int64 [runs].
         most: the number of rows to allocate memory for.
     """
 
@@ -67,7 +68,7 @@ class LeafMemory:
     def parts(
         self, runs: slice, parts: np.ndarray, bounds: Sequence[int]
     ) -> Iterator[bytes | memoryview]:
-        """Yield the bytes of each part, which are valid until the next call.
+        """Yield the bytes of each part, which are valid until the next part is requested.
 
         If the writer of a ring overwrites the rows meanwhile, the bytes are undefined.
 
@@ -93,7 +94,8 @@ class LeafMemory:
 
 _MAGIC: Final = "tallyroll content 1"
 _LEAF_NBYTES: Final = 2**16
-"""Bytes of the steps of a trajectory in a leaf. A hash costs as much as 2 KiB of rows."""
+"""The maximum number of bytes of the steps of one trajectory in a leaf, unless one row is larger.
+The overhead of one hash equals the time to hash 2 KiB of rows."""
 _LEAF_IDS: Final = 2**4
 """The number of ids of short trajectories in a leaf."""
 _MOST_NBYTES: Final = 2**20
@@ -115,8 +117,8 @@ def hash_of(
         reader: the reader.
         ids: the numbering of trajectories.
         progress: callback that is called with the number of bytes hashed since its last call.
-        kept: cached leaf hashes, which are used and updated. Changes to the covered rows are not
-            detected.
+        kept: cached leaf hashes, which are used and updated. Only the newest cached leaf is
+            compared with its rows, so other changes to covered rows are not detected.
     """
     if not reader.initialised:
         return hashlib.sha256(_MAGIC.encode()).hexdigest()
@@ -166,10 +168,10 @@ def _with(kept: LeafHashes, leaves: Leaves, progress: MoreDone | None) -> np.nda
 
 
 class Leaves:
-    """The leaves of the current rows of a reader; raises as `Content` does.
+    """The leaves of the current rows of a reader; see `Content` for the errors.
 
-    A leaf ends where ids reach the next multiple of one number, or steps the next multiple of
-    another. Both are powers of two that follow from the bytes of a row.
+    A leaf ends where the ids reach the next multiple of one number, or the steps reach the next
+    multiple of another. Both numbers are powers of two that depend on the size of a row.
     """
 
     def __init__(self, reader: ReadableRows, ids: Numbering = "kept") -> None:

@@ -31,7 +31,7 @@ _PATIENCE_SECONDS: Final = 1.0
 _NUMBER_NBYTES: Final = 16
 """Bytes of a row number and its mask while slices are drawn."""
 _LARGE_NBYTES: Final = 2**28
-"""Larger samples, in bytes, are checked against the available memory before the draw."""
+"""The size in bytes above which a sample is compared with the available memory before the draw."""
 
 
 class Trajectories(Mapping[int, TensorDict]):
@@ -165,7 +165,7 @@ class Trajectories(Mapping[int, TensorDict]):
             return rows
 
     def __getitem__(self, id: int) -> TensorDict:
-        """Return the rows of a trajectory, batch size [rows]; raise as `rows_of`."""
+        """Return the rows of a trajectory, with batch size [rows]; see `rows_of` for the errors."""
         found = read_consistently(self._reader, lambda: self._rows(self._rows_of(id)))
         if not len(found):
             raise _unknown(self._reader, id)
@@ -248,7 +248,7 @@ class Trajectories(Mapping[int, TensorDict]):
 
         Raises:
             NoSlices: no trajectory is long enough, or none is stored from its first step on.
-            ShortTrajectory: with ``short="error"``, a drawn trajectory is shorter.
+            ShortTrajectory: with ``short="error"``, a drawn trajectory is shorter than a slice.
             Overrun: the ring is overwritten faster than it is read.
         """
         check_positive("num_slices", num_slices)
@@ -331,10 +331,7 @@ def _require_room(reader: IndexedReader, num_slices: int, length: int) -> None:
 
 
 def _slice_columns(reader: IndexedReader) -> SliceColumns:
-    index = reader.trajectory_index
-    if (found := index.slice_columns) is None:
-        found = index.slice_columns = SliceColumns(reader.schema)
-    return found
+    return reader.trajectory_index.columns_of_slices(reader.schema)
 
 
 def _steps_in(reader: IndexedReader) -> Callable[[np.ndarray], np.ndarray]:
@@ -354,6 +351,6 @@ def _drawn_by(generator: torch.Generator | None) -> Any:
 
 def _unknown(reader: IndexedReader, id: object) -> UnknownTrajectory:
     return UnknownTrajectory(
-        f"{reader.path} has no rows of trajectory {id}. See storage.trajectories.ids for those "
-        "that there are."
+        f"{reader.path} has no rows of trajectory {id}. See storage.trajectories.ids for the "
+        "existing ids."
     )

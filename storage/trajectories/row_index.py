@@ -1,4 +1,4 @@
-"""Index of the rows of trajectories, which walks along them and draws slices. Pure.
+"""Index of the rows of trajectories, for walks along a trajectory and draws of slices. Pure.
 
 Row numbers count all rows ever written. In a ring of ``size`` slots, only the newest ``size`` rows
 are known. Otherwise ``size`` is 0, and all rows are known.
@@ -33,7 +33,8 @@ class RowIndex:
 
     def __init__(self, ring: int = 0, kept: SavedBlocks | None = None) -> None:
         self._blocks: LaneBlocks = kept or LaneBlocks(ring)
-        # By length: the first rows of blocks, and the number of slices that end in each block.
+        # For each length: the first row of each block, and the number of slices that end in the
+        # block.
         self._counts: dict[int, deque[tuple[int, int]]] = {}
 
     @property
@@ -52,16 +53,16 @@ class RowIndex:
         return self._blocks.tail.first if len(self._blocks.blocks) > 1 else 0
 
     def state(self, first: int = 0) -> BlockState:
-        """Return the state of the blocks whose rows all start from ``first``."""
+        """Return the state of the blocks that have no row below ``first``."""
         return self._blocks.state(first)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows in blocks. The newest rows, which are not in blocks, take more."""
+        """The size of the blocks in bytes. The newest rows, which are not in blocks, take more."""
         return self._blocks.nbytes
 
     def extend(self, chunk: RowChunk) -> None:
-        """Add the next rows; in a ring, no more at once than it has slots.
+        """Add the next rows; for a ring, at most as many as the ring has slots.
 
         Rows between ``seen`` and the chunk are assumed to be overwritten.
 
@@ -79,23 +80,23 @@ class RowIndex:
         return self._between(lane, begin, position + 1, first)
 
     def rows_of(self, id: int, first: int = 0) -> np.ndarray:
-        """Return the rows of a trajectory from ``first`` on, in time order, or none if it is
-        unknown.
+        """Return the rows of a trajectory from ``first`` on, in time order.
 
-        If the id was used several times, the result is the trajectory that began last.
+        The result is empty if the id is unknown. If the id was used several times, the result is
+        the trajectory that began last.
         """
         if (found := self._blocks.newest(id)) is None:
             return np.empty(0, np.int64)
         return self._between(found[0], *self._blocks.bounds(*found), first)
 
     def _between(self, lane: int, begin: int, stop: int, first: int) -> np.ndarray:
-        """Return the rows from ``first`` on among those at a range of positions of a lane."""
+        """Return the rows at a range of positions of a lane, without rows below ``first``."""
         where = np.array([lane]), np.array([stop - 1]), np.array([begin])
         rows: np.ndarray = self._blocks.up_to(*where, stop - begin, np.array([self.seen]))[0]
         return rows[rows >= first] if first else rows
 
     def places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of rows before each row [n] in its stretch, and whether it is the last.
+        """Return the number of rows before each row [n] in its stretch, and a mask of last rows.
 
         In a ring, overwritten rows are counted too.
         """
@@ -117,10 +118,10 @@ class RowIndex:
         return found
 
     def windows(self, ends: np.ndarray, length: int) -> np.ndarray:
-        """Return the ``length`` rows up to each of ``ends`` [n] in its stretch, [n, length].
+        """Return the ``length`` consecutive rows that end at each of ``ends`` [n]: [n, length].
 
-        The first row of a stretch is repeated for rows before it; in a ring, the first row that the
-        index has not dropped.
+        The first row of a stretch is repeated for rows before it. In a ring, the first row that the
+        index has not dropped is repeated.
         """
         ends = self._there(ends)
         lane, position, start = self._blocks.spots(ends)
@@ -128,7 +129,7 @@ class RowIndex:
         return self._blocks.up_to(lane, position, least, length, ends)
 
     def onward(self, rows: np.ndarray, length: int) -> np.ndarray:
-        """Return the ``length`` rows from each of ``rows`` [n] on, step by step, [length, n].
+        """Return the ``length`` consecutive rows that begin at each of ``rows`` [n]: [length, n].
 
         The last row of a stretch is repeated for rows after it. In a ring, the result is undefined
         for rows below the oldest one that is left.
@@ -138,7 +139,7 @@ class RowIndex:
         return found
 
     def _there(self, rows: np.ndarray) -> np.ndarray:
-        """Return the rows, with dropped ones replaced by the oldest row."""
+        """Return the rows, with dropped rows replaced by the oldest row."""
         oldest = self._blocks.oldest
         return np.maximum(rows, oldest) if oldest else rows
 
@@ -160,7 +161,7 @@ class RowIndex:
     def draw(
         self, count: int, length: int, first: int, pick: Callable[[int, int], np.ndarray]
     ) -> np.ndarray:
-        """Draw slices uniformly, with replacement, among all of that length: [count, length].
+        """Draw slices uniformly, with replacement, from all slices of that length: [count, length].
 
         Args:
             count: the number of slices.
@@ -199,8 +200,8 @@ class RowIndex:
         lane, begin, stop = lane[some], begin[some], stop[some]
         if not len(lane):
             raise NoSlices(
-                f"slices of {length} rows were asked for, and the longest stretch of a trajectory "
-                f"here has {self.longest(first)}. Ask for shorter slices, or collect more."
+                f"slices of {length} rows were requested, but the longest stretch of a trajectory "
+                f"here has {self.longest(first)}. Request shorter slices, or collect more."
             )
         # Sort, so that the order does not depend on the blocks.
         order = np.lexsort((begin, blocks.number_of(lane)))
@@ -213,8 +214,7 @@ class RowIndex:
         return blocks.up_to(lane[at], position, least, length, np.full(count, self.seen))
 
     def pieces(self, length: int, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Cut all stretches into pieces of ``length`` rows, starting from the first row that is
-        left.
+        """Cut all stretches into pieces of ``length`` rows, from the first remaining row on.
 
         Returns:
             The last row of each piece and its number of rows, which is smaller at the end of a

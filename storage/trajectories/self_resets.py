@@ -1,4 +1,4 @@
-"""Detector of environments that reset themselves and return the next start as final. Pure.
+"""Detector of environments that return the next start as the final observation. Pure.
 
 An environment that resets itself inside the step at which an episode ends, without reporting it,
 returns the first observation of the next episode in place of the final one. Its rows reveal it: the
@@ -6,24 +6,26 @@ final observation equals, bit for bit, the first observation of the lane's next 
 alone is not proof. In a bandit all observations are equal, and a task may end where it began, or
 where the next episode begins. The detector therefore counts:
 
-- Finals that equal the first observation that follows them in their lane. If less than 9 of 10
-  do, the environment does not reset itself.
-- Telling ends: ends whose trajectory began with another observation than the one that follows. If
-  less than 9 of 10 of their finals equal the one that follows, the environment does not reset
+- Finals, the final observations of trajectories, that equal the first observation that follows in
+  their lane. If fewer than 9 of 10 do, the environment does not reset itself.
+- Telling ends, whose trajectory did not begin with the observation that follows the end. If fewer
+  than 9 of 10 of their finals equal the observation that follows, the environment does not reset
   itself.
 - The surprise of the telling ends. An end is a surprise if no earlier trajectory began with the
-  observation that follows, or if another observation followed the last trajectory that began
-  alike. A surprise is worth the negative logarithm of the frequency of that observation, in bits.
-  The first two ends of a lane do not count, because a lane may have its own start positions. A task
-  that alternates between two docks, or returns home at every end, knows where the next episode
-  begins. Only a self-reset knows a start that is drawn at random: `BITS` of surprise are proof.
-- Mid-trajectory observations that equal the first one of their own trajectory. If no end is a
-  surprise, and less than 1 of 10 of these are equal, the environment may reset itself, which
-  causes a warning.
+  observation that follows, or if a different observation followed the last trajectory with the same
+  first observation. A surprise is worth the negative logarithm, in bits, of the frequency of the
+  observation that follows. The first two ends of a lane do not count, because a lane may have its
+  own start positions. A task that alternates between two docks, or returns home at every end, knows
+  where the next episode begins. Only an environment that has reset itself knows a start that is
+  drawn at random, so `BITS` of surprise are proof.
+- Mid-trajectory observations that equal the first one of their own trajectory. If the surprise is
+  not enough for proof, and fewer than 1 of 10 of these observations are equal, the environment may
+  reset itself, which causes a warning.
 
-The rows of some environments do not show whether they reset themselves, for example if episodes
-have one step or always begin alike. If a task's reset keeps the state, or visits eight or more
-places in turn, its rows look like those of a self-reset. Its user declares ``finals="kept"``.
+The rows of some environments do not show whether the environment resets itself, for example if
+episodes have one step or always begin alike. If a task's reset keeps the state, or visits eight or
+more places in turn, its rows look like those of a self-reset. For such a task, the user declares
+``finals="kept"``.
 
 Observations are compared by a `digest` of their bytes. Equal observations have equal digests, and
 different ones have different digests except with a probability of about 1 in 2**60. Consequently,
@@ -43,11 +45,13 @@ from tallyroll.storage.rows.row_words import batches, words
 from tallyroll.storage.trajectories.lane_stretches import LaneOrder, lane_order
 
 LEAST = 16
-"""The minimum number of ends for a verdict; a quarter of it for mid-trajectory observations."""
+"""The minimum number of ends for a verdict, which also needs a quarter as many mid-trajectory
+observations."""
 PLACES = 5
 """The maximum number of rows that a verdict names."""
 MOST_INNER = 1024
-"""The maximum number of mid-trajectory observations to compare, or `LEAST` per lane if more."""
+"""The maximum number of mid-trajectory observations to compare, or `LEAST` per lane if that is
+more."""
 BITS = 1.5 * LEAST
 """The bits of surprise that prove that an environment knew its next starts.
 
@@ -60,7 +64,7 @@ _PATIENCE = 256
 """The number of ends, plus `LEAST` per lane, after which an undecided case is dropped."""
 
 Columns = Sequence[tuple[Callable[[np.ndarray], np.ndarray], int]]
-"""For each column of an observation, a function that takes rows [k], and the bytes of a row."""
+"""For each column of an observation, a function that returns rows [k], and the bytes of a row."""
 
 
 class Verdict(Enum):
@@ -80,7 +84,7 @@ class ComparisonCounts:
     equal: int = 0
     """Ends whose final observation equals the first one that follows in the lane."""
     telling: int = 0
-    """Ends whose trajectory began with another observation than the one that follows."""
+    """Ends whose trajectory did not begin with the observation that follows."""
     telling_equal: int = 0
     inner: int = 0
     """Observations in mid-trajectory."""
@@ -93,7 +97,7 @@ class ComparisonCounts:
 def judge(seen: ComparisonCounts, least: int = LEAST) -> Verdict:
     """Return the verdict that ``seen`` supports.
 
-    It is undecided until there are ``least`` ends and a quarter as many mid-trajectory
+    The verdict is undecided until there are ``least`` ends and a quarter as many mid-trajectory
     observations.
     """
     if seen.ends < least:
@@ -110,7 +114,7 @@ def judge(seen: ComparisonCounts, least: int = LEAST) -> Verdict:
 
 
 def _agree(seen: ComparisonCounts) -> bool:
-    """Return True if 9 of 10 finals, and 9 of 10 telling ones, equal the start that follows."""
+    """Return True if 9 of 10 finals equal the next start, both among all and among telling ends."""
     return 10 * seen.equal >= 9 * seen.ends and 10 * seen.telling_equal >= 9 * seen.telling
 
 
@@ -118,10 +122,10 @@ def surprise(lane: np.ndarray, own: np.ndarray, following: np.ndarray, told: np.
     """Return the bits of surprise of the ends that ``told`` [n] marks.
 
     Args:
-            lane: the lanes of the ends [n], in time order.
-            own: digests [n] of the first observations of the trajectories that ended.
-            following: digests [n] of the first observations that follow.
-            told: bool [n], the telling ends whose final observation equals the one that follows.
+        lane: the lanes of the ends [n], in time order.
+        own: digests [n] of the first observations of the trajectories that ended.
+        following: digests [n] of the first observations that follow.
+        told: a mask [n] of the telling ends whose final observation equals the one that follows.
     """
     _, which, counts = np.unique(following, return_inverse=True, return_counts=True)
     begun = np.stack([own, following], axis=1).reshape(-1)
@@ -147,7 +151,7 @@ def _earlier(lane: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Rows in which those of each lane are in time order. Arrays are [n]."""
+    """Rows to compare, with the rows of each lane in time order. Arrays are [n]."""
 
     lane: np.ndarray
     step: np.ndarray
@@ -156,7 +160,7 @@ class Ends:
     """True if the row is terminated or truncated, bool."""
     terminated: np.ndarray
     """True if the row is terminated, bool. The two kinds of ends are also judged separately,
-    because an environment may reset itself at its own ends but not at those of a time limit."""
+    because an environment may reset itself at its own ends but not at time limits."""
     first: Columns
     """The observations at the beginning of the rows."""
     next: Columns
@@ -190,16 +194,18 @@ class SelfResets:
         self.lanes = lanes
         self.verdict = Verdict.UNDECIDED
         self.seen = ComparisonCounts()
-        """The counts of the lane or kind of end that the verdict is about; otherwise of all."""
+        """The counts of the lane or kind of end that decided the verdict; otherwise, of all
+        ends."""
         self.places: list[int] = []
-        """Numbers of the first ends whose final observation equals the first one that follows."""
+        """Rows of the first ends whose final observation equals the first one that follows."""
         self._tails: _Tails = {name: np.zeros(lanes, dtype) for name, dtype in _TAIL.items()}
         """The values of the last row of every lane, [lanes] each."""
         self._counts = np.zeros((4, 2, lanes), np.int64)
         """Counts of ends, equal ones, telling ones, and telling equal ones: [4, kind, lane]."""
         self._ends = np.zeros((5, 0), np.uint64)
-        """For every end whose own first observation is known: the kind, the lane, the digests of
-        that observation and of the one that follows, and if it is telling and equal: [5, ends]."""
+        """Every end whose trajectory has a known first observation, [5, ends]: the kind, the lane,
+        the digests of that observation and of the one that follows, and 1 if the end is telling and
+        equal."""
         self._inner = np.zeros((2, lanes), np.int64)
         """Counts of mid-trajectory observations and of equal ones: [2, lane]."""
         self._quota = _INNER_AN_END
@@ -207,7 +213,7 @@ class SelfResets:
 
     @property
     def decided(self) -> bool:
-        """True if later rows cannot change the verdict; they are ignored."""
+        """True if later rows cannot change the verdict and are ignored."""
         return self.verdict in (Verdict.FINE, Verdict.SELF_RESET)
 
     @property
@@ -225,9 +231,9 @@ class SelfResets:
         return undecided and agree and told
 
     def look(self, rows: Ends) -> None:
-        """Compare ``rows``, which follow those of the previous call.
+        """Compare ``rows``, which follow the rows of the previous call.
 
-        Rows of lanes that the run does not have are damage and stop the comparison.
+        A lane that the run does not have is a sign of damage and stops the comparison.
         """
         if self.decided or not len(rows.lane):
             return
@@ -263,7 +269,7 @@ class SelfResets:
     def _follow(self, rows: Ends, begins: np.ndarray) -> None:
         order, tails = lane_order(rows.lane), self._tails
         compares = self._quota > 0
-        if not compares:  # mid-trajectory rows
+        if not compares:  # leave out mid-trajectory rows
             order = _around_ends(order, rows.ended, begins)
         at = order.at
         ended, begun, follows = rows.ended[at], np.flatnonzero(begins[at]), ~begins[at]
@@ -311,7 +317,7 @@ class SelfResets:
 
     def _judge(self) -> None:
         of_lanes, inner = self._counts.sum(axis=1), self._inner
-        every = self._seen(of_lanes.sum(axis=1), inner.sum(axis=1))
+        every = self._counts_of(of_lanes.sum(axis=1), inner.sum(axis=1))
         verdict, self.seen = judge(every), every
         if verdict is not Verdict.FINE:
             left_alone = every.ends >= self._most and verdict is not Verdict.SELF_RESET
@@ -321,13 +327,13 @@ class SelfResets:
         # end except those of a time limit.
         open_questions = bool((of_lanes[0] == 0).any())
         suspects = [
-            self._seen(self._counts[:, kind].sum(axis=1), inner.sum(axis=1), 0, kind)
+            self._counts_of(self._counts[:, kind].sum(axis=1), inner.sum(axis=1), 0, kind)
             for kind in (0, 1)
         ]
         for lane in np.flatnonzero(
             (10 * of_lanes[1] >= 9 * of_lanes[0]) & (of_lanes[0] > 0)
         ).tolist():
-            suspects.append(self._seen(of_lanes[:, lane], inner[:, lane], 1, lane))
+            suspects.append(self._counts_of(of_lanes[:, lane], inner[:, lane], 1, lane))
         for suspect in suspects:
             if not suspect.ends:
                 continue
@@ -341,10 +347,14 @@ class SelfResets:
         if not open_questions or every.ends >= self._most:
             self.verdict = Verdict.FINE
 
-    def _seen(
+    def _counts_of(
         self, ends: np.ndarray, inner: np.ndarray, row: int = 0, value: int | None = None
     ) -> ComparisonCounts:
-        """Return the counts [4] and [2], and the surprise of ends with ``value`` in ``row``."""
+        """Return the counts and the surprise of ends.
+
+        ``ends`` and ``inner`` are the counts. The surprise is that of all ends or, if ``value`` is
+        given, of the ends with this value in row ``row`` of `_ends`.
+        """
         seen = ComparisonCounts(*map(int, (*ends, *inner)))
         if not seen.telling or not _agree(seen):
             return seen
@@ -355,8 +365,11 @@ class SelfResets:
 
 
 def _around_ends(order: LaneOrder, ended: np.ndarray, begins: np.ndarray) -> LaneOrder:
-    """Return the rows of ``order`` that begin or end a trajectory, the last row of each lane, and
-    the row before each beginning."""
+    """Return the rows of ``order`` that are needed to compare ends.
+
+    These are the rows that begin or end a trajectory, the last row of each lane, and the row before
+    each beginning.
+    """
     begun = begins[order.at]
     kept = begun | ended[order.at]
     kept[:-1] |= begun[1:]
@@ -372,7 +385,7 @@ def _factors(count: int) -> np.ndarray:
 
 
 def digests(columns: Columns, rows: np.ndarray) -> np.ndarray:
-    """Return digests uint64 [k] of ``rows`` intp [k] of all ``columns``, in their order.
+    """Return digests, uint64 [k], of ``rows``, intp [k], over all ``columns`` in order.
 
     Large rows are processed in small batches.
     """

@@ -1,7 +1,7 @@
 """Columns whose values in slices differ from the stored ones.
 
-A slice is treated as a trajectory of its own. Its last row is done, and cut if the trajectory
-continues. Its first row is where recurrent modules begin.
+A slice is treated as a trajectory of its own. Its last row is marked as done, and as cut if the
+trajectory continues. Its first row is where recurrent modules begin.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def slice_marks(dones: Mapping[Key, np.ndarray], slices: Slices) -> dict[Key, to
 
 
 def end(dones: Mapping[Key, np.ndarray], slices: Slices) -> np.ndarray | None:
-    """Set ``dones`` at the last row of slices; return where slices are cut, bool [slices, length].
+    """Set ``dones`` at the last row of slices; return a mask of the cut rows, [slices, length].
 
     The result is None if no column says whether a trajectory continues.
     """
@@ -78,10 +78,9 @@ class SliceColumns:
     def marked(
         self, arrays: Sequence[np.ndarray], slices: Slices, nest: TensorDictBuilder
     ) -> TensorDict:
-        """Write the marks into arrays [slices, length, ...] of all columns; return a TensorDict of
-        them.
+        """Write the marks into the arrays of all columns, and return a TensorDict of the arrays.
 
-        ``nest`` is the builder of the reader.
+        Arrays are [slices, length, ...]. ``nest`` is the builder of the reader.
         """
         cut = end({key: arrays[place] for key, place in self.dones}, slices)
         for place in self.inits:

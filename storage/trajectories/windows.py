@@ -1,8 +1,8 @@
-"""Windows of trajectories, which determine the rows of the slices of a sample. Pure.
+"""Windows of trajectories: the sequences of rows from which slices are drawn. Pure.
 
 A stretch consists of consecutive stored steps of a trajectory. A trajectory is one stretch unless
 rows in between were never stored. A stretch of ``n`` rows has ``n - slice_len + 1`` windows. A
-shorter one has none, or is itself one window, which is padded.
+stretch of fewer than ``slice_len`` rows has no window, or is itself one padded window.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Pick: TypeAlias = Callable[[int, int], np.ndarray]
 
 _MOST_AT_ONCE: Final = 2**18
 _MANY: Final = 2**62
-_SHORTS: Final = get_args(Short)  # evaluated once, because it is as slow as finding some slices
+_SHORTS: Final = get_args(Short)  # evaluated once, because it takes as long as a small draw
 _BYS: Final = get_args(By)
 
 
@@ -42,13 +42,15 @@ class Windows:
     def __post_init__(self) -> None:
         check_positive("slice_len", self.slice_len)
         if type(self.burn_in) is not int or self.burn_in < 0:
-            raise ValueError(f"burn_in is a whole number of rows or 0, got {self.burn_in!r}.")
+            raise ValueError(
+                f"burn_in: expected a whole number of rows or 0, got {self.burn_in!r}."
+            )
         for name, given, kinds in (("short", self.short, _SHORTS), ("by", self.by, _BYS)):
             if given not in kinds:
                 names = ", ".join(map(repr, kinds))
-                raise ValueError(f"{name} is one of {names}, got {given!r}.")
+                raise ValueError(f"{name}: expected one of {names}, got {given!r}.")
         if type(self.from_start) is not bool:
-            raise ValueError(f"from_start is True or False, got {self.from_start!r}.")
+            raise ValueError(f"from_start: expected True or False, got {self.from_start!r}.")
         if self.from_start and self.burn_in:
             raise ValueError(
                 f"expected from_start=True or burn_in={self.burn_in}, got both: no row comes "
@@ -82,7 +84,7 @@ class Slices:
     """The rows of slices, in time order."""
 
     rows: np.ndarray
-    """Row numbers, [slices, length]. Where `mask` is False, the nearest row of the slice."""
+    """Row numbers, [slices, length]. Positions where `mask` is False repeat the nearest row."""
     mask: np.ndarray | None = None
     """True where there is a row, bool [slices, length]; the rows of each slice are contiguous. None
     if every position holds a row."""
@@ -106,7 +108,7 @@ class Slices:
 def check_positive(name: str, value: object) -> None:
     """Raise `ValueError` unless ``value`` is an integer above 0."""
     if type(value) is not int or value < 1:
-        raise ValueError(f"{name} is a whole number above 0, got {value!r}.")
+        raise ValueError(f"{name}: expected a whole number above 0, got {value!r}.")
 
 
 def draw_slices(
@@ -168,8 +170,8 @@ class _WindowDraw:
         found = self._windows_of(count)
         if self._windows.short == "error" and not (mask := _mask_of(found)).all():
             raise ShortTrajectory(
-                f"slices of {self._windows.slice_len} rows were asked for, and a trajectory that "
-                f"was drawn has {mask.sum(axis=1).min()}. Ask for shorter slices, or pass "
+                f"slices of {self._windows.slice_len} rows were requested, but a trajectory that "
+                f"was drawn has {mask.sum(axis=1).min()}. Request shorter slices, or pass "
                 'short="pad" or "skip".'
             )
         return self._with_burn_in(found) if self._windows.burn_in else found
@@ -210,14 +212,14 @@ class _WindowDraw:
         index, windows = self._index, self._windows
         if windows.from_start:
             return NoSlices(
-                f"slices of {windows.slice_len} rows from a trajectory's first step on were asked "
-                "for, and no trajectory here has so many from there on. Ask for "
-                'shorter slices, pass short="pad", or collect more.'
+                f"slices of {windows.slice_len} rows from the first step of a trajectory were "
+                "requested, but no trajectory here has that many rows from its first step on. "
+                'Request shorter slices, pass short="pad", or collect more.'
             )
         return NoSlices(
-            f"slices of {windows.slice_len} rows were asked for, and the longest stretch of a "
-            f"trajectory here has {index.longest(self._first)}. Ask for shorter slices, "
-            'pass short="pad", or collect more.'
+            f"slices of {windows.slice_len} rows were requested, but the longest stretch of a "
+            f"trajectory here has {index.longest(self._first)}. Request shorter slices, pass "
+            'short="pad", or collect more.'
         )
 
     def _ends(self, rows: np.ndarray) -> np.ndarray:
@@ -242,7 +244,7 @@ class _WindowDraw:
         return rows.take(np.flatnonzero(self._whole(rows, np.ones(len(rows), np.bool_))))
 
     def _whole(self, rows: np.ndarray, long: np.ndarray) -> np.ndarray:
-        """Return True where a ring still has all rows of the window that ends there."""
+        """Return a mask of the rows [n] whose window a ring still has completely."""
         steps = np.where(long, self._windows.slice_len - 1, 0)
         found: np.ndarray = self._index.back(rows, steps) >= self._first
         return found
@@ -288,7 +290,7 @@ class _WindowDraw:
         return self._laid_out(rows, is_row)
 
     def _laid_out(self, rows: np.ndarray, is_row: np.ndarray) -> Slices:
-        """Return slices whose rows, selected from [n, reach], are contiguous from the start."""
+        """Return slices [n, length] that begin with the rows that ``is_row`` selects."""
         length = self._windows.slice_len
         count = is_row.sum(axis=1)[:, None]
         place = np.arange(length)

@@ -171,12 +171,13 @@ def test_browser_builds_the_pages_and_looks_at_them_alone(gate: Gate) -> None:
     status, said, ran = gate.run("--browser", "--shots", "there", CHROMIUM="true")
     assert status == 0
     assert list(listed(said)) == ["set-up", "pages", "browser"]
-    assert ran[-5].startswith("python -m sphinx -n -W ")
-    assert ran[-4:] == [
+    assert ran[-6].startswith("python -m sphinx -n -W ")
+    assert ran[-5:] == [
         "python docs/site_check.py .venv/pages",
         "python -m pip install -qq -c constraints.txt playwright",
         "python docs/report_page.py .venv/report.html",
         "python docs/browser.py .venv/pages --page .venv/report.html --shots there",
+        "python docs/viewed.py .venv-browser/bin/python docs/browser.py --shots there --viewer",
     ]
     status, said, ran = gate.run("--browser", CHROMIUM="no-such-browser")
     assert (status, said, ran) == (1, "", [])

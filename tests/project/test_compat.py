@@ -353,3 +353,12 @@ def test_a_process_of_a_vector_calls_and_says_what_it_raised() -> None:
             compat.call_lane(env, 0, "has_wrapper_attr", "lane")
     finally:
         env.close(terminate=True)
+
+
+def test_a_wrapper_has_a_shape_and_no_memory() -> None:
+    class Wrapper(torch.Tensor):
+        __torch_dispatch__ = None
+
+    made = storage_compat.wrapper_tensor(Wrapper, (2, 3), dtype=torch.uint8)
+    assert (type(made), made.shape, made.dtype) == (Wrapper, (2, 3), torch.uint8)
+    assert made.device.type == "cpu"

@@ -19,6 +19,8 @@ PLACES = (
     ("testing", "storage/ext/testing"),
     ("testing", "collector/ext/testing/transports"),
     ("ray", "collector/ext/ray"),
+    ("pettingzoo", "collector/ext/recorder/parallel_recorder.py"),
+    ("sb3", "collector/ext/recorder/sb3_recorder.py"),
 )
 """Extras, and the modules that may import their packages."""
 
@@ -49,6 +51,7 @@ def test_modules_import_with_themselves_only_what_everybody_has(wing: str) -> No
     ours = {"tallyroll", *sys.stdlib_module_names}
     assert found["rest"] - ours <= NEEDED
     assert found.get("ray", set()) - ours <= NEEDED | {"ray"}  # imported within functions
+    assert found.get("sb3", set()) - ours <= NEEDED | {"stable_baselines3"}
     assert found.get("testing", set()) - ours <= NEEDED | TESTING
     assert names(PROJECT["optional-dependencies"]["testing"]) == TESTING
 

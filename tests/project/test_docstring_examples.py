@@ -30,10 +30,12 @@ EXAMPLES = {each.name.removeprefix("tallyroll."): each for each in examples()}
 def test_what_users_meet_first_has_examples() -> None:
     assert sorted(name.rpartition(".")[2] for name in EXAMPLES) == [
         "Columns",
+        "DeviceStorage",
         "Ledger",
         "MemmapStorage",
         "OnePolicy",
         "Overlay",
+        "Recorder",
         "Resets",
         "RunLog",
         "S3Options",
@@ -43,6 +45,7 @@ def test_what_users_meet_first_has_examples() -> None:
         "Trajectories",
         "collect",
         "env_call",
+        "manual",
         "recover_env",
         "replay",
         "uniform",

@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -279,6 +281,25 @@ def test_dqn_trains_on_exactly_its_budget_from_a_ring(run: Run, tmp_path: Path) 
     assert episodes == 3
     assert transitions >= 3 * 8
     assert list(tmp_path.iterdir()) == []  # the temporary directory would be here
+
+
+@pytest.mark.slow
+def test_dqn_atari_stores_frames_once(run: Run, tmp_path: Path) -> None:
+    out = run(
+        "dqn_atari.py",
+        tmp_path,
+        total_frames=300,
+        random_frames=200,
+        num_envs=4,
+        frames_per_batch=30,
+        ring=250,
+        updates=1,
+        minibatch=4,
+        target_every=2,
+    )
+    assert "300 transitions, exactly: 300 executed - 0 beyond the budget; 250 in the ring" in out
+    assert re.search(r"^frames: [\d.]+ MiB for 250 rows, \d+ bytes a row; stored whole", out, re.M)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -709,6 +730,80 @@ def test_normalised_ppo_goes_on_with_its_statistics(
     assert now != left
     assert re.search(r"^evaluation with frozen statistics: mean return \d", other, re.MULTILINE)
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "stored"),
+    [
+        ("own_loop_dqn.py", {"total_steps": 602, "start": 200, "num_envs": 3}, 602),
+        ("own_loop_ppo.py", {"total_steps": 500, "num_steps": 32, "num_envs": 3}, 576),
+    ],
+)
+def test_own_loops_train_the_same_without_the_lines_of_the_recorder(
+    name: str,
+    options: dict[str, Any],
+    stored: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = tmp_path / "rows"
+    *training, last = run_here(name, capsys, out=str(rows), **options).splitlines()
+    assert last == f"{stored} transitions in {rows}"
+    assert verify(rows).sound
+    with open_storage(rows) as storage:
+        columns = storage[:]
+    assert len(columns) == stored
+    assert columns["collector", "policy_version"].unique().numel() > 5
+    if name == "own_loop_ppo.py":
+        assert (columns["logp"] < 0).all()
+        assert columns["value"].unique().numel() > 100
+
+    lines = (EXAMPLES / name).read_text(encoding="utf-8").splitlines()
+    plain = [line for line in lines if not line.endswith("  # recorder")]
+    (tmp_path / "plain.py").write_text("\n".join(plain), encoding="utf-8")
+    assert "ecorder(" not in "\n".join(plain)
+    names = runpy.run_path(str(tmp_path / "plain.py"))
+    names["main"](names["Args"](out=str(tmp_path / "nothing"), **options))
+    assert capsys.readouterr().out.splitlines() == training
+    assert not (tmp_path / "nothing").exists()
+
+    # The page shows all lines of the recorder, and the lines next to them.
+    page = (EXAMPLES.parent / "docs" / "own_loop.md").read_text(encoding="utf-8")
+    header = f"+++ examples/{name}\n"
+    (shown,) = re.findall(rf"{re.escape(header)}(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert [line[1:] for line in shown.splitlines() if line[0] == "+"] == [
+        line for line in lines if line not in plain
+    ]
+    source = "\n".join(lines) + "\n"
+    for part in shown.split("...\n"):
+        assert "".join(line[1:] for line in part.splitlines(keepends=True)) in source
+
+
+def test_robot_loop_stores_every_tick_until_ctrl_c(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how: dict[str, Any] = {"out": str(tmp_path / "rows"), "limit": 0.3, "commit_every": 1000}
+    start = time.monotonic()
+    out = run_here("robot_loop.py", capsys, hz=50, seconds=0.6, **how)
+    assert time.monotonic() - start > 0.6
+    assert "0 transitions so far, recording at 50 Hz\n" in out
+    assert "\n30 transitions stored; 30 in all, of 2 complete and 0 cut episodes\n" in out
+    assert out.count(" missed\n") == 2
+    interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    out = run_here("robot_loop.py", capsys, hz=50, seconds=60, **how)
+    interrupt.join()
+    assert out.startswith("30 transitions so far")
+    more, total = numbers(r"^interrupted\n(\d+) transitions stored; (\d+) in all", out)
+    assert 0 < more == total - 30 < 100
+    assert verify(tmp_path / "rows").sound
+    with open_storage(tmp_path / "rows") as storage:
+        rows = storage[:]
+        ids, ended = rows["collector", "traj_ids"], rows["next", "done"][:, 0]
+        follows = (ids[1:] == ids[:-1]).nonzero()[:, 0]
+        assert len(rows) == total
+    assert torch.equal(rows["next", "observation"][follows], rows["observation"][follows + 1])
+    assert not ended[follows].any()
 
 
 CLONED = {"frames": 1001, "num_envs": 3, "epochs": 2, "minibatch": 100, "eval_episodes": 3}

@@ -73,6 +73,79 @@ def test_pages_are_plain_english() -> None:
     ]
 
 
+FUNCTION_WORDS = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        a an the this that these those some any all both each every either neither no none other
+        others another such same own only i you he she it we they me him her us them mine yours
+        his hers its ours theirs my your our their who whom whose what which whatever whoever when
+        where why how whether if then else than as so and or but nor not yet because while until
+        unless although though about above across after again against ahead along alone among anew
+        apart around aside at away back before behind below beneath beside besides between beyond
+        by down during else elsewhere ever except far for from here hence hereby however in inside
+        instead into later maybe meanwhile moreover near never next nevertheless now nowhere of
+        off often on once onto otherwise out outside over perhaps rather since somehow sometimes
+        soon still there therefore through throughout thus to together too toward towards twice
+        under up upon very with within without am is are was were be been being has have had do
+        does did will would shall should can could may might must one two three four few many much
+        more most less least enough several exact true false fast slow new old different good bad
+        """,
+    )
+)
+"""Pronouns, prepositions, adverbs, auxiliaries, numbers and common adjectives.
+
+A heading needs a noun or a verb in addition to them.
+"""
+PARTICIPLE = re.compile(
+    r"\w*[^e]ed|done|drawn|given|gone|held|kept|known|left|lost|made|said|seen|sent|stored|taken|told"
+    r"|written"
+)
+SECTION = re.compile(r"^ *# --- (.+?) -+$", re.MULTILINE)
+"""The heading of a section of a module."""
+
+
+def lacks_noun_and_verb(heading: str) -> bool:
+    """Return True if every word of a heading is a function word or a participle.
+
+    Code in backquotes counts as a noun. A word that is in neither list is assumed to be a noun or a
+    verb, so a heading may lack both and pass.
+    """
+    words = re.findall(r"[\w'-]+", re.sub(r"`+[^`]*`+", "code", heading).lower())
+    return all(word in FUNCTION_WORDS or PARTICIPLE.fullmatch(word) for word in words)
+
+
+def test_headings_have_a_noun_or_a_verb() -> None:
+    heading = re.compile(r"^#+ (.+)$", re.MULTILINE)
+    code = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    pages.remove(ROOT / "CHANGELOG.md")  # headings by Keep a Changelog
+    found = [
+        (page.relative_to(ROOT), text)
+        for page in pages
+        for text in heading.findall(code.sub("", page.read_text("utf-8")))
+    ]
+    assert len(found) > 200
+    for wing in ("collector", "storage", "tests", "benchmarks", "examples"):
+        for file in sorted((ROOT / wing).rglob("*.py")):
+            sections = SECTION.findall(file.read_text("utf-8"))
+            found += [(file.relative_to(ROOT), text) for text in sections]
+    assert not [f"{place}: {text}" for place, text in found if lacks_noun_and_verb(text)]
+
+
+@pytest.mark.parametrize(
+    ("heading", "bare"),
+    [
+        *((heading, True) for heading in ("Beside", "Aside", "Otherwise", "With one", "Drawn")),
+        *((heading, True) for heading in ("What is not there", "Told and kept", "Why")),
+        *((heading, False) for heading in ("Speed", "Start", "Sync or async", "`collect`")),
+        *((heading, False) for heading in ("Where not to use it", "Packed rows", "Run them")),
+    ],
+)
+def test_a_bare_heading_is_recognized(heading: str, bare: bool) -> None:
+    assert lacks_noun_and_verb(heading) is bare
+
+
 def messages_in(file: Path) -> Iterator[str]:
     """Yield every string of several words, including parts of f-strings, except docstrings."""
     nodes = [*ast.walk(ast.parse(file.read_bytes()))]

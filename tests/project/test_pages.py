@@ -25,7 +25,7 @@ PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glo
 PAGES["README.md"] = (ROOT / "README.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = "=== the next block ==="
-LANGUAGES = {"python", "console", "text", "bash", "{toctree}", "{eval-rst}"}
+LANGUAGES = {"python", "console", "text", "bash", "{toctree}", "{eval-rst}", "diff"}
 INSTALLING = re.compile(r"python3? -m |\.venv/bin/pip |pip |\./check\.sh|python benchmarks/")
 """Commands in bash blocks that install, build, test or measure. The tests do not run them."""
 

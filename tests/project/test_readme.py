@@ -85,10 +85,13 @@ def server() -> Iterator[WarmServer]:
         "memory",
         "modes",
         "profile_loop",
+        "recorder",
         "small_batches",
         "storage",
+        "storage_once",
         "storage_slices",
         "systems",
+        "truth",
         "workers",
     ],
 )

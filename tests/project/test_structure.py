@@ -22,9 +22,9 @@ LARGER = {
     "storage/trajectories/blocks/lane_blocks.py:LaneBlocks",  # one structure with its reasoning
 }
 """Public faces, contracts and hard cases that may be larger."""
-OPTIONAL = {"av", "google_crc32c", "h5py", "jax", "jinja2", "minari", "obstore", "pandas", "PIL"}
-OPTIONAL |= {"pyarrow", "ray", "rich", "scipy", "stable_baselines3", "tensorboard", "wandb", "zarr"}
-OPTIONAL |= {"zstandard"}
+OPTIONAL = {"av", "google_crc32c", "h5py", "jax", "jinja2", "matplotlib", "minari", "obstore"}
+OPTIONAL |= {"pandas", "PIL", "pyarrow", "ray", "rich", "scipy", "stable_baselines3", "starlette"}
+OPTIONAL |= {"tensorboard", "uvicorn", "wandb", "zarr", "zstandard"}
 
 
 def _sizes() -> Iterator[tuple[str, str, int]]:

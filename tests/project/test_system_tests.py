@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,20 @@ def test_every_environment_is_run() -> None:
         "carl": "apart",
     }
     assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "bash check.sh --all --once"
+
+
+def test_no_long_test_begins_after_the_time_of_the_gate() -> None:
+    place = "tests/project/test_readme.py::test_each_benchmark_runs[memory]"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-n0", "-q", "-rs", "-p", "no:cacheprovider", place],
+        cwd=ROOT,
+        env={**os.environ, "TALLYROLL_CHECK_UNTIL": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert "no time is left for long tests" in done.stdout, done.stdout + done.stderr
 
 
 def test_every_extra_is_installed_somewhere() -> None:

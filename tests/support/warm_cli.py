@@ -240,7 +240,7 @@ if __name__ == "__main__":
 
     # Commands import these to collect, which would take a sixth of a second each.
     from tallyroll.collector import MultiprocessCollector, SyncCollector, cli  # noqa: F401
-    from tallyroll.collector.cli import progress
+    from tallyroll.collector.ext import progress
     from tallyroll.collector.torchrl import Collector  # noqa: F401  TorchRL's own import warns
 
     progress.LINE_SECONDS = math.inf  # otherwise a command prints a line after some seconds

@@ -453,7 +453,7 @@ def kept_sums(monkeypatch: pytest.MonkeyPatch) -> None:
         out = [each for tally in budget._tallies for each in tally.leased]
         assert budget.out is bool(out)
         assert (budget.drawing == sum(each.random_frames for each in out)).all()
-        assert leases.held == sum(int(each.transitions.sum()) for each in queue.segments)
+        assert leases.carried == sum(int(each.transitions.sum()) for each in queue.segments)
         return plain(leases, want)
 
     monkeypatch.setattr(Leases, "block", block)

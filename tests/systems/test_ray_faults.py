@@ -333,4 +333,6 @@ def test_an_actor_out_of_memory_is_replaced(
         assert collector.ledger.stored == 901
         assert collector.ledger.respawned >= 1
         collector.ledger.check()
-    assert any("was killed by Ray, for its node was out of memory" in each for each in said), said
+    assert any("was killed by Ray because the node ran out of memory" in each for each in said), (
+        said
+    )

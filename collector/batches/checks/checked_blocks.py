@@ -22,10 +22,10 @@ class CheckedBlocks:
     """Takes blocks from a source, and raises if a value is outside its declared space.
 
     Args:
-        run: counts the events of each block.
-        rollout: the source.
-        checks: of values.
-        rewards: columns of rewards.
+        run: the state of the run, whose ledger counts the events of each block.
+        rollout: the source of blocks.
+        checks: the checks of values.
+        rewards: keys of the reward columns.
         in_place: True if the slab holds the policy's observations.
     """
 
@@ -42,9 +42,10 @@ class CheckedBlocks:
         self._rewards, self._has_warned = rewards, False
 
     def take(self, want: int, raised: BaseException | None = None) -> Block:
-        """Return the next block, or raise ``raised``, an exception of an earlier fill.
+        """Return the next block, or raise ``raised``, the exception of an earlier fill.
 
-        If a step raised because of a wrong action, the error of that action is raised instead.
+        If a step raised because of a wrong action, raise the error that describes the action
+        instead.
         """
         try:
             if raised is not None:
@@ -67,7 +68,7 @@ class CheckedBlocks:
                 self._warn_of_rounding(block, board)
 
     def _warn_of_rounding(self, block: Block, board: Any) -> None:
-        """Warn once a run of the rounded reward on ``board``, if its row is in ``block``.
+        """Warn, once per run, of the rounded reward on ``board`` if its row is in ``block``.
 
         The row may be in a later block, or in none if it was discarded.
         """
@@ -89,10 +90,10 @@ class CheckedBlocks:
                 break
         if self._has_warned:
             board[ROUNDED] = -1
-        elif not self._rollout.held:
+        elif not self._rollout.carried:
             board[ROUNDED] = 0
 
-    def sound(self, slab: Slab, used: int) -> int:
+    def valid_slots(self, slab: Slab, used: int) -> int:
         """Return how many of the first ``used`` slots are valid."""
         bad = self._checks.first_violation(slab, used, self._run.lanes)
         return used if bad is None else bad.slot
@@ -100,7 +101,7 @@ class CheckedBlocks:
     def _culprit_of(self, error: Exception) -> Exception | None:
         """Return the error of the wrong action or mask that made a step raise ``error``, or None.
 
-        Add the step of the trajectory to ``error`` if it lacks it.
+        If ``error`` does not name the step of the trajectory, add it.
         """
         refused, lanes = self._rollout.refused(), self._run.lanes
         if refused and isinstance(error, ValueRefused):

@@ -1,5 +1,6 @@
 """The ranges of values that an environment declares, by column."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,19 +12,21 @@ from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, TensorS
 from torchrl.envs import EnvBase
 
 from tallyroll.collector.slab.slab import Slab
+from tallyroll.storage.rows.dtypes import SIGNED
 from tallyroll.storage.rows.keys import NEXT, Key, as_key
+from tallyroll.storage.rows.transfers import HOST, move_columns
 
 
 @dataclass(frozen=True)
 class Range:
-    """Bounds of one column, broadcast against ``[time, lane, ...]``; NaN is outside any."""
+    """Bounds of one column, broadcast against ``[time, lane, ...]``. NaN is outside all bounds."""
 
     key: Key
     low: NDArray[Any]
     high: NDArray[Any]
     by_policy: bool
     first_lane: int | None = None
-    """Number of the first lane if the bounds are ``[lane, ...]``; None if all lanes are alike."""
+    """Number of the first lane if the bounds are ``[lane, ...]``; None if all lanes share them."""
 
     def within(self, slab: Slab) -> "Range":
         """Return the range of the lanes of ``slab``."""
@@ -48,7 +51,10 @@ class Range:
         return self.by_policy and self.low.dtype.kind == "f"
 
     def numbers(self) -> "Range":
-        """Return the range of all numbers, for a policy that explores beyond the bounds."""
+        """Return the range whose finite bounds are the most extreme finite numbers instead.
+
+        It is for a policy that explores beyond the bounds.
+        """
         most = np.finfo(self.low.dtype).max
         low, high = (
             np.where(np.isfinite(b), s * most, b) for b, s in ((self.low, -1), (self.high, 1))
@@ -57,12 +63,12 @@ class Range:
         return Range(self.key, low.astype(kind), high.astype(kind), True, self.first_lane)
 
     def or_(self, other: "Range") -> "Range":
-        """Return the smallest range that contains both."""
+        """Return the smallest range that contains both ranges."""
         low, high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
         return Range(self.key, low, high, self.by_policy)
 
     def repeated(self, lanes: int) -> "Range":
-        """Return the range with bounds for each of ``lanes`` lanes."""
+        """Return the range with separate bounds for each of ``lanes`` lanes."""
         if self.first_lane is not None:
             return self
         low, high = (np.repeat(bound[None], lanes, axis=0) for bound in (self.low, self.high))
@@ -97,14 +103,44 @@ class Range:
         """The bounds that all entries share."""
         return self.low.max(), self.high.min()
 
-    def holds(self, values: NDArray[Any]) -> bool:
-        """Return whether all ``values`` are within bounds that all entries share (fast path).
+    @cached_property
+    def _bounded(self) -> tuple[bool, bool]:
+        """Two flags: True to compare values with the upper bounds; with the lower bounds.
 
-        A NaN becomes both minimum and maximum. The second pass over a piece finds it in the cache.
+        At least one of them is True, because a comparison also finds a NaN.
         """
         low, high = self._within
-        is_below = high < np.inf
-        is_above = not is_below or low > -np.inf
+        is_below = bool(high < np.inf)
+        return is_below, not is_below or bool(low > -np.inf)
+
+    def extremes(self, column: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the lowest and highest values of a column, "low" and "high", on its device.
+
+        ``column`` is ``[time, lane, ...]``. Lanes or entries that have bounds of their own are
+        reduced separately. If there is a NaN, both values are NaN. A value that cannot be out of
+        range is left out.
+        """
+        over: tuple[int, ...] = (0,)
+        if self.first_lane is None:
+            shared = all((bound == bound.min()).all() for bound in (self.low, self.high))
+            over = tuple(range(column.ndim)) if shared else (0, 1)
+        is_below, is_above = self._bounded
+        found = {"low": column.amin(over)} if is_above else {}
+        return {**found, "high": column.amax(over)} if is_below else found
+
+    def allows(self, extremes: Mapping[str, NDArray[Any]]) -> bool:
+        """Return True if the results of :meth:`extremes` are in range."""
+        low, high = extremes.get("low", self.low), extremes.get("high", self.high)
+        return bool(np.all(low >= self.low) and np.all(high <= self.high))
+
+    def holds(self, values: NDArray[Any]) -> bool:
+        """Return True if all ``values`` are within bounds that all entries share (fast path).
+
+        A NaN is both the minimum and the maximum of its piece, so the piece is rejected. Each piece
+        fits in the CPU cache, which makes the second pass over it cheap.
+        """
+        low, high = self._within
+        is_below, is_above = self._bounded
         count = max(1, _CACHED_NBYTES // max(1, values[0].nbytes))
         for at in range(0, len(values), count):
             some = values[at : at + count]
@@ -115,6 +151,29 @@ class Range:
         return True
 
 
+def ranges_to_check(ranges: Sequence[Range], slab: Slab, used: int) -> Sequence[Range]:
+    """Return the ``ranges`` that values of the first ``used`` slots may violate.
+
+    Columns on a device are reduced there, and their extremes are copied to the host together. If
+    the columns are on the host, return all ``ranges``.
+    """
+    if slab.on_host:
+        return ranges
+    columns = [slab.columns.get(check.key) for check in ranges]
+    extremes = {
+        index: ranges[index].extremes(column[:used])
+        for index, column in enumerate(columns)
+        if column is not None and column.numel() and column.dtype not in SIGNED
+    }
+    found = move_columns({(i, name): c for i in extremes for name, c in extremes[i].items()}, HOST)
+    good = {
+        index
+        for index, each in extremes.items()
+        if ranges[index].allows({name: found[index, name].numpy() for name in each})
+    }
+    return [check for index, check in enumerate(ranges) if index not in good]
+
+
 def values_of(slab: Slab, key: Key, start: int, stop: int) -> NDArray[Any]:
     """Return a column ``[time, lane, ...]`` from slot ``start`` to ``stop``."""
     if key in slab.flat:
@@ -123,9 +182,9 @@ def values_of(slab: Slab, key: Key, start: int, stop: int) -> NDArray[Any]:
 
 
 def _extremes(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the minimum and maximum over time and lane; NaN if there is one."""
+    """Return the minimum and maximum over time and lane; NaN if a value is NaN."""
     rows = values.reshape(-1, *values.shape[2:])
-    # NumPy reduces wide rows many times faster than narrow ones: fold 64 rows into one.
+    # NumPy reduces wide rows many times faster than narrow rows, so fold 64 rows into one.
     whole = len(rows) - len(rows) % _FOLD
     folded = rows[:whole].reshape(-1, _FOLD, *rows.shape[1:])
     parts = [folded.min(axis=0), folded.max(axis=0)] if whole else []
@@ -141,9 +200,9 @@ def ranges_of(env: EnvBase, *, policy: bool, lost_finals: bool, first_lane: int 
     """Return the ranges that the specs of ``env`` declare for the columns of its slab.
 
     Args:
-        env: batch size ``[]`` or ``[lanes]``.
+        env: an environment of batch size ``[]`` or ``[lanes]``.
         policy: True if actions come from a policy and are checked too.
-        lost_finals: True if NaN marks lost final observations, and is no violation.
+        lost_finals: True if NaN marks lost final observations, so that it is not a violation.
         first_lane: the number of the first lane in the run.
     """
     found: list[Range] = []
@@ -167,7 +226,7 @@ def ranges_of(env: EnvBase, *, policy: bool, lost_finals: bool, first_lane: int 
 
 
 def _bounds_of_lanes(spec: TensorSpec) -> tuple[NDArray[Any], NDArray[Any]] | None:
-    """Return the bounds of each lane ``[lane, ...]``; None if all lanes have the same."""
+    """Return the bounds of each lane ``[lane, ...]``; None if all lanes have the same bounds."""
     if not isinstance(spec, Bounded) or type(spec) is Categorical or spec.dtype is torch.bfloat16:
         return None
     low, high = (bound.cpu().numpy() for bound in (spec.low, spec.high))

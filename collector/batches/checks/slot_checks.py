@@ -1,4 +1,4 @@
-"""Check the values of few slots, one slot after the other."""
+"""Check the values of a few slots, one slot after the other."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -15,7 +15,7 @@ _SMALL_NBYTES = 2**16
 
 
 class _SlotCheck:
-    """A `Range` with bounds as wide as a slot, so that no comparison broadcasts."""
+    """A `Range` whose bounds have the shape of a slot, so that no comparison broadcasts."""
 
     __slots__ = ("_array", "_high", "_inside", "_low", "_size")
 
@@ -31,12 +31,12 @@ class _SlotCheck:
 
     @staticmethod
     def fits(check: Range, slab: Slab) -> bool:
-        """True if slots are so small that this check is faster."""
+        """Return True if slots are so small that this check is the faster one."""
         return check.key in slab.flat and slab.array(check.key)[:1].nbytes <= _SMALL_NBYTES
 
     @property
     def words(self) -> list[Any]:
-        """Return the check as words of `StepKernel.are_inside`."""
+        """The table words that describe the check to `StepKernel.are_inside`."""
         words: list[Any] = in_order(
             "CHECK",
             values=self._array,
@@ -48,7 +48,7 @@ class _SlotCheck:
         return words
 
     def is_good(self, at: int) -> bool:
-        """Return whether the values of slot ``at`` are in range."""
+        """Return True if the values of slot ``at`` are in range."""
         values, inside = self._array[at], self._inside
         np.greater_equal(values, self._low, inside[0])
         np.less_equal(values, self._high, inside[1])
@@ -66,7 +66,10 @@ class SlotChecks:
         self.table = table_of(chain.from_iterable(check.words for check in self._checks))
 
     def are_good(self, used: int) -> bool:
-        """Return True if all values of the first slots are in range, False if not or unknown."""
+        """Return True if all values of the first ``used`` slots are in range.
+
+        False means that a value is out of range, or that this object cannot tell.
+        """
         if not self.fit:
             return False
         if self._kernel is not None:

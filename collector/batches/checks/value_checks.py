@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tallyroll.collector.batches.checks.ranges import Range, values_of
+from tallyroll.collector.batches.checks.ranges import Range, ranges_to_check, values_of
 from tallyroll.collector.batches.checks.slot_checks import SlotChecks
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.errors import PolicyError, TransitionError, ValueRefused
@@ -26,7 +26,7 @@ class OutOfRangeWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Violation:
-    """The first value, in slot order, outside its declared space."""
+    """The first value, in slot order, that is outside its declared space."""
 
     slot: int
     what: str
@@ -39,17 +39,17 @@ class Violation:
         """The exception to raise for the violation."""
         kind = PolicyError if self.check.by_policy else TransitionError
         lenient = '"noise", "warn"' if self.check.has_noise else '"warn"'
-        way_out = f', or let it pass with validate {lenient} or "off"' if self.can_pass else ""
-        return kind(f"{self.what}; correct it{way_out}")
+        way_out = f', or accept it with validate={lenient} or "off"' if self.can_pass else ""
+        return kind(f"{self.what}. Correct the value{way_out}.")
 
 
 class RangeChecks:
-    """Checks of the columns of a slab against their declaration.
+    """Checks the columns of a slab against the declared spaces.
 
     Args:
-        ranges: what is allowed; see :func:`ranges_of`.
-        validate: see :data:`Validate`.
-        masks: of legal actions.
+        ranges: the allowed values of each column; see :func:`ranges_of`.
+        validate: the treatment of violations; see :data:`Validate`.
+        masks: the masks of legal actions.
         at_random: True if some actions are drawn. Only then are masks checked, because a policy
             may ignore them.
     """
@@ -67,12 +67,12 @@ class RangeChecks:
         self._masks = list(masks) if at_random and validate != "off" else []
         self._declared = [] if validate == "off" else list(ranges)
         self._ranges = _of_numbers(ranges) if validate == "off" else list(ranges)
-        self._seen_before = _seen_before(self._ranges)
+        self._checked_before = _checked_before(self._ranges)
         self._slot_checks: dict[Slab, SlotChecks] = {}
         self._within: dict[Slab, list[Range]] = {}
-        """The ranges of the lanes of each slab."""
+        """The ranges for the lanes of each slab."""
         self.eased = 0
-        """Number of times that a kind of violation was accepted, which changes all tables."""
+        """Number of times that a kind of violation was accepted. Each time, all tables change."""
 
     def first_violation(self, slab: Slab, used: int, state: LaneState) -> Violation | None:
         """Return the first violation in the first ``used`` slots, or None."""
@@ -84,7 +84,8 @@ class RangeChecks:
             if looks is None or looks():
                 return None
         while True:
-            # A wrong action explains what the environment made of it: it comes first of equals.
+            # In the same slot, a wrong action comes first, because it explains wrong results of the
+            # step.
             found = self._violations(slab, used, state)
             first = min(found, key=lambda v: (v.slot, not v.check.by_policy), default=None)
             if first is None or not self._passes(first):
@@ -92,12 +93,12 @@ class RangeChecks:
             warnings.warn(f"{first.what}; {_SAID_ONCE}", OutOfRangeWarning, stacklevel=5)
 
     def table(self, slab: Slab) -> bytes | None:
-        """Return the table for `StepKernel.are_inside`; None if that cannot check ``slab``."""
+        """Return the table for `StepKernel.are_inside`; None if it cannot check ``slab``."""
         checks = self._of_slots(slab)
         return checks.table if checks.fit else None
 
     def masks_of(self, slab: Slab, used: int) -> Callable[[], bool] | None:
-        """Return a fast check of the masks in the first ``used`` slots; None if none is checked.
+        """Return a fast check of the masks in the first ``used`` slots; None if no mask is checked.
 
         If the check returns False, call :meth:`first_violation`.
         """
@@ -128,7 +129,7 @@ class RangeChecks:
         return found
 
     def _passes(self, found: Violation) -> bool:
-        """Return whether the run accepts ``found`` and later violations of the same kind."""
+        """Return True if the run accepts ``found`` and later violations of the same kind."""
         if not found.can_pass or self._validate not in ("noise", "warn"):
             return False
         if self._validate == "warn":
@@ -140,7 +141,7 @@ class RangeChecks:
             return False
         self._slot_checks.clear()
         self._within.clear()
-        self._seen_before = _seen_before(self._ranges)
+        self._checked_before = _checked_before(self._ranges)
         self.eased += 1
         return True
 
@@ -153,17 +154,17 @@ class RangeChecks:
         *,
         acted: bool = True,
     ) -> Exception | None:
-        """Return the error of an action or mask in ``slot``, whose step raised, or None.
+        """Return the error of a wrong action or mask in ``slot``, whose step raised, or None.
 
-        ``acting`` marks the lanes ``[lane]`` whose action would have been executed. The slot has
-        actions only if ``acted``.
+        ``acting`` marks the lanes ``[lane]`` whose action would have been executed. ``acted`` is
+        False if the slot has no actions.
         """
         for check in (each.within(slab) for each in self._declared) if acted else ():
             if check.by_policy and slot < slab.slots and slab.columns[check.key].dtype.is_signed:
                 bad = check.bad(values_of(slab, check.key, slot, slot + 1))
                 if bad is not None:
                     return _violation(check, slab, slot, int(np.argmax(bad[0])), state).error
-        if slab.lane is not None:  # its actions are there before what their lanes saw
+        if slab.lane is not None:  # actions are written before the observations of their lanes
             return None
         faults = (_fault_of(rule, slab, slot, acting, state, acted=acted) for rule in self._rules)
         return next((each for each in faults if each is not None), None)
@@ -172,21 +173,21 @@ class RangeChecks:
     def place(error: ValueRefused, slab: Slab, slot: int, state: LaneState) -> None:
         """Add the step of the trajectory to ``error``, which a step raised in ``slot``.
 
-        If a worker is ahead of the slots that all have filled, the step is unknown.
+        If a worker is ahead of the slots that all workers have filled, the step is unknown.
         """
         if error.lane is None or error.step is not None or slab.lane is not None:
             return
         if error.slot not in (None, slot):
             return
-        error.step = step_of(slab, slot, error.lane - slab.first_lane, state)
+        error.locate(step=step_of(slab, slot, error.lane - slab.first_lane, state))
 
     def _violations(self, slab: Slab, used: int, state: LaneState) -> Iterator[Violation]:
         new: tuple[NDArray[np.intp], ...] | None = None
-        for check in self._ranges_of(slab):
+        for check in ranges_to_check(self._ranges_of(slab), slab, used):
             if check.key not in slab.columns:
                 continue
             values = values_of(slab, check.key, 0, used)
-            if check.key in self._seen_before and check.key in slab.flowing:
+            if check.key in self._checked_before and check.key in slab.flowing:
                 new = _new_in(slab, used) if new is None else new
                 bad = _bad_at(check, values, new)
             else:
@@ -203,13 +204,14 @@ class RangeChecks:
                 yield Violation(slot, said, rule, can_pass=True)
 
 
-_SAID_ONCE = (
-    "it is kept as the environment got or made it, and so are others from here on, without a word"
-)
+_SAID_ONCE = "the run keeps this value and later ones like it, without another warning"
 
 
-def _seen_before(ranges: Sequence[Range]) -> set[Key]:
-    """Return keys whose values were under "next" in the slot before, with the same range."""
+def _checked_before(ranges: Sequence[Range]) -> set[Key]:
+    """Return the keys whose column under "next" has the same range.
+
+    A value of such a key was checked in the previous slot, where it was under "next".
+    """
     by_key = {each.key: each for each in ranges}
     return {
         key
@@ -221,9 +223,10 @@ def _seen_before(ranges: Sequence[Range]) -> set[Key]:
 
 
 def _new_in(slab: Slab, used: int) -> tuple[NDArray[np.intp], ...]:
-    """Return the slots and lanes whose observation was not under "next" in the slot before.
+    """Return the slots and lanes whose observation was not under "next" in the previous slot.
 
-    These are first observations, results of resets, and those that follow no transition.
+    These are the observations of the first slot, after a reset, and after a slot without a
+    transition.
     """
     new = np.ones((used, slab.lanes), np.bool_)
     new[1:] = ended_in(slab, 0, used - 1) | ~slab.transitions[: used - 1]
@@ -233,7 +236,7 @@ def _new_in(slab: Slab, used: int) -> tuple[NDArray[np.intp], ...]:
 def _bad_at(
     check: Range, values: NDArray[Any], at: tuple[NDArray[np.intp], ...]
 ) -> NDArray[np.bool_] | None:
-    """Return `Range.bad` of some slots and lanes, which is faster if these are few."""
+    """Return `Range.bad` for the slots and lanes ``at``, which is faster if they are few."""
     if check.first_lane is not None or 2 * len(at[0]) > values.shape[0] * values.shape[1]:
         return check.bad(values)
     some = check.bad(values[at][None])
@@ -245,7 +248,7 @@ def _bad_at(
 
 
 def _of_numbers(ranges: Sequence[Range]) -> list[Range]:
-    """Return the checks that remain if values may be out of range: actions are numbers."""
+    """Return the checks that apply even if values may be out of range: actions must be finite."""
     return [each.numbers() for each in ranges if each.has_noise]
 
 
@@ -258,8 +261,8 @@ def _violation(check: Range, slab: Slab, slot: int, lane: int, state: LaneState)
     what = "the action space" if check.by_policy else "its space"
     said = (
         f"{format_key(check.key)} lies outside {what} at lane {slab.first_lane + lane}, step "
-        f"{step_of(slab, slot, lane, state)} of its trajectory: got {_exact(value[at])}{where}, "
-        f"expected [{_exact(low[at])}, {_exact(high[at])}] and no NaN"
+        f"{step_of(slab, slot, lane, state)} of its trajectory: expected [{_exact(low[at])}, "
+        f"{_exact(high[at])}] and no NaN, got {_exact(value[at])}{where}"
     )
     return Violation(slot, said, check, not check.has_noise or bool(np.isfinite(value[at])))
 
@@ -267,7 +270,7 @@ def _violation(check: Range, slab: Slab, slot: int, lane: int, state: LaneState)
 def _marks(
     rule: MaskRule, slab: Slab, start: int, stop: int
 ) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """Return the mask and, if agents have one, which of them act ``[time, lane, ...]``."""
+    """Return the mask and the marks of acting agents (or None), both ``[time, lane, ...]``."""
     live = None if rule.live is None else values_of(slab, rule.live, start, stop)
     return values_of(slab, rule.mask, start, stop), live
 
@@ -277,9 +280,9 @@ def _bad_mask(
 ) -> str:
     marks = values_of(slab, rule.mask, slot, slot + 1)[0, lane]
     return (
-        f"{format_key(rule.mask)}, as the environment made it at lane {slab.first_lane + lane}, "
-        f"step {step_of(slab, slot, lane, state)} of its trajectory: got {marks.tolist()!r:.200}, "
-        f"expected {wanted}"
+        f"{format_key(rule.mask)} of the environment at lane {slab.first_lane + lane}, step "
+        f"{step_of(slab, slot, lane, state)} of its trajectory: expected {wanted}, got "
+        f"{marks.tolist()!r:.200}"
     )
 
 
@@ -292,12 +295,12 @@ def _fault_of(
     *,
     acted: bool,
 ) -> Exception | None:
-    """Return the error of a mask, or of an action that it forbids, in a slot that raised."""
+    """Return the error for a wrong mask or a forbidden action in a slot whose step raised."""
     marks, live = _marks(rule, slab, slot, slot + 1)
     wrong, wanted = rule.wrong(marks, live)
     if (wrong := wrong[0] & acting).any():
         said = _bad_mask(rule, slab, slot, int(np.argmax(wrong)), state, wanted)
-        return TransitionError(f"{said}; correct it")
+        return TransitionError(f"{said}. Correct the mask.")
     if not acted:
         return None
     actions = values_of(slab, rule.action, slot, slot + 1)
@@ -308,14 +311,14 @@ def _fault_of(
     lane = int(np.argmax(forbidden))
     return PolicyError(
         f"{format_key(rule.action)} is not legal at lane {slab.first_lane + lane}, step "
-        f"{step_of(slab, slot, lane, state)} of its trajectory: got "
-        f"{actions[0, lane].tolist()!r:.100}, expected one that {format_key(rule.mask)} "
-        f"{marks[0, lane].tolist()!r:.200} allows; let the policy keep to the mask"
+        f"{step_of(slab, slot, lane, state)} of its trajectory: expected an action that "
+        f"{format_key(rule.mask)} {marks[0, lane].tolist()!r:.200} allows, got "
+        f"{actions[0, lane].tolist()!r:.100}. Make the policy respect the mask."
     )
 
 
 def _exact(number: Any) -> str:
-    """Return a number in few digits, or an integer in all of its digits."""
+    """Return the text of a float with six significant digits, or of an integer with all digits."""
     return f"{number:g}" if np.asarray(number).dtype.kind == "f" else str(number)
 
 

@@ -13,11 +13,17 @@ from tallyroll.collector.batches.layouts.cuts import (
 )
 from tallyroll.collector.batches.layouts.torchrl_layout import Flags, TorchrlLayout
 from tallyroll.collector.batches.layouts.trajectories import by_lane, split_trajectories
-from tallyroll.collector.batches.rows.rows import Part, Rows, RowSource, as_tensordict, behind_rows
+from tallyroll.collector.batches.rows.rows import (
+    ArrayBatch,
+    Rows,
+    RowSource,
+    as_tensordict,
+    inner_dims_of,
+)
 from tallyroll.collector.batches.stored.writer import BatchWriter, Columns
 from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.interrupts import pause_on_signal, until_exit
 from tallyroll.collector.options import Options, Postproc
-from tallyroll.collector.rollout.os_signals import later, pausable
 from tallyroll.collector.user_code import user_code
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.rows.batch_dims import Shapes, batch_dims_of
@@ -30,21 +36,21 @@ class LaidOut(NamedTuple):
 
     rows: Rows
     large: Columns
-    """Large columns that only a storage gets."""
+    """Large columns that are stored and not yielded."""
     shaped: list[TensorDictBase] | None
     """Batches that a replay buffer gets instead of ``rows``; None if it gets ``rows``."""
-    behind: Shapes
+    inner_dims: Shapes
     """The batch size after the rows of each nested TensorDict that has one."""
     batch: TensorDictBase | None
-    """None if no batch is yielded."""
+    """The batch; None if no batch is yielded."""
 
 
 class BatchLayout:
     """Lays rows out for a storage, for a replay buffer, and as batches.
 
     Args:
-        options: of the run.
-        source: makes rows of blocks.
+        options: the options of the run.
+        source: turns blocks into rows.
         lanes: the lanes of this collector, numbered over the run.
         writer: stores the rows.
         torchrl: lays batches out for ``layout="torchrl"``.
@@ -61,12 +67,12 @@ class BatchLayout:
         self._options, self._source, self._lanes = options, source, lanes
         self.torchrl = torchrl
         self._shapes = torchrl is not None and writer.shapes
-        """True if a TorchRL buffer gets batches in the layout of the run."""
+        """True if a replay buffer of TorchRL gets batches in the layout of the run."""
         if torchrl is not None and self._shapes:
             items = options.postproc is None and writer.makes_items(torchrl.dims)
             torchrl.require_rectangles(items)
         self.arranges = options.layout.name != "rows"
-        """True if batches have another layout than one row after the other."""
+        """True if batches have a layout other than one row after the other."""
         self.marks = torchrl is None
         """True if done flags are True at the last row of a trajectory in a batch."""
         self.inits = source.plan.inits if torchrl is None else ()
@@ -81,14 +87,14 @@ class BatchLayout:
             [(NUMPY[c.dtype], c.shape) for c in large if c.dtype is not torch.bfloat16]
         )
 
-    def of(self, part: Part, flags: Flags, *, yields: bool) -> LaidOut:
-        """Lay ``part`` out, with a batch if ``yields``."""
+    def of(self, part: ArrayBatch, flags: Flags, *, yields: bool) -> LaidOut:
+        """Lay out the rows of ``part``, and also as a batch if ``yields`` is True."""
         rows, large = self._parted(part)
         shaped = None
         if self.torchrl is not None and self._shapes:
             shaped = self.torchrl.for_buffer(self._as_batch(rows), flags)
         batch = self._as_batch(rows) if yields else None
-        return LaidOut(rows, large, shaped, self._source.behind, batch)
+        return LaidOut(rows, large, shaped, self._source.inner_dims, batch)
 
     def arranged(self, batch: TensorDictBase, flags: Flags) -> TensorDictBase:
         """Return the rows of ``batch`` in the layout of the run."""
@@ -98,7 +104,7 @@ class BatchLayout:
             return by_lane(batch, self._lanes)
         return split_trajectories(batch) if self._options.layout.name == "trajectories" else batch
 
-    def _parted(self, part: Part) -> tuple[Rows, Columns]:
+    def _parted(self, part: ArrayBatch) -> tuple[Rows, Columns]:
         """Return the rows to yield, and the large columns that are only stored."""
         if not self._source.large:
             return part.rows, {}
@@ -107,7 +113,7 @@ class BatchLayout:
             copied = {key: rows.pop(key) for key in self._source.large if key in rows}
             return rows, {**part.large, **copied}
         if part.large:
-            # Reused memory costs a fifth of new memory.
+            # Reusing memory takes a fifth of the time of allocating it.
             arrays = self._pool.arrays((len(part),))
             for (key, gathered), array in zip(part.large.items(), arrays, strict=True):
                 gathered.copy_to(array)
@@ -118,14 +124,14 @@ class BatchLayout:
     def _as_batch(self, rows: Rows) -> TensorDictBase:
         marked = with_cuts(rows, self._source.plan.dones, marks=self.marks)
         marked = with_beginnings(marked, self.inits)
-        return as_tensordict(marked, self._options.storing_device, self._source.behind)
+        return as_tensordict(marked, self._options.storing_device, self._source.inner_dims)
 
 
 class PostprocLayout(BatchLayout):
     """Applies ``postproc`` to rows before they are stored and yielded.
 
     Args:
-        postproc: takes a batch.
+        postproc: takes a batch and returns the batch to store and yield.
         options, source, lanes, writer, torchrl: as for `BatchLayout`.
     """
 
@@ -143,45 +149,51 @@ class PostprocLayout(BatchLayout):
         self._marked = source.plan.dones if torchrl is None else torchrl.marked
         self._stores, self._has_storage = writer.stores, writer.storage is not None
 
-    def of(self, part: Part, flags: Flags, *, yields: bool) -> LaidOut:
-        """Lay out the result of the postproc, which always gets a batch.
+    def of(self, part: ArrayBatch, flags: Flags, *, yields: bool) -> LaidOut:
+        """Lay out the result of ``postproc``, which gets a batch even if none is yielded.
 
         Raises:
-            ArgumentError: the result lacks rows or columns that are stored.
+            ArgumentError: the result lacks rows or columns that have to be stored.
         """
         rows, _ = self._parted(part)
         own = own_flags(rows, self._marked, self.inits) if self._stores else []
         batch, torchrl = self._as_batch(rows), self.torchrl
         if torchrl is not None:
             batch = torchrl(batch, flags)
-        with pausable(later), user_code("postproc"):
+        with pause_on_signal(until_exit), user_code("postproc"):
             batch = self._postproc(batch)
         stored, shaped = batch, None
         if torchrl is not None:
             if not isinstance(batch, TensorDictBase):
                 raise ArgumentError(
-                    f"postproc: expected a TensorDict back, got {type(batch).__name__}"
+                    f"postproc: expected a TensorDict as its result, got {type(batch).__name__}"
                 )
             if self._shapes:
                 shaped = torchrl.processed_for_buffer(batch)
-            if not self._has_storage:  # the rows as they were before postproc
-                return LaidOut(rows, {}, shaped, self._source.behind, batch if yields else None)
+            if not self._has_storage:  # return the rows as they were before postproc
+                return LaidOut(rows, {}, shaped, self._source.inner_dims, batch if yields else None)
             stored = torchrl.rows_of(batch)
         _require_rows(stored, len(part))
         kept = without_cuts({as_key(key): leaf for key, leaf in stored.items(True, True)}, own)
-        behind = behind_rows(kept, batch_dims_of(stored))
-        return LaidOut(kept, {}, shaped, behind, batch if yields else None)
+        inner_dims = inner_dims_of(kept, batch_dims_of(stored))
+        return LaidOut(kept, {}, shaped, inner_dims, batch if yields else None)
 
     def arranged(self, batch: TensorDictBase, flags: Flags) -> TensorDictBase:
-        """Return ``batch`` in the layout of the run; postproc got TorchRL's layout already."""
+        """Return ``batch`` in the layout of the run; ``postproc`` already got TorchRL's layout."""
         return batch if self.torchrl is not None else super().arranged(batch, flags)
 
 
 def _require_rows(stored: TensorDictBase, count: int) -> None:
-    """Refuse the result of a postproc unless it has ``count`` rows, and their numbers."""
+    """Refuse a result of ``postproc`` that lacks rows or the columns that number them.
+
+    It must have ``count`` rows.
+    """
     if not isinstance(stored, TensorDictBase) or stored.batch_size != torch.Size([count]):
         got = list(getattr(stored, "batch_size", [])) or type(stored).__name__
-        raise ArgumentError(f"postproc: expected a TensorDict of batch size [{count}], got {got}")
+        raise ArgumentError(f"postproc: expected a result of batch size [{count}], got {got}")
     missing = [format_key(k) for k in (CUT, DONE, LANE, TRAJ_IDS) if stored.get(k, None) is None]
     if missing:
-        raise ArgumentError(f"postproc: must keep the columns {missing}, but removed them")
+        raise ArgumentError(
+            f"postproc: expected a result with the columns {missing}, got one without them. Keep "
+            "these columns."
+        )

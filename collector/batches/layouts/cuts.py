@@ -1,12 +1,16 @@
 """Mark ends and beginnings of trajectories in batches; stored rows have no such marks. Pure.
 
-Value estimators step through time by ``done``: by the one at the root, or by that of a group of
-agents. So each of them is True at the last row that a batch has of a trajectory. At the root that
-is also where the environment says so, or where the trajectory is cut. The flag of a
-group that the root ended (by a time limit of all agents) may be False.
+Value estimators step through time by a ``done`` flag: the one at the root, or the one of a group of
+agents. So in a batch every done flag is True at the last row of a trajectory. That row ends an
+episode, where the environment's flag at the root is True already, or it is cut. The environment's
+flag of a group may be False there, for example if a time limit of all agents ended the episode.
 
-Recurrent modules carry a state through the rows of a batch, and begin from the state that is stored
-beside a row where ``is_init`` is True. So that is True at the first row of a trajectory too.
+Recurrent modules carry a state through the rows of a batch. Where ``is_init`` is True, they begin
+from the state that is stored in the row. So in a batch ``is_init`` is True at the first row of
+every trajectory.
+
+`with_cuts` writes ``("collector", "cut")``. `SmallBatches.batch`, and ``lay_out`` in
+``native/_store.c``, repeat it for small batches; ``slice_columns.py`` marks slices.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,20 +28,20 @@ Rows = dict[Key, torch.Tensor]
 
 @dataclass(frozen=True)
 class OwnFlags:
-    """The environment's own flags of rows whose flags a batch changed.
+    """The environment's own flags, for the rows whose flags were changed in a batch.
 
-    ``traj_ids`` and ``step`` are those of all rows ``[row]``, ``at`` the rows that differ
-    ``[mark]``.
+    ``traj_ids`` and ``step`` have an entry for every row ``[row]``. ``at`` has the indices of the
+    rows with changed flags ``[mark]``.
     """
 
     traj_ids: NDArray[np.int64]
     step: NDArray[np.int64]
     at: NDArray[np.intp]
     flags: Mapping[Key, torch.Tensor]
-    """``[mark, ...]``, by key."""
+    """The environment's flags ``[mark, ...]``, by key."""
 
     def put_into(self, rows: Rows) -> None:
-        """Restore the flags of these rows at their places in ``rows`` ``[row]``.
+        """Restore the flags in ``rows`` ``[row]``, which may be in another order.
 
         Raises:
             ArgumentError: the rows cannot be identified, or a flag has another shape.
@@ -49,8 +53,8 @@ class OwnFlags:
                 continue
             if column.shape[1:] != own.shape[1:]:
                 raise ArgumentError(
-                    f"postproc: expected {format_key(key)} of shape {list(own.shape[1:])} a row, "
-                    f"got {list(column.shape[1:])}; write the other form under another name"
+                    f"postproc: expected {format_key(key)} of shape {list(own.shape[1:])} per row, "
+                    f"got {list(column.shape[1:])}. Write the other form under another name."
                 )
             if at is None:
                 at = torch.from_numpy(self._places(rows))
@@ -68,9 +72,9 @@ class OwnFlags:
         elif np.array_equal(ids, self.traj_ids):
             return self.at
         raise ArgumentError(
-            "postproc: expected each row's collector/traj_ids and collector/step kept, got others, "
-            f"so that {', '.join(map(format_key, self.flags))} cannot be stored as the environment "
-            "gave them; keep these two columns"
+            "postproc: expected unchanged columns collector/traj_ids and collector/step, got other "
+            f"values. Keep these columns: without them, {', '.join(map(format_key, self.flags))} "
+            "cannot be stored as the environment reported them."
         )
 
 
@@ -93,9 +97,9 @@ def first_rows(rows: Rows) -> NDArray[np.bool_]:
 
 
 def with_cuts(rows: Rows, dones: Sequence[Key] = (), *, marks: bool = True) -> Rows:
-    """Mark ``cut``, and every done where a trajectory's rows end, as yielded batches have it.
+    """Add ``cut``, and mark every done flag at the last row of a trajectory, as in yielded batches.
 
-    ``dones`` are the done keys below the root. Without ``marks``, ``cut`` alone.
+    ``dones`` are the done keys below the root. If ``marks`` is False, only ``cut`` is added.
     """
     last = torch.from_numpy(last_rows(rows))
     marked = {**rows, CUT: last & ~rows[DONE].reshape(-1).cpu()}
@@ -105,7 +109,7 @@ def with_cuts(rows: Rows, dones: Sequence[Key] = (), *, marks: bool = True) -> R
 
 
 def with_beginnings(rows: Rows, inits: Sequence[Key]) -> Rows:
-    """Mark every one of ``inits`` where a trajectory's rows begin."""
+    """Set each flag of ``inits`` to True at the first row of every trajectory."""
     if not inits:
         return rows
     first = torch.from_numpy(first_rows(rows))
@@ -132,7 +136,7 @@ def without_cuts(rows: Mapping[Key, torch.Tensor], own: Sequence[OwnFlags] = ())
     """Restore the environment's own flags, and drop columns that describe the batch.
 
     Raises:
-        ArgumentError: a postproc changed the rows so that flags cannot be restored.
+        ArgumentError: the flags cannot be restored, because ``postproc`` changed the rows.
     """
     cut = rows[CUT].reshape(-1, 1)
     kept = {key: column for key, column in rows.items() if key != CUT}

@@ -1,4 +1,4 @@
-"""Lay out batches of few slots from the columns of a slab."""
+"""Lay out batches of a few slots from the columns of a slab."""
 
 from array import array
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from tallyroll.collector.batches.rows.slab_rows import SlabPart, SlabRows
+from tallyroll.collector.batches.rows.slab_rows import SlabBatch, SlabTable
 from tallyroll.collector.native.kernel import in_order, require_names
 from tallyroll.storage.engine.kernel import compiled, copy_table, table_of
 from tallyroll.storage.engine.pool import BufferPool, Room
@@ -17,28 +17,28 @@ from tallyroll.storage.rows.keys import CUT, DONE, TRAJ_IDS, Key
 from tallyroll.storage.rows.tensordict_builder import TensorDictBuilder
 
 MARKS = ("none", "last", "first", "cut")
-"""The marks of a column by their numbers, in the table of `StepKernel.store_slots`."""
+"""The marks of a column; the table of `StepKernel.store_slots` refers to them by index."""
 require_names("MARKS", MARKS)
 
 
 class SmallBatches:
-    """Lays rows of a slab out as batches, with marks of cuts.
+    """Lays out rows of a slab as batches, with marks of cuts.
 
     Args:
-        table: the columns.
+        table: the columns of the slab.
         keys: keys of the yielded columns, in their order.
         dones: done keys below the root, which are also True at the last row of a trajectory.
-        behind: further batch dimensions of nested TensorDicts, parents first.
-        marks: True if done is True at these last rows.
+        inner_dims: further batch dimensions of nested TensorDicts, parents first.
+        marks: False if no done flag is marked at the last row of a trajectory.
         inits: keys that are also True at the first row of a trajectory.
     """
 
     def __init__(
         self,
-        table: SlabRows,
+        table: SlabTable,
         keys: Sequence[Key],
         dones: Sequence[Key],
-        behind: Shapes,
+        inner_dims: Shapes,
         *,
         marks: bool = True,
         inits: Sequence[Key] = (),
@@ -52,7 +52,9 @@ class SmallBatches:
         self._inits = [keys.index(key) for key in inits]
         self._ids = keys.index(TRAJ_IDS)
         dtypes = [torch.from_numpy(each[:0]).dtype for each in self._columns]
-        self._nest = TensorDictBuilder([*zip(keys, dtypes, strict=True), (CUT, torch.bool)], behind)
+        self._nest = TensorDictBuilder(
+            [*zip(keys, dtypes, strict=True), (CUT, torch.bool)], inner_dims
+        )
         self._table = self._table_of(self._columns)
 
     def _table_of(self, columns: Sequence[np.ndarray]) -> bytes:
@@ -68,10 +70,10 @@ class SmallBatches:
         arrays, room = self._pool.room((count,))
         tensors = list(map(torch.from_numpy, arrays))
         if room.words is None:
-            room.words = array("q", map(torch.Tensor.data_ptr, tensors))
+            room.keep_words(array("q", map(torch.Tensor.data_ptr, tensors)))
         return self._table, room.words, self._nest.of_tensors(tensors, (count,))
 
-    def batch(self, part: SlabPart) -> TensorDict:
+    def batch(self, part: SlabBatch) -> TensorDict:
         """Return the rows of ``part`` as a TensorDict ``[row]``, marked as in `cuts`."""
         arrays, room = self._pool.room((len(part.index),))
         self._fill(arrays, room, part)
@@ -87,22 +89,23 @@ class SmallBatches:
             init |= np.roll(last, 1).reshape(len(last), *[1] * (init.ndim - 1))
         return self._nest(arrays, (len(ids),))
 
-    def _fill(self, arrays: list[np.ndarray], room: Room, part: SlabPart) -> None:
+    def _fill(self, arrays: list[np.ndarray], room: Room, part: SlabBatch) -> None:
         index = part.index
         kernel = self._kernel
         if kernel is None:
-            for to, column in zip(arrays, self._columns, strict=False):  # the last one marks cuts
+            for to, column in zip(arrays, self._columns, strict=False):  # the last array marks cuts
                 some = slice(index.start, index.stop) if isinstance(index, range) else index
                 to[...] = column[some]
             return
-        if room.table is None or room.of is not self:
+        table = room.table
+        if table is None or room.of is not self:
             row_nbytes = [column[:1].nbytes for column in self._columns]
-            room.table = copy_table(room.arrays[:-1], self._columns, row_nbytes)
-            room.of = self
+            table = copy_table(room.arrays[:-1], self._columns, row_nbytes)
+            room.keep_table(table, self)
         if isinstance(index, range):
-            kernel.copy_rows(room.table, 0, index.start, len(index))
+            kernel.copy_rows(table, 0, index.start, len(index))
         else:
-            kernel.gather_rows(room.table, 0, index, len(self._columns[0]))
+            kernel.gather_rows(table, 0, index, len(self._columns[0]))
 
 
 def _copy(source: int | np.ndarray, row_nbytes: int, marks: str) -> list[int | np.ndarray]:

@@ -1,12 +1,13 @@
-"""Rows in the layout of TorchRL's collectors: ``[lanes, time]``, with time named.
+"""Lay out rows as TorchRL's collectors do: ``[lanes, time]``, with a dimension named "time".
 
-The batch size of the environment comes before ``time``: one without a batch size gives
-``[time]``, and workers that each call a factory give ``[workers, *batch size, time]``, or a batch
-of its own each, if they do not wait for one another.
+The batch size of the environment comes before ``time``. An environment without a batch size gives
+``[time]``. Workers that each call a factory give ``[workers, *batch size, time]``, or a separate
+batch for each worker if they do not wait for one another.
 
-Done flags are the environment's own, at the root as well, so that ``("next", "done")`` says which
-episodes ended. Only if lanes differ in length, so that zeros follow, are they True at each lane's
-last row too, because value estimators step through time by them.
+Done flags are the environment's own, also at the root, so that ``("next", "done")`` says which
+episodes ended. If lanes differ in length, shorter lanes are padded with zeros. Only then are the
+done flags True at the last row of each lane too, because value estimators step through time by
+them.
 """
 
 import warnings
@@ -23,8 +24,8 @@ from tensordict import TensorDictBase
 
 from tallyroll.collector.batches.layouts.cuts import last_rows
 from tallyroll.collector.batches.layouts.trajectories import padded
-from tallyroll.collector.batches.rows.rows import Part
-from tallyroll.collector.batches.rows.slab_rows import SlabPart
+from tallyroll.collector.batches.rows.rows import ArrayBatch
+from tallyroll.collector.batches.rows.slab_rows import SlabBatch
 from tallyroll.collector.errors import ArgumentError, ItemsDiffer
 from tallyroll.collector.options import Options
 from tallyroll.collector.rollout.slab_plan import SlabPlan
@@ -45,25 +46,25 @@ from tallyroll.storage.rows.keys import (
 Shape = tuple[int, ...]
 Flags = Mapping[Key, torch.Tensor]
 NO_FLAGS: Flags = {}
-"""Flags of rows in other layouts."""
+"""The flags of rows in other layouts: none."""
 
 
 class PaddedBatchWarning(UserWarning):
-    """Batches in TorchRL's layout are no full rectangles; says why, and the way out."""
+    """Batches in TorchRL's layout are not full rectangles; the message says why and what to do."""
 
 
 class TorchrlLayout:
-    """Lays batches out.
+    """Lays out batches as TorchRL's collectors do.
 
     Args:
-        options: of the run.
-        plan: which flags there are.
-        shapes: the batch size of each worker's environment, or of the only one.
-        stacked: batches have a dimension of workers, where these have equal lanes.
-        apart: a batch is of one worker.
+        options: the options of the run.
+        plan: the plan of the slab, which lists the flags.
+        shapes: the batch size of each worker's environment, or of the only environment.
+        stacked: True if batches have a dimension of workers, where all workers have the same shape.
+        apart: True if each batch has the rows of one worker.
 
     Raises:
-        ArgumentError: ``set_truncated`` of an environment that knows no truncation.
+        ArgumentError: ``set_truncated`` is True, but the environment declares no ``truncated``.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class TorchrlLayout:
         self._shapes, self._split = list(shapes), options.layout.split_trajs
         sizes = [prod(shape) for shape in shapes]
         self._starts = list(accumulate(sizes, initial=options.first_lane))
-        """The first lane of each worker, and the one after the last."""
+        """The first lane of each worker, and the lane after the last worker."""
         self._lead: Shape = shapes[0] if len(shapes) == 1 else (sum(sizes),)
         if stacked and len(set(shapes)) == 1:
             self._lead = (len(shapes), *shapes[0])
@@ -99,22 +100,22 @@ class TorchrlLayout:
                 "environment's add_truncated_keys()."
             )
         self._last: dict[Key, NDArray[np.bool_]] = {}
-        """The flags below the root in the last row of each lane ``[lane, ...]``."""
+        """The flags below the root in the last delivered row of each lane ``[lane, ...]``."""
         self._warned = False
 
     @property
     def lanes(self) -> int:
-        """Lanes of all workers together."""
+        """Number of lanes of all workers together."""
         return self._starts[-1] - self._starts[0]
 
     @property
     def follows(self) -> bool:
-        """True if there are flags below the root, for which every row is read."""
+        """True if there are flags below the root. The layout must then read every row."""
         return bool(self._nested)
 
     @property
     def marked(self) -> tuple[Key, ...]:
-        """Flags that a batch may have True where the environment did not say so."""
+        """Flags that may be True in a batch although the environment set them to False."""
         return (*self._dones, *self._truncated)
 
     @property
@@ -123,12 +124,13 @@ class TorchrlLayout:
         return 1 + max(map(len, self._shapes))
 
     def require_rectangles(self, items: bool = False) -> None:
-        """Refuse a TorchRL buffer if batches are no full rectangles, because it knows no mask.
+        """Refuse a TorchRL buffer unless all batches are full rectangles, because it has no mask.
 
-        ``items``: it keeps a lane's rows of a batch as one, of a length that never changes.
+        ``items`` is True if the buffer keeps the rows that a lane has in a batch as one item, whose
+        length never changes.
 
         Raises:
-            ArgumentError: says what does.
+            ArgumentError: a batch may not be a full rectangle; the message says why.
         """
         if all(shape == () for shape in self._shapes):
             return
@@ -137,33 +139,33 @@ class TorchrlLayout:
             count = getattr(self._options, name)
             if count is not None and any(count % each for each in lanes):
                 raise ArgumentError(
-                    f'{name}: layout="torchrl" gives a TorchRL replay buffer [lanes, time], '
-                    f"which needs a multiple of {max(lanes)} lanes, got {count}. Or give the "
-                    "buffer one of tallyroll's storages, which take any number of rows."
+                    f"{name}: expected a multiple of {max(lanes)} lanes, got {count}, because "
+                    'layout="torchrl" gives a TorchRL replay buffer [lanes, time]. Or give the '
+                    "buffer one of tallyroll's storages, which accept any number of rows."
                 )
         options = self._options
         if items and options.total_frames and options.total_frames % options.largest_batch:
             raise ArgumentError(
-                f"total_frames: the replay buffer's items are a lane's part of a batch: expected a "
-                f"multiple of frames_per_batch={options.frames_per_batch}, got "
-                f"{options.total_frames}; or give the buffer one of tallyroll's storages, which "
-                "take rows"
+                "total_frames: expected a multiple of "
+                f"frames_per_batch={options.frames_per_batch}, got {options.total_frames}. An item "
+                "of the replay buffer is a part of a batch. Change total_frames, or give the "
+                "buffer one of tallyroll's storages, which accept single rows."
             )
         if self._reset_slots or self._options.total_episodes is not None:
             what = "reset slots" if self._reset_slots else "total_episodes"
             raise ArgumentError(
-                f'replay_buffer: layout="torchrl" gives a TorchRL buffer [lanes, time], and with '
-                f"{what} lanes differ in length; give the buffer one of tallyroll's storages, "
-                "which take any rows"
+                'replay_buffer: layout="torchrl" writes items [lanes, time] to a TorchRL buffer, '
+                f"but with {what}, the lanes of an item differ in length. Give the buffer one of "
+                "tallyroll's storages, which accept any rows."
             )
 
     # --- root flags -------------------------------------------------------------------------------
 
-    def root_flags(self, part: Part | SlabPart) -> Flags:
-        """The done flags that each row of ``part`` begins with ``[row, ...]``.
+    def root_flags(self, part: ArrayBatch | SlabBatch) -> Flags:
+        """Return the done flags at the root ``[row, ...]``: the state before the step of each row.
 
-        Every part that is delivered goes through here, in order, for a group of agents may be done
-        before the lane is.
+        Call it for every delivered part, in order: a group of agents may be done before its lane,
+        and its flag carries over to the next part.
         """
         count = len(part)
         flags = {key: torch.zeros((count, 1), dtype=torch.bool) for key in self._flags}
@@ -187,7 +189,7 @@ class TorchrlLayout:
     # --- batches ----------------------------------------------------------------------------------
 
     def __call__(self, rows: TensorDictBase, flags: Flags) -> TensorDictBase:
-        """Return ``rows``, in order of lanes, with ``flags`` at the root, as a batch."""
+        """Lay out ``rows``, which are ordered by lane, as a batch with ``flags`` at the root."""
         rows = self._with_flags(rows, flags)
         lanes, lead = range(self._starts[0], self._starts[-1]), self._lead
         if self.apart:
@@ -199,10 +201,10 @@ class TorchrlLayout:
         return batch
 
     def for_buffer(self, rows: TensorDictBase, flags: Flags) -> list[TensorDictBase]:
-        """Return what each of TorchRL's workers would put into its buffer; cuts are not marked.
+        """Return the batches that TorchRL's workers would put into a buffer, without marks of cuts.
 
         Raises:
-            ItemsDiffer: lanes differ in length, of which such a buffer knows nothing.
+            ItemsDiffer: lanes differ in length, which the buffer does not support.
         """
         rows = self._with_flags(rows, flags).exclude(CUT)
         lane, found = rows.get(LANE).cpu().numpy(), []
@@ -214,17 +216,18 @@ class TorchrlLayout:
             batch, lengths = self._laid_out(rows[start:stop], lanes, shape)
             if len(set(lengths)) > 1 and not self._split:
                 raise ItemsDiffer(
-                    f"replay_buffer: expected lanes of equal length for a TorchRL buffer in "
-                    f'layout="torchrl", got {lengths.min()} to {lengths.max()} rows, for a lane '
-                    "was cut; give the buffer one of tallyroll's storages, which take any rows"
+                    "replay_buffer: expected lanes of equal length for a TorchRL buffer in "
+                    f'layout="torchrl", got {lengths.min()} to {lengths.max()} rows, because a '
+                    "lane was cut. Give the buffer one of tallyroll's storages, which accept any "
+                    "rows."
                 )
             found.append(batch)
         return found
 
     def processed_for_buffer(self, batch: TensorDictBase) -> list[TensorDictBase]:
-        """The same of a batch that was yielded, or that a postproc returned.
+        """Return the batches for a buffer, taken from a yielded batch or the result of a postproc.
 
-        Of a lane without a batch dimension, what is in the mask.
+        For environments without a batch size, they contain only the rows in the mask.
         """
         if not self._stacked or batch.batch_size[:1] != (len(self._shapes),):
             return [batch]
@@ -234,7 +237,7 @@ class TorchrlLayout:
         return [each[each.get(MASK)].exclude(MASK) for each in found]
 
     def rows_of(self, batch: TensorDictBase) -> TensorDictBase:
-        """The rows in a batch, as they are stored: without the flags at the root."""
+        """Return the rows in a batch as they are stored, without the flags at the root."""
         mask = batch.get(MASK, None)
         rows = batch.reshape(-1) if mask is None else batch[mask].exclude(MASK)
         rows = rows.exclude(*self._flags)
@@ -257,12 +260,12 @@ class TorchrlLayout:
     def _laid_out(
         self, rows: TensorDictBase, lanes: range, lead: Shape
     ) -> tuple[TensorDictBase, NDArray[np.intp]]:
-        """``rows`` of ``lanes`` as a batch, and the rows of each lane."""
+        """Return ``rows`` of ``lanes`` as a batch, and the number of rows of each lane."""
         of_lanes = np.bincount(rows.get(LANE).cpu().numpy() - lanes.start, minlength=len(lanes))
         lengths = of_lanes
         ends = np.cumsum(lengths)[lengths > 0] - 1
         if self._truncated:
-            self._mark(rows, ends, [*self._truncated, *map(_done_beside, self._truncated)])
+            self._mark(rows, ends, [*self._truncated, *map(_done_key_of, self._truncated)])
         if self._split:
             ends = np.flatnonzero(last_rows({TRAJ_IDS: rows.get(TRAJ_IDS).cpu()}))
             lengths, lead = np.diff(ends, prepend=-1), (len(ends),)
@@ -291,19 +294,19 @@ class TorchrlLayout:
         why = f"make frames_per_batch and total_frames multiples of {lanes} lanes"
         if self._reset_slots:
             why = (
-                'the environment has reset slots, which are no rows: reset_slots="avoid", or '
-                f"AutoresetMode.DISABLED, has none; and {why}"
+                'avoid reset slots, which hold no rows, with reset_slots="avoid" or '
+                f"AutoresetMode.DISABLED, and {why}"
             )
         elif self._options.total_episodes is not None:
-            why = "with total_episodes lanes end apart: give total_frames"
+            why = "give total_frames, because with total_episodes lanes end at different steps"
         warnings.warn(
-            f'layout="torchrl": lanes of this batch have {lengths.min()} to {lengths.max()} rows, '
-            'so that it is padded with zeros, has ("collector", "mask"), and ("next", "done") is '
-            f"True at the last row of each lane; leave out what is not in the mask, or {why}",
+            f'layout="torchrl": the lanes of this batch have {lengths.min()} to {lengths.max()} '
+            'rows. Shorter lanes are padded with zeros, and ("next", "done") is True at the last '
+            f'row of each lane. Ignore positions where ("collector", "mask") is False, or {why}',
             PaddedBatchWarning,
             stacklevel=2,
         )
 
 
-def _done_beside(key: Key) -> Key:
+def _done_key_of(key: Key) -> Key:
     return (*key[:-1], DONE[-1])

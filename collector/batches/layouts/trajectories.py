@@ -33,8 +33,8 @@ Int = NDArray[np.int64]
 class Offsets:
     """Trajectories as slices of rows in order.
 
-    ``rows`` stands trajectory by trajectory, in time within each; trajectory ``i`` is
-    ``rows[offsets[i] : offsets[i + 1]]`` and has the id ``traj_ids[i]``.
+    ``rows`` are ordered by trajectory, then by time. Trajectory ``i`` is ``rows[offsets[i] :
+    offsets[i + 1]]`` and has the id ``traj_ids[i]``.
     """
 
     rows: TensorDictBase
@@ -66,10 +66,11 @@ def split_trajectories(
         rows: transitions in any order and of any batch size; ids need not be adjacent. Rows
             where ``("collector", "mask")`` is False are left out.
         out: ``"padded"`` gives ``[trajectory, time]`` with ``("collector", "mask")``;
-            ``"list"`` a TensorDict ``[time]`` a trajectory; ``"offsets"`` an :class:`Offsets`.
-        on_gap: what happens where the steps of an id are not consecutive, because a row is missing
-            or there twice. ``"split"`` makes several trajectories of it, each of consecutive
-            steps, in the order of their first steps; ``"raise"`` raises.
+            ``"list"`` gives one TensorDict ``[time]`` per trajectory; ``"offsets"`` gives an
+            :class:`Offsets`.
+        on_gap: handling of an id whose steps are not consecutive, because a row is missing or
+            repeated. ``"split"`` splits the rows of the id into several trajectories, each of
+            consecutive steps, in the order of their first steps; ``"raise"`` raises.
 
     Within a trajectory rows are ordered by ``("collector", "step")``. Rows without that column stay
     in their order, and all rows of an id are one trajectory, because gaps and repeated rows cannot
@@ -78,15 +79,15 @@ def split_trajectories(
 
     At the last row of a trajectory ``("next", "done")``, and every bool ``"done"`` below it, is
     True, and ``("collector", "cut")`` says whether the trajectory goes on beyond these rows, so
-    that value estimators stop there. At its first row every bool ``"is_init"`` is True, where
-    recurrent modules begin from the state that is stored there.
+    that value estimators stop there. At its first row every bool ``"is_init"`` is True, so
+    that recurrent modules begin from the state stored in that row.
 
     Raises:
         ArgumentError: there are no trajectory ids, an id or step is not one number for each row,
             or with ``on_gap="raise"`` the steps of an id are not consecutive.
     """
     if out not in ("padded", "list", "offsets"):
-        raise ArgumentError(f'out is "padded", "list" or "offsets", got {out!r}')
+        raise ArgumentError(f'out: expected "padded", "list" or "offsets", got {out!r}.')
     if on_gap not in ("split", "raise"):
         raise ArgumentError(f'on_gap: expected "split" or "raise", got {on_gap!r}.')
     flat = _flat(rows)
@@ -128,27 +129,27 @@ def _numbers(rows: TensorDictBase, key: Key) -> Int | None:
 
 
 def _by_id(ids: Int, step: Int | None) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return the order of rows by id, then step, and where each id begins in it."""
+    """Return the order of rows by id, then step, and the index at which each id begins in it."""
     order = np.lexsort((ids,) if step is None else (step, ids))
     return order, _begins(ids[order])
 
 
 def _begins(values: Int) -> NDArray[np.intp]:
-    """Return where each run of equal values begins."""
+    """Return the index at which each run of equal values begins."""
     if not len(values):
         return np.zeros(0, np.intp)
     return np.append(0, np.flatnonzero(values[1:] != values[:-1]) + 1)
 
 
 def _gaps(step: Int, begin: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Return the ordered rows that the next row of their id does not follow by one step."""
+    """Return the ordered rows after which the next row of the same id is not the next step."""
     apart = np.diff(step) != 1
     apart[begin[1:] - 1] = False
     return np.flatnonzero(apart)
 
 
 def _ended(rows: TensorDictBase) -> NDArray[np.bool_]:
-    """Return which rows are the last of an episode, not only of a batch."""
+    """Return marks of the rows that are the last of an episode, and not only of a batch."""
     done, cut = rows.get(DONE, None), rows.get(CUT, None)
     if done is None:
         return np.zeros(len(rows), np.bool_)
@@ -162,23 +163,23 @@ def _ended(rows: TensorDictBase) -> NDArray[np.bool_]:
 def _chains(
     ids: Int, step: Int, ended: NDArray[np.bool_]
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return an order of rows by chains of consecutive steps of an id, and where each begins.
+    """Return the rows ordered by chains of consecutive steps of an id, and where each chain begins.
 
     Every row is followed by a row of the next step as long as there is one. A row is followed by
-    the adjacent one if it can be, otherwise by the first that is left; rows that end an episode
-    come last.
+    the adjacent row if possible, otherwise by the first row that is left. Rows that end an episode
+    are the last to get a successor.
     """
     count = len(ids)
     order, _ = _by_id(ids, step)
     new = np.ones(count, np.bool_)
     new[1:] = (np.diff(ids[order]) != 0) | (np.diff(step[order]) != 0)
-    group = np.empty(count, np.int64)  # rows of the same id and step
+    group = np.empty(count, np.int64)  # the number of each set of rows with the same id and step
     group[order] = np.cumsum(new) - 1
     first = order[new]  # a row of each group
     follows = np.zeros(len(first), np.bool_)  # the next group is the next step of the same id
     follows[:-1] = (np.diff(ids[first]) == 0) & (np.diff(step[first]) == 1)
 
-    before = np.arange(count)  # the row before each row of its chain; itself at its beginning
+    before = np.arange(count)  # the previous row in the chain; the first row has itself
     adjacent = np.flatnonzero(follows[group[:-1]] & (np.diff(group) == 1) & ~ended[:-1])
     before[adjacent + 1] = adjacent
     open_, alone = follows[group], np.ones(count, np.bool_)
@@ -202,7 +203,7 @@ def _chains(
 
 
 def _ranks(groups: Int) -> Int:
-    """Return the place of each element within its run of equal elements."""
+    """Return the position of each element within its run of equal elements."""
     begin = _begins(groups)
     lengths = np.diff(begin, append=len(groups))
     found: Int = np.arange(len(groups)) - np.repeat(begin, lengths)
@@ -210,7 +211,7 @@ def _ranks(groups: Int) -> Int:
 
 
 def by_lane(rows: TensorDictBase, lanes: range) -> TensorDict:
-    """Return rows, in order of ``lanes``, as ``[lane, time]``, padded, with a ``"mask"``."""
+    """Return ``rows``, which are ordered by lane, as padded ``[lane, time]`` with a ``"mask"``."""
     counts = np.bincount(rows.get(LANE).cpu().numpy() - lanes.start, minlength=len(lanes))
     return padded(rows, counts)
 
@@ -218,7 +219,7 @@ def by_lane(rows: TensorDictBase, lanes: range) -> TensorDict:
 def padded(rows: TensorDictBase, lengths: Int, lead: tuple[int, ...] | None = None) -> TensorDict:
     """Return consecutive groups of ``rows`` as ``[group, longest]``, padded with zeros.
 
-    ``lead`` are other dimensions in the place of ``group``, of as many elements.
+    ``lead`` are dimensions that replace ``group`` and have as many elements.
     """
     groups, longest = len(lengths), int(lengths.max(initial=0))
     within = np.arange(longest)[None, :] < lengths[:, None]
@@ -244,7 +245,7 @@ def padded(rows: TensorDictBase, lengths: Int, lead: tuple[int, ...] | None = No
 def _flat(rows: TensorDictBase) -> TensorDictBase:
     if rows.get(TRAJ_IDS, None) is None:
         raise ArgumentError(
-            f"expected rows with {format_key(TRAJ_IDS)}, got the keys "
+            f"rows: expected the column {format_key(TRAJ_IDS)}, got the keys "
             f"{sorted(format_key(key) for key in rows.keys(True, True))}"
         )
     flat = rows if rows.ndim == 1 else rows.reshape(-1)
@@ -276,7 +277,7 @@ def _mark_ends(rows: TensorDictBase, last: NDArray[np.intp]) -> TensorDictBase:
 def _marked(
     rows: TensorDictBase, at: NDArray[np.intp], which: Callable[[Key, torch.dtype], bool]
 ) -> TensorDictBase:
-    """``rows`` where the columns of a kind are True ``at`` some."""
+    """Return a copy of ``rows``; the columns that ``which`` accepts are True in the rows ``at``."""
     marked = rows.copy()
     for key, leaf in rows.items(True, True):
         if isinstance(leaf, torch.Tensor) and which(as_key(key), leaf.dtype):

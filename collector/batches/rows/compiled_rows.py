@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tallyroll.collector.batches.rows.slab_rows import SlabPart, SlabRows
+from tallyroll.collector.batches.rows.slab_rows import SlabBatch, SlabTable
 from tallyroll.collector.counting.episode_ring import EPISODE
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.native.kernel import compiled, in_order
@@ -28,21 +28,21 @@ from tallyroll.storage.rows.keys import (
 )
 
 
-def rows_of_slab(slab: Slab, plan: SlabPlan) -> SlabRows:
+def rows_of_slab(slab: Slab, plan: SlabPlan) -> SlabTable:
     """Return the rows of ``slab``, numbered by the extension if it can."""
     kernel = compiled()
     if kernel is None or slab.lane is not None or not plan.few_float_rewards:
-        return SlabRows(slab, plan)
-    return CompiledRows(slab, plan, kernel)
+        return SlabTable(slab, plan)
+    return CompiledSlabTable(slab, plan, kernel)
 
 
-class CompiledRows(SlabRows):
-    """The columns of the rows of a slab, numbered by the extension.
+class CompiledSlabTable(SlabTable):
+    """The row columns of a slab, numbered by the extension.
 
     Args:
-        slab: a slab with all columns in ``flat``, and few floats as the rewards of a lane.
+        slab: a slab with all columns in ``flat``, and only a few float rewards per lane.
         plan: the plan of the slab.
-        kernel: the extension.
+        kernel: the step kernel of the extension.
     """
 
     def __init__(self, slab: Slab, plan: SlabPlan, kernel: Any) -> None:
@@ -52,30 +52,29 @@ class CompiledRows(SlabRows):
         self._computed = [each for each in self._computed if not each.by_extension]
         self._state: LaneState | None = None
 
-    def part(self, block: Block, state: LaneState, *, by_lane: bool) -> SlabPart:
-        """Number the rows of ``block`` as `SlabRows.part` does."""
+    def part(self, block: Block, state: LaneState, *, by_lane: bool) -> SlabBatch:
+        """Number the rows of ``block`` as `SlabTable.part` does."""
         taken = None if block.index.size == block.taken.size else block.taken
         table = self._table if state is self._state else self.numbering(state)
         found = self._kernel.number_slots(table, block.used, taken)
         self._compute(block.used)
         begun, ended = found >> 32, found & 0xFFFF_FFFF
-        part = self._part(
+        return self._part(
             block,
             [self._begun[:begun].copy()] if begun else [],
             self._ended[:ended].copy() if ended else None,
             by_lane=by_lane,
+            next_id=self._largest.item() + 1,
         )
-        part.next_id = self._largest.item() + 1
-        return part
 
     def numbering(self, state: LaneState) -> bytes:
-        """Return the table of ``state`` that `StepKernel.number_slots` takes."""
+        """Return the table for `StepKernel.number_slots` that numbers rows after ``state``."""
         if state is not self._state:
             self._state, self._table = state, self._table_for(state)
         return self._table
 
     def amounts(self, of_row: NDArray[np.int64], masks: Iterable[Key]) -> bytes:
-        """Return the amounts of a row, and the masks of agents behind them, as a table."""
+        """Return a table of the ledger amounts of one row, followed by the masks of agents."""
         columns = [self.columns[key] for key in masks]
         words: Iterable[list[Any]] = (
             in_order("MASK", source=each, row_nbytes=each.nbytes // len(each)) for each in columns

@@ -1,7 +1,7 @@
 """Columns that the collector computes from the other columns of a row.
 
-An entry of `COMPUTED_COLUMNS` is all that such a column needs: it is stored, yielded and read like
-the columns of the environment, whichever path the rows take.
+An entry in `COMPUTED_COLUMNS` adds such a column. It is stored, yielded and read like the columns
+of the environment, whichever path the rows take.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,17 +21,17 @@ Columns = Callable[[Key], NDArray[Any]]
 
 @dataclass(frozen=True)
 class ComputedColumn:
-    """A column with one number a row."""
+    """A column with one number per row."""
 
     key: Key
     dtype: torch.dtype
     compute: Callable[[Columns], NDArray[Any]]
     """Takes a function that returns the other columns, and returns the values ``[row]``.
 
-    It may be called with slots that are no transitions, whose values are not used.
+    It may be called with slots that are not transitions; their values are not used.
     """
     is_in: Callable[[SlabPlan], bool] = lambda plan: True
-    """Returns whether rows of a plan have the column."""
+    """Returns True if rows of a plan have the column."""
     by_extension: bool = False
     """True if the extension computes it too, as a word of its ``NUMBERING`` table."""
 

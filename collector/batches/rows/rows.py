@@ -34,13 +34,14 @@ from tallyroll.storage.rows.keys import (
 )
 from tallyroll.storage.rows.row_refs import LARGE_NBYTES, RowRefs
 from tallyroll.storage.rows.tensordict_builder import TensorDictBuilder
+from tallyroll.storage.rows.transfers import HOST, move_columns
 
 Rows = dict[Key, torch.Tensor]
 """Columns ``[row, ...]`` of equal length."""
 
 
 @dataclass
-class Part:
+class ArrayBatch:
     """Rows of a batch: columns that were copied, and large ones that are still in the slab."""
 
     rows: Rows
@@ -75,23 +76,23 @@ class Part:
         return np.asarray(self.large[key]) if key in self.large else self.array(key)
 
     def at(self, key: Key, where: NDArray[np.intp]) -> NDArray[Any]:
-        """Return entries of a column that has one number a row."""
+        """Return the entries at rows ``where`` of a column that has one number per row."""
         return self.array(key).reshape(-1).take(where)
 
     def taker(self, key: Key) -> tuple[Callable[[NDArray[np.intp]], NDArray[Any]], int]:
-        """Return a function that takes rows of a column, and the bytes of one row."""
+        """Return a function that takes rows of a column, and the number of bytes in one row."""
         column = self.large[key] if key in self.large else self.rows[key]
-        return partial(_taken, column), column.nbytes // max(1, len(column))
+        return partial(_take_from, column), column.nbytes // max(1, len(column))
 
-    def first(self, count: int) -> "Part":
-        """Return the first rows of the small columns."""
-        return Part({key: column[:count] for key, column in self.rows.items()}, {})
+    def first(self, count: int) -> "ArrayBatch":
+        """Return the first ``count`` rows of the small columns."""
+        return ArrayBatch({key: column[:count] for key, column in self.rows.items()}, {})
 
-    def split(self, count: int) -> "tuple[Part, Part]":
-        """Return the first rows and the rest, which is copied from the slab."""
+    def split(self, count: int) -> "tuple[ArrayBatch, ArrayBatch]":
+        """Return the first ``count`` rows, and the rest, which is copied from the slab."""
         some, more = slice(None, count), slice(count, None)
         first, rest = (
-            Part(
+            ArrayBatch(
                 {key: column[at] for key, column in self.rows.items()},
                 {key: refs[at] for key, refs in self.large.items()},
             )
@@ -109,13 +110,13 @@ class Part:
 
 @dataclass(frozen=True)
 class RowSource:
-    """Makes rows from the slabs of a plan."""
+    """Makes rows from slabs that have the columns of ``plan``."""
 
     plan: SlabPlan
 
     @cached_property
     def large(self) -> tuple[Key, ...]:
-        """Columns with large rows, except rewards and flags, which the run loop reads."""
+        """Columns with large rows, without rewards and flags, because the run loop reads these."""
         looked_at = {*self.plan.rewards, *self.plan.dones, DONE, TERMINATED, TRUNCATED}
         return tuple(
             key
@@ -126,7 +127,7 @@ class RowSource:
 
     @cached_property
     def unobserved(self) -> tuple[Key, ...]:
-        """Columns that look like observations, at the root and under ``"next"``, but are none."""
+        """Columns at the root and under ``"next"`` that look like observations, but are not."""
         return tuple(
             key
             for key, column in self.plan.layout.items()
@@ -135,7 +136,7 @@ class RowSource:
 
     @cached_property
     def no_rows(self) -> Rows:
-        """All columns, in order, without rows, for their dtypes and shapes."""
+        """An empty tensor for each column, in order, with the dtype and shape of the column."""
         columns = dict(self.plan.layout)
         for key in (DONE, TERMINATED, TRUNCATED):
             columns[key] = SlabColumn(torch.bool, (1,))
@@ -146,9 +147,9 @@ class RowSource:
         return {key: torch.zeros((0, *c.shape), dtype=c.dtype) for key, c in columns.items()}
 
     @cached_property
-    def behind(self) -> Shapes:
+    def inner_dims(self) -> Shapes:
         """The batch size after the rows of each nested TensorDict that has one."""
-        return behind_rows(self.no_rows, self.plan.batch_dims)
+        return inner_dims_of(self.no_rows, self.plan.batch_dims)
 
     @cached_property
     def _computed(self) -> Sequence[ComputedColumn]:
@@ -156,13 +157,14 @@ class RowSource:
 
     @cached_property
     def _pools(self) -> dict[Key, BufferPool]:
-        """Buffers by column, because a caller may keep rewards and drop observations."""
+        """One pool per column, because a caller may keep rewards and drop observations."""
         return {}
 
-    def part(self, block: Block, state: LaneState, *, alone: bool = False) -> Part:
+    def part(self, block: Block, state: LaneState, *, alone: bool = False) -> ArrayBatch:
         """Gather the rows of ``block``, number them, and move ``state`` past them.
 
-        ``alone``: they are a whole batch, whose memory is reused once the caller dropped it.
+        ``alone`` is True if the rows are a whole batch, whose memory is reused after the caller
+        drops it.
         """
         slab = block.slab
         large = {
@@ -170,16 +172,17 @@ class RowSource:
         }
         get = self._take_pooled if alone else take
         rows = {key: get(block, key) for key in self.plan.layout if key not in large}
-        done = _flags(rows)
-        ended = done.cpu().numpy()[:, 0]
+        _complete_flags(rows)
+        rewards = self._rewards(rows if slab.on_host else self._fetch(rows))
+        ended = rows[DONE].numpy()[:, 0]
         version = slab.version.reshape(-1).take(block.index)
-        numbers = number(state, block.lane, ended, self._rewards(rows), version)
+        numbers = number(state, block.lane, ended, rewards, version)
         rows[TRAJ_IDS] = torch.from_numpy(numbers.traj_ids)
         rows[STEP] = torch.from_numpy(numbers.step)
         rows[POLICY_VERSION] = torch.from_numpy(version)
         rows[LANE] = torch.from_numpy(block.lane)
         for computed in self._computed:
-            values = computed.compute(Part(rows, large).column)
+            values = computed.compute(ArrayBatch(rows, large).column)
             rows[computed.key] = torch.from_numpy(values).to(computed.dtype)
         at, returns, lengths, first = numbers.ended
         episodes = episodes_of(
@@ -187,15 +190,15 @@ class RowSource:
             block.lane[at],
             returns,
             lengths,
-            rows[TERMINATED].reshape(-1).cpu().numpy()[at],
+            rows[TERMINATED].reshape(-1).numpy()[at],
             first,
             version[at],
             block.numbers_of(block.index[at]),
         )
-        return Part(rows, large, [numbers.begun], episodes)
+        return ArrayBatch(rows, large, [numbers.begun], episodes)
 
     def _take_pooled(self, block: Block, key: Key) -> torch.Tensor:
-        """Take rows as :func:`take` does; reuse memory for large columns."""
+        """Copy rows as :func:`take` does, but reuse memory for large columns."""
         column, index = block.slab.flat.get(key), block.index
         if column is None or len(index) * column[:1].nbytes < POOLED_NBYTES:
             return take(block, key)
@@ -212,37 +215,51 @@ class RowSource:
             kernel.gather_rows(table, 0, index, len(column))
         return torch.from_numpy(out)
 
+    def _fetch(self, rows: Rows) -> Rows:
+        """Copy the flags and rewards of ``rows`` to the host together, and return them.
+
+        The flags in ``rows`` are replaced by those on the host, because many functions read or
+        change them. `as_tensordict` copies them to the device of the batch, together with the ids.
+        """
+        plan = self.plan
+        flags = [DONE, TERMINATED, TRUNCATED, *plan.dones, *plan.inits]
+        fetched = move_columns({key: rows[key] for key in (*flags, *plan.rewards)}, HOST)
+        rows.update({key: fetched[key] for key in flags})
+        return fetched
+
     def _rewards(self, rows: Rows) -> NDArray[np.float64]:
         """Return the reward of each row, summed over agents and objectives."""
         total: NDArray[np.float64] | float = 0.0
         for key in self.plan.rewards:
             reward = rows[key]
-            flat = reward.cpu().to(torch.float64).numpy().reshape(len(reward), -1)
+            flat = reward.to(torch.float64).numpy().reshape(len(reward), -1)
             with np.errstate(all="ignore"):  # infinite rewards of both signs
                 total = total + (flat[:, 0] if flat.shape[1] == 1 else flat.sum(axis=1))
         return np.asarray(total, np.float64)
 
 
-def _flags(rows: Rows) -> torch.Tensor:
-    """Complete terminated, truncated and done, and return done ``[row, 1]``."""
+def _complete_flags(rows: Rows) -> None:
+    """Add truncated and done if they are missing."""
     terminated = rows[TERMINATED]
     if TRUNCATED not in rows:
         rows[TRUNCATED] = rows[DONE] & ~terminated
     rows[DONE] = rows[DONE] if DONE in rows else terminated | rows[TRUNCATED]
-    return rows[DONE]
 
 
 def take(block: Block, key: Key) -> torch.Tensor:
     """Copy the rows of ``block`` from a column of its slab."""
     slab = block.slab
     if key in slab.flat:
-        # NumPy's gather is up to 8 times faster than torch's on rows of uint8.
+        # On rows of uint8, NumPy gathers up to 8 times faster than torch.
         return torch.from_numpy(slab.flat[key].take(block.index, axis=0))
-    column = slab.columns[key].flatten(0, 1)
-    return column.index_select(0, torch.from_numpy(block.index).to(column.device))
+    column = slab.columns[key]
+    if block.is_whole:
+        lanes_first = column[: block.used].transpose(0, 1)
+        return lanes_first.clone(memory_format=torch.contiguous_format).flatten(0, 1)
+    return column.flatten(0, 1).index_select(0, block.index_on(column.device))
 
 
-def _taken(column: torch.Tensor | RowRefs, rows: NDArray[np.intp]) -> NDArray[Any]:
+def _take_from(column: torch.Tensor | RowRefs, rows: NDArray[np.intp]) -> NDArray[Any]:
     if isinstance(column, RowRefs):
         return np.asarray(column[rows])
     if column.device.type == "cpu" and column.dtype is not torch.bfloat16:
@@ -253,33 +270,38 @@ def _taken(column: torch.Tensor | RowRefs, rows: NDArray[np.intp]) -> NDArray[An
     return octets
 
 
-def merge(parts: Sequence[Part]) -> Part:
+def merge(parts: Sequence[ArrayBatch]) -> ArrayBatch:
     """Join parts that follow one another in time, and order their rows by lane."""
     if len(parts) == 1:
         return parts[0]
     first = parts[0]
     joined = {key: torch.cat([part.rows[key] for part in parts]) for key in first.rows}
     order = np.argsort(joined[LANE].numpy(), kind="stable")
-    at = torch.from_numpy(order)
-    rows = {key: column.index_select(0, at.to(column.device)) for key, column in joined.items()}
+    at = {
+        device: torch.from_numpy(order).to(device)
+        for device in {column.device for column in joined.values()}
+    }
+    rows = {key: column.index_select(0, at[column.device]) for key, column in joined.items()}
     large = {key: RowRefs.joined([part.large[key] for part in parts], order) for key in first.large}
-    return Part(rows, large)
+    return ArrayBatch(rows, large)
 
 
-def behind_rows(rows: Rows, batch_dims: BatchDims) -> Shapes:
-    """Return the batch size after the rows of each nested TensorDict, if its columns have it."""
+def inner_dims_of(rows: Rows, batch_dims: BatchDims) -> Shapes:
+    """Return the batch size after the rows of each nested TensorDict whose columns have one."""
     shapes = {key: tuple(column.shape[1:]) for key, column in rows.items()}
     return shapes_of(fitting(batch_dims, shapes), shapes)
 
 
 def as_tensordict(
-    rows: Mapping[Key, torch.Tensor], device: torch.device | None, behind: Shapes
+    rows: Mapping[Key, torch.Tensor], device: torch.device | None, inner_dims: Shapes
 ) -> TensorDict:
     """Return rows as a TensorDict ``[row]`` on ``device``.
 
-    ``behind`` are further batch dimensions of nested TensorDicts, parents first.
+    ``inner_dims`` are further batch dimensions of nested TensorDicts, parents first.
     """
+    if device is not None:
+        rows = move_columns(rows, device)
     columns = list(rows.values())
-    nest = TensorDictBuilder([(key, column.dtype) for key, column in rows.items()], behind)
+    nest = TensorDictBuilder([(key, column.dtype) for key, column in rows.items()], inner_dims)
     td = nest.of_tensors(columns, (len(columns[0]) if columns else 0,))
-    return td if device is None else td.to(device)
+    return td if device is None else td.to(device, non_blocking=True)  # nothing is left to copy

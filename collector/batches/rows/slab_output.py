@@ -1,4 +1,4 @@
-"""Store rows, and lay out small batches, from the memory of a slab."""
+"""Store rows and lay out small batches directly from the memory of a slab."""
 
 from tensordict import TensorDictBase
 
@@ -6,7 +6,7 @@ from tallyroll.collector.batches.layouts.batch_layout import BatchLayout
 from tallyroll.collector.batches.layouts.small_batches import SmallBatches
 from tallyroll.collector.batches.rows.compiled_rows import rows_of_slab
 from tallyroll.collector.batches.rows.rows import RowSource
-from tallyroll.collector.batches.rows.slab_rows import SlabPart, SlabRows
+from tallyroll.collector.batches.rows.slab_rows import SlabBatch, SlabTable
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.rollout.source import Block
@@ -16,13 +16,13 @@ from tallyroll.storage.engine.columns import FixedRows
 
 
 class SlabOutput:
-    """Stores rows that stay in their slab, and lays small batches out from it.
+    """Stores rows that stay in their slab, and lays out small batches from the slab.
 
     Args:
-        source: makes rows of blocks.
-        run: the run, whose storage copies them.
+        source: turns blocks into rows.
+        run: the state of the run, whose writer stores the rows.
         laying_out: the layout of batches.
-        batches: True if small batches are laid out from a slab too.
+        batches: True if small batches too are laid out from a slab.
     """
 
     def __init__(
@@ -36,37 +36,37 @@ class SlabOutput:
         self._source, self._writer, self._laying_out = source, run.writer, laying_out
         self._device = run.options.storing_device
         self._most_slots = FEW_SLOTS if batches else 0
-        self._tables: dict[Slab, SlabRows] = {}
+        self._tables: dict[Slab, SlabTable] = {}
         """The row table of each slab."""
-        self._small: dict[SlabRows, SmallBatches] = {}
+        self._small: dict[SlabTable, SmallBatches] = {}
 
     def takes(self, block: Block, *, yields: bool) -> bool:
-        """Return whether the rows of ``block`` stay in their slab instead of being gathered."""
+        """Return True if the rows of ``block`` stay in their slab instead of being gathered."""
         return not yields or block.used <= self._most_slots
 
-    def table_of(self, slab: Slab) -> SlabRows:
+    def table_of(self, slab: Slab) -> SlabTable:
         """Return the row table of ``slab``."""
         table = self._tables.get(slab)
         if table is None:
             table = self._tables[slab] = rows_of_slab(slab, self._source.plan)
         return table
 
-    def store(self, part: SlabPart, ledger: Ledger, open_lanes: int) -> None:
+    def store(self, part: SlabBatch, ledger: Ledger, open_lanes: int) -> None:
         """Commit the rows of ``part``, and the ledger that includes them."""
         rows = part.table.as_stored or self._fixed(part.table)
         if rows is not None:
             self._writer.write_fixed(rows, part.index, part.next_id, ledger, open_lanes)
 
-    def _fixed(self, table: SlabRows) -> FixedRows | None:
+    def _fixed(self, table: SlabTable) -> FixedRows | None:
         schema = self._writer.schema
         return None if schema is None else table.fixed(schema)
 
-    def batch(self, part: SlabPart) -> TensorDictBase:
+    def batch(self, part: SlabBatch) -> TensorDictBase:
         """Lay ``part`` out, one row after the other."""
         batch = self.batches_of(part.table).batch(part)
         return batch if self._device is None else batch.to(self._device)
 
-    def batches_of(self, table: SlabRows) -> SmallBatches:
+    def batches_of(self, table: SlabTable) -> SmallBatches:
         """Return the `SmallBatches` of ``table``."""
         batches = self._small.get(table)
         if batches is None:
@@ -75,7 +75,7 @@ class SlabOutput:
                 table,
                 laying_out.keys,
                 source.plan.dones,
-                source.behind,
+                source.inner_dims,
                 marks=laying_out.marks,
                 inits=laying_out.inits,
             )

@@ -1,7 +1,7 @@
-"""Rows in the memory of a slab, from which a storage copies them directly.
+"""Rows in the memory of a slab, which a storage copies without gathering them first.
 
-The columns that a collector adds (ids, steps, …) have the same slots as those of the slab. So one
-index addresses all columns of a row, and a storage copies them by address.
+The columns that a collector adds (ids, steps, …) have the same slots as the columns of the slab. So
+one index finds a row in all columns, and a storage copies rows by address.
 """
 
 from collections.abc import Callable
@@ -35,11 +35,11 @@ from tallyroll.storage.rows.schema import Schema
 
 Array = NDArray[Any]
 Numbered = tuple[list[NDArray[np.intp]], list[EndedEpisodes]]
-"""First rows of episodes, and episodes that ended, by the slots of a slab."""
+"""The first rows of episodes, and the ended episodes, with rows as indices into the columns."""
 
 
-class SlabRows:
-    """The columns of the rows of a slab ``[slots * lanes, ...]``, numbered by NumPy.
+class SlabTable:
+    """The row columns of a slab ``[slots * lanes, ...]``, numbered by NumPy.
 
     Args:
         slab: a slab with all columns in ``flat``.
@@ -49,6 +49,7 @@ class SlabRows:
     def __init__(self, slab: Slab, plan: SlabPlan) -> None:
         self.slab = slab
         self.columns: dict[Key, Array] = {key: slab.flat[key] for key in plan.layout}
+        self._excluded = plan.excluded
         self._slots: dict[Key, Array] = {}
         """Columns ``[slot, lane]`` that this object fills."""
         shape = slab.slots, slab.lanes
@@ -74,18 +75,19 @@ class SlabRows:
         one = len(self._rewards) == 1 and self._rewards[0].shape[2] == 1
         self._payoff = self._rewards[0][..., 0] if one else None
         self.as_stored: FixedRows | None = None
-        """The columns as a storage takes them; None before the first call of :meth:`fixed`."""
+        """The columns in the form that a storage takes; None before :meth:`fixed` is called."""
 
     def fixed(self, schema: Schema) -> FixedRows:
-        """Return the columns as a storage of ``schema`` takes them."""
+        """Return the columns in the form that a storage of ``schema`` takes."""
         if self.as_stored is None:
-            self.as_stored = FixedRows(schema, self.columns)
+            stored = {k: each for k, each in self.columns.items() if k not in self._excluded}
+            self.as_stored = FixedRows(schema, stored)
         return self.as_stored
 
-    def part(self, block: Block, state: LaneState, *, by_lane: bool) -> "SlabPart":
+    def part(self, block: Block, state: LaneState, *, by_lane: bool) -> "SlabBatch":
         """Number the rows of ``block``, and move ``state`` past them.
 
-        ``by_lane``: rows are ordered by lane, otherwise by slot.
+        ``by_lane`` is True if rows are ordered by lane, False if they are ordered by slot.
         """
         used, slab = block.used, self.slab
         terminated, over = self._terminated[:used], self._slots[DONE][:used]
@@ -98,9 +100,7 @@ class SlabRows:
         begun, ended = number(block, state)
         self._compute(used)
         part = self._part(block, begun, self._episodes(block, ended), by_lane=by_lane)
-        begins = part.array(STEP) == 0
-        if begins.any():
-            part.next_id = int(part.array(TRAJ_IDS)[begins].max()) + 1
+        part.find_next_id()
         return part
 
     def _part(
@@ -110,7 +110,8 @@ class SlabRows:
         episodes: NDArray[np.void] | None,
         *,
         by_lane: bool,
-    ) -> "SlabPart":
+        next_id: int = 0,
+    ) -> "SlabBatch":
         used = block.used
         index: RowIndex = block.index
         in_order = used == 1 and self.slab.lane is None
@@ -121,7 +122,7 @@ class SlabRows:
         if by_lane and not in_order and episodes is not None:
             episodes = episodes[np.argsort(episodes["lane"], kind="stable")]
         ends = 0 if episodes is None else len(episodes)
-        return SlabPart(self, index, len(index), begun, episodes, ends)
+        return SlabBatch(self, index, len(index), begun, episodes, ends, next_id)
 
     def _compute(self, used: int) -> None:
         """Fill the computed columns of the first ``used`` slots."""
@@ -193,10 +194,10 @@ class SlabRows:
 
 
 @dataclass
-class SlabPart:
+class SlabBatch:
     """Numbered rows of a slab, gathered when a caller reads them."""
 
-    table: SlabRows
+    table: SlabTable
     index: RowIndex
     count: int
     """Number of rows."""
@@ -207,13 +208,19 @@ class SlabPart:
     ends: int
     """Number of episodes that ended."""
     next_id: int = 0
-    """One more than the largest id of trajectories that begin here; 0 if none begins."""
+    """One more than the largest id of trajectories that begin in these rows; 0 if none does."""
 
     def __len__(self) -> int:
         return self.count
 
     def __contains__(self, key: Key) -> bool:
         return key in self.table.columns
+
+    def find_next_id(self) -> None:
+        """Set ``next_id`` from the ids of the trajectories that begin in these rows."""
+        begins = self.array(STEP) == 0
+        if begins.any():
+            self.next_id = int(self.array(TRAJ_IDS)[begins].max()) + 1
 
     def array(self, key: Key) -> Array:
         """Return the rows of a column ``[row, ...]``; read only."""
@@ -223,11 +230,11 @@ class SlabPart:
         return column.take(index, axis=0)
 
     def at(self, key: Key, where: NDArray[np.intp]) -> Array:
-        """Return entries of a column that has one number a row, at indices such as ``begun``."""
+        """Return entries of a column that has one number per row, at indices such as ``begun``."""
         return self.table.columns[key].reshape(-1).take(where)
 
     def taker(self, key: Key) -> tuple[Callable[[NDArray[np.intp]], Array], int]:
-        """Return a function that takes rows of a column, and the bytes of one row."""
+        """Return a function that takes rows of a column, and the number of bytes in one row."""
         column, index = self.table.columns[key], np.asarray(self.index)
         nbytes = column.itemsize * int(np.prod(column.shape[1:]))
         return (lambda rows: column.take(index[rows], axis=0)), nbytes

@@ -17,19 +17,19 @@ from tallyroll.collector.errors import (
     EnvironmentRefused,
     WorkerError,
 )
-from tallyroll.collector.rollout.source import PendingTransitions, TransitionSource
+from tallyroll.collector.rollout.source import TransitionSource, UndeliveredTransitions
 
 _OURS = {
-    "reset": "set_seed() starts new episodes, and reset_at_each_iter=True does in each batch",
-    "step": "iterate, or call collect(n)",
-    "close": "shutdown() closes what was made here",
+    "reset": "Call set_seed() to start new episodes, or pass reset_at_each_iter=True.",
+    "step": "Iterate over the collector, or call collect(n).",
+    "close": "Call shutdown() to close the environments that the collector made.",
 }
-"""Methods that would drive an environment without its collector, and the alternative."""
+"""Methods that would drive an environment without its collector, and the alternative to each."""
 _SHOWN = 16
 
 
 class EnvCalls:
-    """Calls of a collector's environments, which do not step between batches."""
+    """Mixin that calls methods of a collector's environments between batches."""
 
     _beginning: RunSetup
     _run: RunState
@@ -40,17 +40,17 @@ class EnvCalls:
     def env_call(
         self, name: str, /, *args: Any, lanes: Sequence[int] | int | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Call a method of each lane's own environment, between batches; return what they return.
+        """Call a method of each lane's own environment between batches, and return the results.
 
         In a wrapped environment the outermost wrapper that has the method is called, as by
         Gymnasium's ``get_wrapper_attr``. All lanes are called, even if some raise.
 
         The call comes between two steps of each lane, in workers too: with ``mode="async"`` it
         waits for the steps under way. The last observation of a lane was made before the call. A
-        lane whose episode ended has already been reset, so that a value which only ``reset`` reads
-        takes effect after the episode that has begun. Transitions that were executed before the
-        call and wait for the next batch are stored after it; the event has the first transition
-        after the call for each lane.
+        lane whose episode ended has already been reset, so a value that only ``reset`` reads takes
+        effect at the reset after the present episode. Transitions that were executed before the
+        call and wait for the next batch are stored after it; the event names the first transition
+        of each lane after the call.
 
         Calls are recorded with the run, and listed in :attr:`events` and in ``storage.runs``,
         unless the run is over. A replacement worker repeats them in its new environments before
@@ -59,19 +59,20 @@ class EnvCalls:
         for workers.
 
         Args:
-            name: of the method; not ``reset``, ``step`` or ``close``.
-            args: its arguments, the same for each lane.
-            lanes: their numbers; None: all.
-            kwargs: its arguments by name.
+            name: the name of the method; not ``reset``, ``step`` or ``close``.
+            args: the arguments of the method, the same for each lane.
+            lanes: the numbers of the lanes to call; None means all lanes.
+            kwargs: the keyword arguments of the method.
 
         Returns:
-            What it returned in each lane, in the order of ``lanes``.
+            The result of the method in each lane, in the order of ``lanes``.
 
         Raises:
-            EnvCallError: it raised in some lanes, or they have no such method; the run goes on.
-            EnvironmentRefused: environments are no Python objects, one a lane; says why.
+            EnvCallError: the method raised in some lanes, or the environment has no such method;
+                the run continues.
+            EnvironmentRefused: there is not one Python object per lane; the message says why.
             WorkerError: a worker died or hung; the next batch replaces it, or ends the run.
-            ArgumentError: an argument that cannot be right; nothing was called.
+            ArgumentError: an argument is invalid; no environment was called.
 
         Examples:
             >>> from tallyroll.collector import SyncCollector
@@ -90,20 +91,23 @@ class EnvCalls:
         return self._reach(asked, self._checked_lanes(asked, lanes))
 
     def env_get(self, name: str, lanes: Sequence[int] | int | None = None) -> list[Any]:
-        """Return an attribute of each lane's own environment; see :meth:`env_call`. No event."""
+        """Return an attribute of each lane's own environment; see :meth:`env_call`.
+
+        No event is recorded.
+        """
         asked = EnvCall("env_get", _checked_name("env_get", name))
         return self._reach(asked, self._checked_lanes(asked, lanes))
 
     def env_set(self, name: str, value: Any, lanes: Sequence[int] | int | None = None) -> None:
         """Set an attribute of each lane's own environment; see :meth:`env_call`.
 
-        It has to be there: the outermost wrapper that has it gets the value.
+        The attribute must exist: the outermost wrapper that has it gets the value.
 
         Args:
-            name: of the attribute.
-            value: a list or a tuple has a value for each of the lanes, in their order; anything
-                else is the value of all.
-            lanes: their numbers; None: all.
+            name: the name of the attribute.
+            value: a list or tuple of one value per lane, in the order of ``lanes``; any other value
+                is set in all lanes.
+            lanes: the numbers of the lanes to call; None means all lanes.
         """
         asked = EnvCall("env_set", _checked_name("env_set", name))
         of = self._checked_lanes(asked, lanes)
@@ -113,8 +117,9 @@ class EnvCalls:
             asked = EnvCall("env_set", name, values=list(value))
         else:
             raise ArgumentError(
-                f"{asked}: a list or tuple has a value for each lane: expected {len(of)}, got "
-                f"{len(value)}; to set a list itself, give [value] * {len(of)}"
+                f"{asked}: expected a list or tuple with a value for each of {len(of)} lanes, got "
+                f"{len(value)} values. To set the list itself as the value, pass [value] * "
+                f"{len(of)}."
             )
         self._reach(asked, of)
 
@@ -122,13 +127,14 @@ class EnvCalls:
     def events(self) -> list[dict[str, Any]]:
         """Calls of :meth:`env_call` and :meth:`env_set` since this collector was made.
 
-        Each is a mapping: ``at``, the transitions of the whole run that were stored then;
-        ``call``, ``name``, ``args``, ``kwargs`` and ``lanes`` (None: all), JSON values with which
-        it can be made again. Arguments that are none, or have more than 4,096 bytes, make ``args``
-        None, and ``repr`` a part of their text. Where transitions waited for the next batch,
-        ``first`` has, for each of the lanes, the trajectory and the step of the first transition
-        after the call; else all that is stored later is after it. ``failed`` are lanes in which it
-        raised, which may have changed too.
+        Each event is a mapping. ``at`` is the number of transitions that the whole run had stored
+        at the time of the call. ``call``, ``name``, ``args``, ``kwargs`` and ``lanes`` (None: all
+        lanes) are JSON values with which the call can be repeated. If the arguments are not JSON
+        values, or have more than 4,096 bytes, ``args`` is None and ``repr`` is a part of their
+        text. If transitions waited for the next batch, ``first`` has the trajectory and the step of
+        the first transition after the call for each of the lanes. Otherwise, all transitions stored
+        later come after the call. ``failed`` lists lanes in which the call raised; their
+        environments may have changed too.
         """
         return deepcopy(self._run.writer.stored_run.events.all)
 
@@ -162,8 +168,8 @@ class EnvCalls:
         good = found and len(found) == len(given) == len({*found})
         if not good or min(found) < own.start or max(found) >= own.stop:
             raise ArgumentError(
-                f"{asked}: lanes: expected different numbers from {own.start} to {own.stop - 1}, "
-                f"or None for all, got {lanes!r:.200}"
+                f"{asked}: lanes: expected distinct lane numbers from {own.start} to "
+                f"{own.stop - 1}, or None for all lanes, got {lanes!r:.200}"
             )
         return found
 
@@ -172,7 +178,7 @@ def _checked_name(way: Way, name: object) -> str:
     if type(name) is not str or not name:
         raise ArgumentError(f"{way}: expected the name of a method or an attribute, got {name!r}")
     if name in _OURS and way != "env_get":
-        raise ArgumentError(f"{way}: {name!r} is called by the collector alone: {_OURS[name]}")
+        raise ArgumentError(f"{way}: only the collector may call {name!r}. {_OURS[name]}")
     return name
 
 
@@ -187,7 +193,7 @@ def _unless_refused(outcomes: list[CallOutcome]) -> list[CallOutcome]:
 def _record(
     asked: EnvCall,
     run: RunState,
-    held: Sequence[PendingTransitions],
+    held: Sequence[UndeliveredTransitions],
     lanes: Sequence[int],
     outcomes: Sequence[CallOutcome],
 ) -> None:
@@ -207,11 +213,11 @@ def _raise_failed(asked: EnvCall, lanes: Sequence[int], outcomes: Sequence[CallO
         return
     done = [lane for lane in lanes if lane not in failed]
     outcome = outcomes[lanes.index(failed[0])]
-    error, others = outcome.error, f"; it was done in {_spoken(done)}"
+    error, others = outcome.error, f"; the call succeeded in {_spoken(done)}"
     if isinstance(error, WorkerError):
-        error.add_note(f"tallyroll: in the middle of {asked}{others}")
+        error.add_note(f"tallyroll: raised during {asked}{others}")
         raise error
-    also = f", as in {_spoken(failed[1:])}" if failed[1:] else ""
+    also = f" (also in {_spoken(failed[1:])})" if failed[1:] else ""
     raised = f" raised {type(error).__name__}" if outcome.changed else ""
     raise EnvCallError(
         f"{asked} in lane {failed[0]}{also}{raised}: {error}{others}",

@@ -12,29 +12,41 @@ import numpy as np
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.counting.numbering import LaneState, number
 from tallyroll.collector.envs.calls.env_call import EnvCall
-from tallyroll.collector.rollout.source import PendingTransitions
+from tallyroll.collector.rollout.source import UndeliveredTransitions
 
 _MOST_NBYTES = 4096
-"""Most bytes of JSON of an event's arguments; of larger ones, a part of the text is recorded."""
+"""The most bytes of JSON that an event's arguments may have.
+
+Of larger arguments, only a part of their text is recorded.
+"""
 _DEEPEST = 16
-_short = Repr()
-_short.maxstring = _short.maxother = 200
+
+
+class _ShortRepr(Repr):
+    """Representations in which strings and other values have at most 200 characters each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 200
+
+
+_short = _ShortRepr()
 
 
 def event_of(
     asked: EnvCall,
     run: RunState,
-    held: Sequence[PendingTransitions],
+    held: Sequence[UndeliveredTransitions],
     done: Sequence[int],
     failed: Sequence[int],
 ) -> dict[str, Any]:
     """Return the event of a call that was made in the lanes ``done``.
 
     Args:
-        asked: the call, of these lanes.
+        asked: the call that was made in these lanes.
         run: the state of the run.
-        held: transitions that were executed before it, and are not stored yet.
-        done: lanes, in the order of the values.
+        held: transitions that were executed before the call and are not stored yet.
+        done: lanes in which the call succeeded, in the order of its values.
         failed: lanes in which the call raised.
     """
     every = list(done) == list(run.options.own_lanes(len(run.lanes.step)))
@@ -49,12 +61,13 @@ def event_of(
         event["failed"] = list(failed)
     ledger = run.ledger
     if held or ledger.executed > ledger.stored + ledger.discarded + ledger.lost:
-        run.foreseen = state = _after(run.lanes, held)
+        state = _after(run.lanes, held)
+        run.foresee(state)
         event["first"] = [[int(state.traj_id[lane]), int(state.step[lane])] for lane in done]
     return event
 
 
-def _after(lanes: LaneState, held: Sequence[PendingTransitions]) -> LaneState:
+def _after(lanes: LaneState, held: Sequence[UndeliveredTransitions]) -> LaneState:
     """Return the state of all lanes after their held transitions."""
     arrays = ("traj_id", "step", "returns", "first_version", "length")
     state = replace(lanes, **{name: getattr(lanes, name).copy() for name in arrays})
@@ -67,10 +80,10 @@ def _after(lanes: LaneState, held: Sequence[PendingTransitions]) -> LaneState:
 
 
 def _arguments(asked: EnvCall) -> dict[str, Any]:
-    """Return the arguments as JSON values; ``args`` is None if they are no JSON or too large."""
+    """Return the arguments as JSON values; ``args`` is None if they are not JSON or too large."""
     args: list[Any] = list(asked.args)
     if asked.way == "env_set" and not args:
-        args = [list(asked.values)]  # one a lane
+        args = [list(asked.values)]  # one value per lane
     kwargs = dict(asked.kwargs)
     if _is_json(args) and _is_json(kwargs) and len(json.dumps([args, kwargs])) <= _MOST_NBYTES:
         return deepcopy({"args": args, "kwargs": kwargs})
@@ -78,7 +91,7 @@ def _arguments(asked: EnvCall) -> dict[str, Any]:
 
 
 def _is_json(value: Any, levels: int = _DEEPEST) -> bool:
-    """Return whether JSON preserves the value: a tuple would become a list."""
+    """Return True if JSON preserves the value; it does not preserve a tuple, for example."""
     kind = type(value)
     if kind is float:
         return bool(np.isfinite(value))
@@ -97,6 +110,6 @@ def _text(args: list[Any], kwargs: dict[str, Any]) -> str:
         said = ", ".join(
             [*map(_short.repr, args), *(f"{n}={_short.repr(v)}" for n, v in kwargs.items())]
         )
-    except Exception:  # noqa: BLE001  a __repr__ that raises is no reason to record nothing
+    except Exception:  # noqa: BLE001  record the event even if a __repr__ raises
         said = ", ".join(type(each).__name__ for each in (*args, *kwargs.values()))
     return said if len(said) <= 200 else f"{said[:199]}…"

@@ -1,4 +1,4 @@
-"""Host, time and code that made a run, for its entry in a manifest."""
+"""The host, time and code that made a run, for the run's entry in a manifest."""
 
 import inspect
 import os
@@ -20,17 +20,17 @@ from tallyroll.collector.policies.several.policies import SeveralPolicies
 _GIT = ("git", "-c", "core.fsmonitor=false", "status", "--porcelain=v2", "--branch")
 _GIT_SECONDS = 0.8
 _MOST_NBYTES = 2**28
-"""Most bytes of weights that are hashed, which takes a fraction of a second."""
+"""The most bytes of weights that are hashed. Hashing them takes a fraction of a second."""
 _LIBRARIES = {"builtins", "functools", "stable_baselines3", "tallyroll", "tensordict", "torch"}
 _LIBRARIES |= {"torchrl"}
-"""Packages whose code is not hashed as the policy's."""
+"""Packages whose code is not hashed as code of the policy."""
 
 
 def made_by(policy: Policy | None, classes: Sequence[str] = ()) -> dict[str, Any]:
     """Return the time, the host, the commit of the working folder, and hashes of the policy.
 
-    ``classes`` are those of the environment, and are left out if there are none.
-    Unknown values are None; nothing raises. No value is a path.
+    ``classes`` are the class names of the environment, left out if there are none. A value that
+    cannot be found is None, instead of an error. No value is a path.
     """
     found: dict[str, Any] = {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -52,7 +52,7 @@ def made_by(policy: Policy | None, classes: Sequence[str] = ()) -> dict[str, Any
 def git_of_folder() -> dict[str, Any] | None:
     """Return the commit of the working folder, and whether tracked files differ from it.
 
-    None without git or a repository, or if git takes longer than 0.8 seconds.
+    Return None if there is no git or no repository, or if git takes longer than 0.8 seconds.
     """
     try:
         found = subprocess.run(
@@ -75,10 +75,12 @@ def git_of_folder() -> dict[str, Any] | None:
 
 
 def hashes_of(policy: Any) -> dict[str, str | None]:
-    """Return SHA-256 of the files of a policy's classes and functions, and of its weights.
+    """Return the SHA-256 of a policy's code files, and of its weights.
 
-    The hash of one file is the file's; of several, the hash of their sorted hashes, joined. Files
-    of libraries are left out.
+    The code files define its classes and functions.
+
+    For one file, it is the hash of that file. For several files, it is the hash of their sorted and
+    joined hashes. Files of libraries are left out.
     """
     return {"code": _code_of(policy), "weights": _weights_of(policy)}
 
@@ -90,7 +92,7 @@ def _code_of(policy: Any) -> str | None:
             try:
                 path = inspect.getfile(each)
                 files[path] = Path(path).read_bytes()
-            except (OSError, TypeError):  # of a notebook, or of a compiled module
+            except (OSError, TypeError):  # code of a notebook, or of a compiled module
                 continue
     hashes = sorted(sha256(content).hexdigest() for content in files.values())
     if len(hashes) > 1:
@@ -124,5 +126,5 @@ def _weights_of(policy: Any) -> str | None:
             octets = each.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             found.update(octets.numpy().tobytes())
         return found.hexdigest()
-    except (RuntimeError, TypeError, ValueError):  # of parameters that have no shape yet, say
+    except (RuntimeError, TypeError, ValueError):  # for example, parameters that have no shape yet
         return None

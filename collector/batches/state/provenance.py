@@ -17,13 +17,13 @@ from tallyroll.storage.rows.spaces import UNCHECKED, fitting
 
 MOST_SEEDS = 1024
 SHARD = "shard"
-"""The key, in a run's entry, that says which shard of a run it is."""
+"""The key in a run's entry under which the shard of the run is described."""
 _OF_ONE_SHARD = frozenset(("frames_per_batch", "total_frames", "num_workers", "mode", "transport"))
 """Arguments that may differ between shards."""
 
 
 def call_of(options: Options, policy: Policy | None, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a collector to record, with ``more``, without empty lists."""
+    """Return the collector arguments to record, including ``more``, without empty lists."""
     kept = {
         "frames_per_batch": options.frames_per_batch,
         "total_frames": options.total_frames,
@@ -44,7 +44,7 @@ def call_of(options: Options, policy: Policy | None, more: Mapping[str, Any]) ->
 
 
 def _otherwise(options: Options) -> dict[str, Any]:
-    """Return the options of the environment that are not the defaults."""
+    """Return the options about the environment that differ from their defaults."""
     found = {
         "max_frames_per_traj": options.max_frames_per_traj,
         "reset_at_each_iter": options.reset_at_each_iter or None,
@@ -59,9 +59,10 @@ def _otherwise(options: Options) -> dict[str, Any]:
 def recorded_spaces(
     spaces: Mapping[str, Any], options: Options, buffer: ReplayBuffer | None
 ) -> dict[str, Any]:
-    """Return the spaces for a run's entry: those that fit, and why rows may violate them.
+    """Return the spaces for a run's entry: those that fit into it, and why rows may violate them.
 
-    Actions beyond a box are stored with ``validate="noise"``, too: that is of all runs.
+    With ``validate="noise"``, actions outside a box are stored too. Because any run may have such
+    actions, they are not listed as a reason.
     """
     reasons = {
         f"validate={options.checks.validate!r}": options.checks.validate in ("warn", "off"),
@@ -73,11 +74,11 @@ def recorded_spaces(
 
 
 def common_id(run: Mapping[str, Any], part: ShardOfRun, policy: Mapping[str, Any]) -> str:
-    """Return a hash of the properties that all shards of a run share, from the entry of one.
+    """Return a hash of the properties that all shards of a run share, from one shard's entry.
 
-    The environment, the seed, the lanes, the budget, the number of shards, the arguments of the
-    call that decide which rows there are, and the ``policy``: its code, and the weights that the
-    run began with. Not versions, workers and the size of a batch.
+    These properties are the environment, the seed, the lanes, the budget, the number of shards, the
+    arguments of the call that determine the rows, and the ``policy``: its code, and the weights
+    that the run began with. Versions, workers and the size of a batch may differ.
     """
     call = {name: value for name, value in run["call"].items() if name not in _OF_ONE_SHARD}
     budget = [part.asked, part.opening, part.of]
@@ -100,9 +101,10 @@ def run_provenance(
     """Return the entry of a run in a manifest, as JSON values.
 
     ``call`` has the recorded arguments of the collector. ``lane_seeds`` has the seed of each lane's
-    first reset; it is empty if the environment chose them, and left out beyond `MOST_SEEDS`,
-    because they follow from the run's seed. ``policy_version`` is the version at the entry's
-    ``first_row``. ``made`` is the result of `host_info.made_by`; None if no storage keeps it.
+    first reset. It is empty if the environment chose the seeds. More than `MOST_SEEDS` of them are
+    left out, because they follow from the seed of the run. ``policy_version`` is the version at the
+    entry's ``first_row``. ``made`` is the result of `host_info.made_by`; None if no storage keeps
+    it.
 
     ``first_id`` is the lowest id of a trajectory. In a run with this value, a lane skips an id when
     it lost transitions or was reset, even between two trajectories. So if the ids of two
@@ -120,7 +122,7 @@ def run_provenance(
     }
     if made is not None:
         run["made"] = dict(made)
-    if ledger.respawned:  # of the incarnations: the others are resumptions
+    if ledger.respawned:  # these incarnations are respawns, the others resumptions
         run["respawned"] = ledger.respawned
     if 0 < len(lane_seeds) <= MOST_SEEDS:
         run["lane_seeds"] = list(lane_seeds)

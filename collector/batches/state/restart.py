@@ -23,10 +23,10 @@ class Restart:
     """Saves the state of a run, and loads one before the run collects.
 
     Args:
-        run: its state.
-        beginning: has its seeds and its policy.
-        rollout: the source of its transitions.
-        publish: a method that hands the policy's weights to workers that act by copies.
+        run: the state of the run.
+        beginning: the set-up of the run, which has its seeds and its policy.
+        rollout: the source of the run's transitions.
+        publish: a method that sends the policy's weights to workers that act with copies.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Restart:
         publish: Callable[[], None],
     ) -> None:
         self._run, self._beginning, self._rollout = run, beginning, rollout
-        self._publisher = WeakMethod(publish)  # its owner goes with its last reference
+        self._publisher = WeakMethod(publish)  # does not keep the method's owner alive
 
     @property
     def storage(self) -> RowSink | None:
@@ -54,21 +54,22 @@ class Restart:
         return saved_state(self._run, self._beginning, self._rollout)
 
     def require_fit(self, state: Mapping[str, Any], *, keep: bool) -> None:
-        """Raise `StateError` unless the run can go on from ``state``; nothing changes.
+        """Raise `StateError` unless the run can continue from ``state``; change nothing.
 
-        ``keep``: as :meth:`keep`, with the rows that its storage has.
+        ``keep`` is True if :meth:`keep` will load the state, so that the run continues after the
+        rows in its storage.
         """
         require_fit(state, self._run, self._beginning, resumed=True)
         lanes, own = state.get("lanes"), self._run.lanes.lanes
         if lanes not in (None, own):
             raise StateError(
-                f"the checkpoint is of a collector with {lanes} lanes, got one with {own}; make as "
-                f"many (num_envs={lanes}), in any number of workers"
+                f"the checkpoint is of a collector with {lanes} lanes, got one with {own}. Make "
+                f"the collector with num_envs={lanes}, in any number of workers."
             )
         if keep and not self.stored_run.goes_on:
             raise StateError(
-                'rows="keep": expected a collector that goes on with the run in its storage; make '
-                "it with resume=True"
+                'rows="keep": expected a collector that continues the run in its storage. Make the '
+                "collector with resume=True."
             )
         self._try(state)
 
@@ -85,10 +86,10 @@ class Restart:
             envs.load(state["env"])
         except UserStopIteration:
             raise
-        except Exception as error:  # torch, transforms and users have many
+        except Exception as error:  # torch, transforms and user code raise many kinds
             raise StateError(
                 f"{name} cannot load the saved state: {error}. Rows and counts are unchanged. "
-                "Construct it with the arguments that the saved one had."
+                "Construct the object with the arguments that the saved object had."
             ) from error
         finally:
             if policy is not None:
@@ -102,7 +103,7 @@ class Restart:
         self._publish()
 
     def keep(self, state: Mapping[str, Any]) -> None:
-        """Load policy and transforms only; counts, ids and seeds continue from the newest row."""
+        """Load only policy and transforms; counts, ids and seeds continue after the newest row."""
         policy = self._beginning.policy
         self._beginning.envs.load(state["env"])
         if policy is not None:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from tallyroll.collector.batches.state.provenance import MOST_SEEDS
-from tallyroll.collector.compat import generator_states
+from tallyroll.collector.compat import load_generators, saved_generators
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.numbering import driver_seed, lane_seeds
 from tallyroll.collector.envs.calls.env_call import CallOutcome, EnvCall
@@ -22,14 +22,14 @@ class Environments(Protocol):
     def seed(self, seed: int, incarnation: int, asked: bool) -> list[int]:
         """Seed all lanes, and return their seeds, or none if the environments chose them.
 
-        ``asked``: the caller requested exactly this seed.
+        ``asked`` is True if the caller requested exactly this seed.
         """
 
     def state(self) -> Any:
-        """Return their part of a saved state."""
+        """Return the environments' part of a saved state."""
 
     def load(self, state: Any) -> None:
-        """Load a result of :meth:`state`, of these or other environments."""
+        """Load a result of :meth:`state`, from these or other environments."""
 
     def reach(self, asked: EnvCall, lanes: Sequence[int]) -> list[CallOutcome]:
         """Call the environments of ``lanes``, and return the outcome in each.
@@ -40,12 +40,12 @@ class Environments(Protocol):
 
 
 class RunSeeds:
-    """Seeds a run by the seed and the incarnation of its ledger.
+    """Seeds a run with the seed and the incarnation of its ledger.
 
     Args:
-        ledger: keeps the seed.
+        ledger: the ledger, which keeps the seed.
         envs: the environments to seed.
-        policy: the policy, whose random streams are seeded if it has several.
+        policy: the policy, whose random streams are seeded too.
         part: the shard whose lanes ``envs`` has; None if it has all lanes of the run.
     """
 
@@ -58,20 +58,24 @@ class RunSeeds:
     ) -> None:
         self._ledger, self._envs, self._policy, self._part = ledger, envs, policy, part
         self.rng = SlotRng()
-        """Draws actions."""
+        """The generator that draws actions."""
         self.of_lanes: list[int] = []
-        """Seed of each lane of the run; none if the environments chose them, or they are many."""
+        """Seed of each lane of the run; empty if the environments chose them or there are many."""
 
     def seed(self, seed: int | None) -> None:
-        """Seed every generator and every lane for the ledger's incarnation; None draws a seed."""
+        """Seed every generator and lane for the ledger's incarnation.
+
+        If ``seed`` is None, draw a seed.
+        """
         incarnation, asked = self._ledger.incarnation, seed is not None
-        # A policy of another shard draws other numbers; the first one's are those of one run.
+        # Each shard's policy draws other numbers. The first shard draws the numbers of an unsharded
+        # run.
         shard = None if self._part is None else self._part.lanes.start or None
         if seed is not None:
             torch.manual_seed(int(driver_seed(seed, incarnation, shard).generate_state(1)[0]))
         else:
             seed = int(torch.randint(2**31 - 1, ()))
-        self._ledger.seed = seed
+        self._ledger.seed = seed  # a field of the public record, which has no method for it
         self.rng.seed(driver_seed(seed, incarnation))
         if self._policy is not None:
             self._policy.seed(seed, incarnation, shard)
@@ -81,21 +85,21 @@ class RunSeeds:
 
     def generators(self) -> dict[str, Any]:
         """Return the states of the generators."""
-        found = {"torch": generator_states()[0], "actions": self.rng.state}
+        found = {**saved_generators(), "actions": self.rng.state}
         if isinstance(self._policy, SeveralPolicies):
             found["policies"] = self._policy.generators
         return found
 
     def load_generators(self, states: dict[str, Any]) -> None:
         """Load a result of :meth:`generators`."""
-        torch.set_rng_state(states["torch"])
-        self.rng.state = states["actions"]
+        load_generators(states)
+        self.rng.restore(states["actions"])
         if isinstance(self._policy, SeveralPolicies):
-            self._policy.generators = states["policies"]
+            self._policy.load_generators(states["policies"])
 
 
 def _of_run(part: ShardOfRun, own: list[int], seed: int, incarnation: int) -> list[int]:
-    """Return a seed for each lane of the run; a shard's own lanes have the seeds ``own``."""
+    """Return a seed for each lane of the run. ``own`` are the seeds of the lanes of this shard."""
     if part.run_lanes > MOST_SEEDS:
         return []
     every = lane_seeds(seed, part.run_lanes, incarnation)

@@ -36,8 +36,8 @@ class RunSetup:
     """Sets up the ledger of a run, the version of its policy, and the seeds of its lanes.
 
     Args:
-        options: of the run.
-        policy: chooses actions; None draws random actions.
+        options: the options of the run.
+        policy: chooses actions; None if all actions are random.
         writer: writes to the storage, which may have a run to resume.
         lanes: the number of lanes of this collector; a shard's run has more.
         envs: the environments of these lanes.
@@ -61,12 +61,12 @@ class RunSetup:
         self.ledger = resumed or Ledger(seed=options.seed)
         if options.seed not in (None, self.ledger.seed):
             raise StateError(
-                f"the run to be continued has the seed {self.ledger.seed}, got {options.seed}; "
-                "leave it out"
+                f"the run to be continued has the seed {self.ledger.seed}, got {options.seed}. "
+                "Leave seed out."
             )
-        self.ledger.versions = versions()
+        self.ledger.versions.update(versions())
         if policy is not None:
-            # A resumed run may continue with other weights than it ended with.
+            # A resumed run may continue with weights other than those it ended with.
             last = writer.stored_run.last
             policy.begin_at(1 + (RANDOM_VERSION if last is None else newest_version(*last)))
             if isinstance(policy, SeveralPolicies):
@@ -79,13 +79,13 @@ class RunSetup:
 
     @property
     def draws(self) -> bool:
-        """True if some actions of a policy's run are random, which the ledger counts."""
+        """True if a policy acts and some actions are random; the ledger counts them."""
         policy = self.policy
         return policy is not None and (self._options.init_random_frames > 0 or policy.draws)
 
     @property
     def random_frames(self) -> int:
-        """Number of transitions to come with random actions; 0 if no policy acts."""
+        """Number of coming transitions with random actions; 0 if no policy acts."""
         if self.policy is None:
             return 0
         return max(0, self._options.init_random_frames - self.ledger.random)
@@ -111,9 +111,10 @@ class RunSetup:
     ) -> RunState:
         """Return the initial state of the run.
 
-        Provenance has the ``environment``, the ``spaces`` of its columns and ``more`` arguments.
+        The provenance contains the ``environment``, the ``spaces`` of its columns, and ``more``
+        arguments of the collector.
         """
-        self.ledger.versions = {**self.ledger.versions, **environment.get(VERSIONS, {})}
+        self.ledger.versions.update(environment.get(VERSIONS, {}))
         self._classes = environment.get(CLASSES, [])
         left_out = VERSIONS, CLASSES
         self._environment = {name: v for name, v in environment.items() if name not in left_out}
@@ -125,19 +126,19 @@ class RunSetup:
 
     @property
     def other_classes(self) -> str:
-        """A warning if the resumed run had an environment of other classes, otherwise empty."""
+        """A warning if the resumed run had an environment of other classes, otherwise ""."""
         last = self._writer.stored_run.last_run
         if last is None or not differ(last.classes, self._classes):
             return ""
         before, now = (", ".join(each) for each in (last.classes, self._classes))
         return (
-            f"the run to be continued was made by an environment of {before}, and this one is of "
-            f"{now}. Its rows are added to the same run; if it is another environment, append a "
-            "new run instead"
+            f"the run to be continued was made by an environment of {before}, but this environment "
+            f"is of {now}. Its rows are added to the same run. If the environments differ, append "
+            "a new run instead"
         )
 
     def provenance(self, lanes: LaneState) -> dict[str, Any]:
-        """Return the run's entry in the manifest, with its present seeds, ids and weights."""
+        """Return the run's entry in the manifest, with its current seeds, ids and weights."""
         made = None if self._writer.storage is None else made_by(self.policy, self._classes)
         run = run_provenance(
             self._environment,
@@ -159,7 +160,7 @@ class RunSetup:
 
     @cached_property
     def _hashes(self) -> Mapping[str, str | None]:
-        """The hashes of the policy, with the weights that it had at set-up."""
+        """The hashes of the policy's code and of the weights that it had at set-up."""
         nothing = {"code": None, "weights": None}
         return nothing if self.policy is None else hashes_of(self.policy.source)
 
@@ -167,7 +168,7 @@ class RunSetup:
 def _require_one_opening(options: Options, policy: SeveralPolicies) -> None:
     if options.init_random_frames and policy.draws:
         raise ArgumentError(
-            f"init_random_frames: expected 0 where one of several policies has its own, or none "
-            f"acts for it, got {options.init_random_frames}; give each policy that needs it "
-            "OnePolicy(policy, init_random_frames=…)"
+            "init_random_frames: expected 0, because one of the policies has init_random_frames of "
+            f"its own or acts at random, got {options.init_random_frames}. Set the number for each "
+            "policy: OnePolicy(policy, init_random_frames=…)."
         )

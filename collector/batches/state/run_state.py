@@ -8,18 +8,18 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.batches.stored.writer import BatchWriter
 from tallyroll.collector.counting.episode_log import EpisodeLog
-from tallyroll.collector.counting.ledger import Budget, Ledger
+from tallyroll.collector.counting.ledger import Budget, Ledger, LedgerEntry, post
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.envs.setup.outside_steps import OutsideSteps
 from tallyroll.collector.errors import StateError
 from tallyroll.collector.options import Options
 
 EPISODES_KEPT = 50_000
-"""Least number of last episodes that ``collector.episodes`` keeps without total_episodes."""
+"""Without total_episodes, ``collector.episodes`` keeps at least so many of the newest episodes."""
 
 
 class Phase(Enum):
-    """The phases of a run. A run may end in any of them, and does not begin again."""
+    """The phases of a run. A run may end in any phase, and does not begin again."""
 
     IDLE = "between two calls"
     COLLECTING = "within a call"
@@ -27,14 +27,14 @@ class Phase(Enum):
 
 
 class RunState:
-    """The state of a run; its loop, its guard and its owner change it.
+    """The state of a run, which its loop, its guard and its owner change.
 
     Args:
-        options: of the run.
-        writer: stores rows before they are yielded.
+        options: the options of the run.
+        writer: the writer, which stores rows before they are yielded.
         ledger: counts transitions.
         lanes: the trajectory and step of every lane.
-        provenance: written with the schema.
+        provenance: the run's entry in the manifest, written with the schema.
     """
 
     def __init__(
@@ -53,13 +53,16 @@ class RunState:
         self.lost = False
         """True if another collector drives the environment, also after the end of the run."""
         self.stopped = False
-        """True if the run makes no more steps, on request or after an error; rows may follow."""
+        """True if the run makes no more steps, on request or after an error.
+
+        Rows that it already has may still be stored.
+        """
         self.at_safe_point = False
         """True while nothing is half done, so that an exception does not end the run."""
         self.outside: OutsideSteps | None = None
         """Detects steps of environments outside of the collector; None if nothing does."""
         self.moved = ""
-        """The place of a step or reset outside of the collector; empty if there was none."""
+        """A text that names a step or reset outside of the collector; empty if there was none."""
         self._yields = False
         """True if the call under way yields the rows that it stores."""
         self.ready: list[Any] = []
@@ -69,21 +72,21 @@ class RunState:
         self.foreseen: LaneState | None = None
         """The state of the lanes after the transitions that waited at the last recorded event."""
         self.slots_before = ledger.slots
-        """Slots of the run before this collector."""
+        """Number of slots of the run before this collector."""
         self._stored_before = ledger.stored
-        """Transitions of the run that were stored before the call under way."""
+        """Number of transitions of the run that were stored before the call under way."""
         self._ended_by = ""
-        """The exception that ended the run, what it left, and how to go on."""
+        """A text that names the exception that ended the run, the stored rows, and the way on."""
 
     @property
     def counted(self) -> int:
-        """Transitions that were stored, or agent transitions, in the unit of the budget."""
+        """Number of stored transitions, or of agent transitions if the budget counts them."""
         by_agent = self.budget.agents is not None
         return self.ledger.agent_transitions if by_agent else self.ledger.stored
 
     @property
     def met(self) -> bool:
-        """True if the run has as many transitions as it is to have."""
+        """True if the run has all transitions of its budget."""
         return self.budget.remaining(self.counted) == 0
 
     # --- phases -----------------------------------------------------------------------------------
@@ -94,7 +97,7 @@ class RunState:
         return self.phase is Phase.ENDED
 
     def begin_call(self) -> None:
-        """Begin a call that collects; the phase of a run that ended does not change."""
+        """Begin a collecting call; the phase of a run that has ended does not change."""
         if self.phase is Phase.IDLE:
             self.phase = Phase.COLLECTING
 
@@ -102,23 +105,21 @@ class RunState:
         """End the call under way, if there is one."""
         if self.phase is Phase.COLLECTING:
             self.phase = Phase.IDLE
-        self.lost = False
-        """True if another collector drives the environment, also after the end of the run."""
 
     def end(self) -> None:
         """End the run."""
         self.phase = Phase.ENDED
 
     def lose(self) -> None:
-        """Let no further call collect: another collector drives the environment."""
+        """Refuse further collecting calls, because another collector drives the environment."""
         self.lost = True
 
     def stop(self) -> None:
-        """Let the run end as soon as the rows that it already has are stored."""
+        """End the run as soon as the rows that it already has are stored."""
         self.stopped = True
 
     def reach_safe_point(self) -> None:
-        """Let exceptions leave the run as it is, until :meth:`leave_safe_point`."""
+        """Keep exceptions from ending the run until :meth:`leave_safe_point`."""
         self.at_safe_point = True
 
     def leave_safe_point(self) -> None:
@@ -126,7 +127,7 @@ class RunState:
         self.at_safe_point = False
 
     def note_stored(self) -> None:
-        """Remember the number of stored rows; an error message names the rows after them."""
+        """Remember the number of stored rows, so that an error message can name the later rows."""
         self._stored_before, self._yields = self.ledger.stored, False
 
     def expect_batch(self) -> None:
@@ -135,20 +136,53 @@ class RunState:
 
     # --- trajectories, and why the run ended ------------------------------------------------------
 
+    def number_from(self, first_id: int) -> None:
+        """Begin a trajectory in every lane, with ids from ``first_id`` on."""
+        self.lanes = LaneState.fresh(self.lanes.lanes, first_id)
+
+    def replace_provenance(self, provenance: dict[str, Any]) -> None:
+        """Replace the provenance, because the run continues another run."""
+        self.provenance = provenance
+
+    def count_agents(self, budget: Budget, counted: int | None) -> None:
+        """Count the budget in agent transitions.
+
+        ``counted`` is the number of agent transitions in earlier rows; None if the ledger already
+        has it.
+        """
+        self.budget = budget
+        # A field of the public record, which has no method for it.
+        self.ledger.agent_budget = budget.total
+        if counted is not None:
+            behind = counted - self.ledger.agent_transitions
+            post(self.ledger, LedgerEntry(agent_transitions=behind))
+
+    def foresee(self, state: LaneState) -> None:
+        """Record the state of the lanes after the waiting transitions, to which an event refers."""
+        self.foreseen = state
+
     def skip_foreseen(self, lanes: NDArray[np.bool_]) -> None:
-        """Let trajectories in ``lanes``, which lost what waited, come after those foreseen."""
+        """Skip the foreseen trajectory ids in ``lanes``, whose waiting transitions were lost."""
         if self.foreseen is not None:
             self.lanes.skip_to(self.foreseen, lanes)
 
     def committed(self) -> str:
-        """Say in a sentence which rows of the run are stored, with how many ends of episodes."""
+        """Return a sentence with the stored rows of the run and the number of complete episodes."""
         ends = self.ledger.episodes_complete
         return f"{self.writer.stored_run.committed}, with {ends:,} ends of episodes"
 
     def ended_by(self, error: BaseException) -> None:
         """Note that ``error`` ended the run."""
         if not self._ended_by:
-            self._ended_by = self._said(error)
+            self._ended_by = self._describe_end(error)
+
+    def watch(self, outside: OutsideSteps) -> None:
+        """Detect steps of environments outside of the collector from now on."""
+        self.outside = outside
+
+    def forget_moved(self) -> None:
+        """Forget steps outside of the collector, because all lanes are reset next."""
+        self.moved = ""
 
     def look_outside(self) -> None:
         """Note an environment that the program stepped or reset since the last call."""
@@ -158,24 +192,25 @@ class RunState:
     def refuse_moved(self, *, resets: bool) -> None:
         """Raise `StateError` if the program stepped or reset the environment since the last row.
 
-        With ``resets``, all lanes are reset before the next step, so that it does not matter.
+        ``resets`` is True if all lanes are reset before the next step, so that there is nothing to
+        refuse.
         """
         if self.moved and self.outside is not None and not (resets or self.outside.resets_first()):
             self.reach_safe_point()
             raise StateError(
                 f"the program stepped or reset an environment of this collector ({self.moved}) "
-                "since its last call, so the next row would join observations of different "
-                "episodes or steps; call set_seed() to start new episodes in all lanes, pass "
-                "reset_at_each_iter=True, or step another instance"
+                "since the last call, so the next row would join observations of different "
+                "episodes or steps. Call set_seed() to start new episodes in all lanes, pass "
+                "reset_at_each_iter=True, or step another instance."
             )
-        self.moved = ""
+        self.forget_moved()
 
     def refuse_ended(self) -> None:
         """Raise `StateError` if an exception ended the run."""
         if self._ended_by:
             raise StateError(self._ended_by)
 
-    def _said(self, error: BaseException) -> str:
+    def _describe_end(self, error: BaseException) -> str:
         stored, writer = self.ledger.stored, self.writer
         said = f"the run ended when {type(error).__name__} was raised within it"
         text = str(error).partition("\n")[0]
@@ -189,8 +224,8 @@ class RunState:
             said += f"The last {stored - self._stored_before:,} of these were not yielded. "
         if writer.storage is not None:
             return said + (
-                "To go on after them, shut this collector down and give the storage to another "
-                "one, with resume=True"
+                "To continue after them, shut this collector down and give the storage to another "
+                "collector, with resume=True"
             )
         total, unit = self.budget.total, "transitions"
         if self.budget.agents is not None:
@@ -198,6 +233,7 @@ class RunState:
         left = "" if total is None else f"{max(0, total - self.counted):,}"
         frames = f" for the {left} {unit} that are left" if left else ""
         return said + (
-            f"To go on, make another collector{frames}; given this one's state_dict() by "
-            "load_state_dict(), it goes on with its counts, ids, seeds and policy"
+            f"To continue, make another collector{frames}. If its load_state_dict() gets the "
+            "state_dict() of this collector, it continues with the same counts, ids, seeds and "
+            "policy"
         )

@@ -1,4 +1,4 @@
-"""Limits of TorchRL's replay buffers: items of one length, dtypes that torch writes, and ids."""
+"""Respect the limits of TorchRL's replay buffers: equal item lengths, supported dtypes, and ids."""
 
 import warnings
 import weakref
@@ -19,61 +19,59 @@ from tallyroll.storage.rows.keys import TRAJ_IDS, format_key
 
 
 class CutItemWarning(UserWarning):
-    """Warning: a run ended within an item of a TorchRL buffer; says which rows are missing."""
+    """A run ended within an item of a TorchRL buffer; the message says which rows are missing."""
 
 
 def warn_of_cut_item(count: int, what: str, error: ItemsDiffer) -> None:
     """Warn about the fate of the last ``count`` transitions of a run."""
-    warnings.warn(f"the last {count} transitions, {what}: {error}", CutItemWarning, stacklevel=3)
+    warnings.warn(f"the last {count} transitions {what}: {error}", CutItemWarning, stacklevel=3)
 
 
-def require_items(behind: Storage, batch: TensorDictBase) -> None:
-    """Refuse items of other lengths than a TorchRL storage has: it would keep zeros for them.
+def require_items(storage: Storage, batch: TensorDictBase) -> None:
+    """Refuse items of another length than those in a TorchRL storage, which would pad with zeros.
 
     Raises:
-        ItemsDiffer: says how long they are.
+        ItemsDiffer: the lengths differ; the message names both.
     """
-    if not isinstance(behind, TensorStorage) or batch.ndim <= behind.ndim or not len(behind):
+    if not isinstance(storage, TensorStorage) or batch.ndim <= storage.ndim or not len(storage):
         return
-    wanted, got = list(behind.get(0).batch_size), list(batch.shape[behind.ndim :])
+    wanted, got = list(storage.get(0).batch_size), list(batch.shape[storage.ndim :])
     if got != wanted:
         raise ItemsDiffer(
-            f"replay_buffer: its items are {wanted} long, and these are {got}; make batches as "
-            "long, and total_frames a multiple of frames_per_batch, or give the buffer one of "
-            "tallyroll's storages, which take rows"
+            f"replay_buffer: expected items of length {wanted}, like those in the buffer, got "
+            f"{got}. Make batches of this length and total_frames a multiple of frames_per_batch, "
+            "or give the buffer one of tallyroll's storages, which accept rows."
         )
 
 
-def require_takes(behind: Storage, rows: Rows) -> None:
-    """Refuse columns that torch cannot write to a TorchRL storage."""
-    if takes_rows(behind) or not isinstance(behind, TensorStorage):
+def require_takes(storage: Storage, rows: Rows) -> None:
+    """Refuse columns of dtypes that torch cannot write to a TorchRL storage."""
+    if takes_rows(storage) or not isinstance(storage, TensorStorage):
         return
     for key, column in rows.items():
         if column.dtype in SIGNED:
             name = str(column.dtype).removeprefix("torch.")
             raise ArgumentError(
-                f"replay_buffer: expected columns that {type(behind).__name__} can write, got "
-                f"{format_key(key)} of {name}, for which torch has no such operation; give the "
-                "buffer one of tallyroll's storages (MemmapStorage(max_size=…)), or cast in a "
-                "wrapper of the environment"
+                f"replay_buffer: expected columns that {type(storage).__name__} can write, got "
+                f"{format_key(key)} of {name}, which torch cannot write. Give the buffer one of "
+                "tallyroll's storages (MemmapStorage(max_size=…)), or cast the column in a wrapper "
+                "of the environment."
             )
 
 
-def for_buffer(rows: Rows, buffer: ReplayBuffer, behind: Shapes) -> TensorDictBase:
-    """A batch where the buffer's storage wants it; to a GPU it goes at once, from pinned memory."""
-    device = getattr(buffer.storage, "device", None)
-    if not isinstance(device, torch.device) or device.type != "cuda":
-        return as_tensordict(rows, None, behind)
-    pinned = {k: c.pin_memory() if c.device.type == "cpu" else c for k, c in rows.items()}
-    return as_tensordict(pinned, None, behind).to(device, non_blocking=True)
+def for_buffer(rows: Rows, buffer: ReplayBuffer, inner_dims: Shapes) -> TensorDictBase:
+    """Return a batch for the buffer, on its device if that is not the host."""
+    device: Any = getattr(buffer.storage, "device", None)
+    on_host = not isinstance(device, torch.device) or device.type == "cpu"
+    return as_tensordict(rows, None if on_host else device, inner_dims)
 
 
 def extend_buffer(
     buffer: ReplayBuffer, batches: Sequence[TensorDictBase], record: bytes | None = None
 ) -> None:
-    """Add batches, whose trajectories are numbered, to a buffer.
+    """Add batches, whose trajectories already have ids, to a buffer.
 
-    The storage under it, which takes rows, commits ``record`` with the next of them.
+    If the storage of the buffer takes rows, it commits ``record`` with the next rows.
     """
     store = buffer.storage
     if record is not None:
@@ -86,11 +84,11 @@ def extend_buffer(
 # --- ids ------------------------------------------------------------------------------------------
 
 _RANGE = 2**40
-"""Ids of a run into one of these beside another's: more than there will be trajectories."""
+"""Number of ids reserved for each run of a buffer, more than a run will ever use."""
 
 
 class BufferIds:
-    """Trajectory ids for a run that writes to a TorchRL storage, as other runs may in turn."""
+    """Trajectory ids for a run that writes to a TorchRL storage, which other runs may share."""
 
     def __init__(self, buffer: ReplayBuffer) -> None:
         self._buffer = buffer
@@ -98,7 +96,7 @@ class BufferIds:
         """Index of the run's range of ids."""
 
     def next(self) -> int:
-        """One more than the largest id that the buffer holds, in a range that no other run has."""
+        """Return one more than the largest id in the buffer, in a range that no other run has."""
         runs = _runs.setdefault(self._buffer.storage, weakref.WeakSet())
         runs.add(self)
         if self.range < 0:
@@ -111,9 +109,9 @@ class BufferIds:
         return max(self.range * _RANGE, largest + 1)
 
     def end(self) -> None:
-        """Leave the range to other runs."""
+        """Release the range for other runs."""
         _runs.get(self._buffer.storage, weakref.WeakSet()).discard(self)
 
 
 _runs: weakref.WeakKeyDictionary[Storage, weakref.WeakSet[BufferIds]] = weakref.WeakKeyDictionary()
-"""The runs that are not over, by TorchRL's storage."""
+"""The runs that are not over, by the TorchRL storage to which they write."""

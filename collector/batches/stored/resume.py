@@ -1,4 +1,4 @@
-"""The run to be continued: read from a manifest, with every value checked."""
+"""Read the run to be continued from a manifest, and check every value."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +23,7 @@ from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.stores.row_sink import RowSink
 
 Resume: TypeAlias = bool | Literal["auto"]
-"""Whether a run is continued; ``"auto"``: if there is one, or else a run begins."""
+"""True to continue a run, False to begin one; ``"auto"`` continues the run if there is one."""
 
 
 def checked_resume(resume: Resume) -> Resume:
@@ -38,19 +38,21 @@ def opened_or_created(open: Callable[[Literal["append", "create"]], DiskStorage]
     try:
         return open("append")
     except (StorageMissing, NotAStorage):
-        # "create" accepts the files of a process that was killed before it wrote the manifest.
-        # If it refuses, the manifest is another program's: the first message says that best.
+        # "create" accepts the files of a process that was killed before it wrote the manifest. If
+        # "create" refuses, the manifest is another program's, and the first error describes it
+        # best.
         with suppress(StorageExists):
             return open("create")
         raise
 
 
 def opened_target(path: str | Path, resume: Resume, frames: int | None, kind: Any) -> DiskStorage:
-    """Return the storage of a ``kind`` at the path that a collector was given, opened or made.
+    """Open or create the storage of class ``kind`` at the path that was given to a collector.
 
     Raises:
-        ArgumentError: its format wants to know ``frames``.
-        StorageError: it exists and is not resumed, or the reverse; or it cannot be opened.
+        ArgumentError: the format of the storage requires ``frames``.
+        StorageError: the storage exists but ``resume`` is False, it does not exist but ``resume``
+            is True, or it cannot be opened.
     """
     storage: DiskStorage
     try:
@@ -60,28 +62,26 @@ def opened_target(path: str | Path, resume: Resume, frames: int | None, kind: An
             storage = kind(path, mode="append" if resume else "create")
     except StorageExists as error:
         raise StorageExists(
-            f"storage: {path} holds a storage already; pass resume=True to continue its run, "
-            f'storage={kind.__name__}(path, mode="append") to add another run to it, or another '
-            "path"
+            f"storage: {path} holds a storage already. Pass resume=True to continue its run, "
+            f'storage={kind.__name__}(path, mode="append") to add another run, or another path.'
         ) from error
     except StorageMissing as error:
         raise StorageMissing(
-            "storage: resume=True needs the storage of an earlier run, and there is none at "
-            f"{path}. "
+            f"storage: resume=True needs the storage of an earlier run, but {path} does not exist. "
             'Leave resume out to start a run, or pass resume="auto" to resume a run if there is '
             "one and to start it otherwise."
         ) from error
     if frames is None and not storage.grows:
         storage.close()
         raise ArgumentError(
-            f"storage: {path} is to be a {kind.__name__}, which needs to know how many rows will "
-            "come: give total_frames, or pass a storage made with capacity="
+            f"storage: {path} is of class {kind.__name__}, which needs a fixed number of rows. "
+            "Give total_frames, or pass a storage made with capacity=."
         )
     return storage
 
 
 def has_begun(storage: RowSink) -> bool:
-    """Return whether ``storage`` holds rows or a run."""
+    """Return True if ``storage`` holds rows or a run."""
     if storage.reader.head:
         return True
     return storage.mode != "create" and bool(storage.reader.manifest["runs"])
@@ -92,32 +92,33 @@ class LastRun:
     """A run's entry in a manifest."""
 
     first_row: int
-    """The first row of the run, however often it was resumed since."""
+    """The first row of the run, however often the run has been resumed since then."""
     seed: int
     incarnation: int
     environment: Mapping[str, Any]
     lanes: int | None
-    """The number of its lanes; None if its entry does not say one."""
+    """The number of lanes of the run; None if its entry does not say."""
     shard: str | None = None
-    """The shard that it is, as "2/8"; None: it is whole."""
+    """The shard that the run is, such as "2/8"; None if it is a whole run."""
     weights: str | None = None
-    """The hash of the weights that the shard began with; None: it does not say one."""
+    """The hash of the weights that the shard began with; None if its entry does not say."""
     classes: Sequence[str] = ()
-    """Names of the environment's classes, or of its factory; empty where they are not known."""
+    """Names of the environment's classes, or of its factory; empty if unknown."""
 
 
 def last_run_of(entries: Sequence[Mapping[str, Any]], path: Path, rows: int) -> LastRun:
-    """The last of ``entries``, the runs in the manifest of the storage at ``path``.
+    """Return the last of ``entries``, the runs in the manifest of the storage at ``path``.
 
     Raises:
-        StateError: there is none, a collector did not write it, or it is damaged.
+        StateError: there is no entry, a collector did not write the last one, or it is damaged.
     """
     if not entries:
-        raise StateError(f"{path} holds no run of a collector: append to it instead")
+        raise StateError(f"{path} holds no run of a collector. Append to the storage instead.")
     last = entries[-1]
     if last.get("seed") is None or "first_row_of_run" not in last:
         raise StateError(
-            f"{path} was not written by a collector: its last run has no seed; append to it instead"
+            f"{path} was not written by a collector: its last run has no seed. Append "
+            "to the storage instead."
         )
     for name, most in (("seed", 2**63), ("incarnation", 2**63), ("first_row_of_run", rows + 1)):
         value = last.get(name)
@@ -139,7 +140,7 @@ def last_run_of(entries: Sequence[Mapping[str, Any]], path: Path, rows: int) -> 
 
 
 def _shard_of(last: Mapping[str, Any], path: Path) -> str | None:
-    """Return the name of the shard that a run's entry is of; None: it is a whole run."""
+    """Return the name of the shard in a run's entry; None if the run is a whole run."""
     said = last.get("shard")
     if said is None:
         return None
@@ -152,10 +153,11 @@ def _shard_of(last: Mapping[str, Any], path: Path) -> str | None:
 def without_rows(
     reader: RowReader, lanes: int, seed: int | None
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """Return the runs of a storage, without those at its end that do not matter; and these.
+    """Return the runs of a storage without irrelevant ones at the end, and the irrelevant ones.
 
-    A run at the end that has no row matters only to a collector with its lanes and its seed; or
-    where its record has replaced that of the run before it, which could not go on exactly.
+    A run without rows at the end is relevant in two cases only. Either the collector has the run's
+    number of lanes and seed, so that it continues this run. Or the record of this run has replaced
+    the record of the previous run, which cannot be continued exactly without its record.
     """
     entries, record = list(reader.manifest["runs"]), whole_record(reader)
     passed: list[Mapping[str, Any]] = []
@@ -175,17 +177,19 @@ def without_rows(
 
 def _damaged(path: Path, name: str, value: Any) -> StateError:
     return StateError(
-        f"the last run in the manifest of {path} is damaged: {name} is {value!r}; restore it, or "
-        "append a new run instead"
+        f"the last run in the manifest of {path} is damaged: {name} is {value!r}. Restore the "
+        "manifest, or append a new run instead."
     )
 
 
-_ADD_COLUMNS = ("max_frames_per_traj", "info_keys", "rename", "resets", "policy", "policies")
-"""Arguments of a collector by which rows have more columns, or others."""
+_CHANGE_COLUMNS = (
+    *("max_frames_per_traj", "info_keys", "rename", "exclude", "resets", "policy", "policies"),
+)
+"""Arguments of a collector that determine the columns of rows."""
 
 
 def same_source(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Refuse another environment for a continued run."""
+    """Raise if a continued run has another environment than before."""
     # Runs of earlier versions do not name the arguments that JSON cannot hold.
     before, after = ({n: v for n, v in each.items() if n != NOT_JSON} for each in (before, after))
     if before != after:
@@ -193,14 +197,15 @@ def same_source(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         raise StateError(
             "the run to be continued was made by another environment: "
             + "; ".join(f"{n} was {before.get(n)!r}, is {after.get(n)!r}" for n in names)
-            + "; append a new run instead"
+            + ". Append a new run instead."
         )
 
 
 def differ(before: Sequence[str], after: Sequence[str]) -> bool:
-    """Return whether two lists of classes differ, where both are known.
+    """Return True if two lists of classes are known and differ.
 
-    Where one run has classes of its main module, another may import them from any module.
+    If one run has classes from its main module, another run may import them from any module, so
+    only their names are compared.
     """
     if not before or not after:
         return False
@@ -210,9 +215,9 @@ def differ(before: Sequence[str], after: Sequence[str]) -> bool:
 
 
 def changed_arguments(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Return the arguments that add columns and differ between two runs' entries, with values."""
+    """Return the names and values of arguments that determine columns and differ in two entries."""
     calls = [each if isinstance(each := run.get("call"), dict) else {} for run in (before, after)]
-    pairs = {name: tuple(call.get(name) for call in calls) for name in _ADD_COLUMNS}
+    pairs = {name: tuple(call.get(name) for call in calls) for name in _CHANGE_COLUMNS}
     return "; ".join(
         f"{name} was {was!r:.80}, is {now!r:.80}"
         for name, (was, now) in pairs.items()
@@ -221,69 +226,73 @@ def changed_arguments(before: Mapping[str, Any], after: Mapping[str, Any]) -> st
 
 
 def same_lanes(before: LastRun, lanes: int) -> None:
-    """Refuse another number of lanes, which are numbered over the whole run."""
+    """Raise if the number of lanes has changed, because lanes are numbered over the whole run."""
     if before.lanes not in (None, lanes):
         raise StateError(
-            f"the run to be continued has {before.lanes} lanes, got {lanes}; make as many "
-            f"(num_envs={before.lanes}), or append a new run instead"
+            f"the run to be continued has {before.lanes} lanes, got {lanes}. Make the collector "
+            f"with num_envs={before.lanes}, or append a new run instead."
         )
 
 
 def same_shard(before: LastRun, part: Shard | None) -> None:
-    """Refuse another part of a run than the one that is continued."""
+    """Raise if the collector's shard is not the shard that is continued."""
     now = None if part is None else str(part)
     if before.shard == now:
         return
-    was, got = (
-        "a whole run, and no shard" if each is None else f"shard {each}"
-        for each in (before.shard, now)
-    )
-    way_out = "leave shard out" if before.shard is None else f'give shard="{before.shard}"'
+    was, got = ("a whole run" if each is None else f"shard {each}" for each in (before.shard, now))
+    way_out = "Leave shard out" if before.shard is None else f'Give shard="{before.shard}"'
     raise StateError(
-        f"the run to be continued is {was}, got {got}; {way_out}, or the storage of the other one"
+        f"shard: the run to be continued is {was}, got {got}. {way_out}, or pass the storage of "
+        f"{got}."
     )
 
 
-# --- what its last record and its rows say --------------------------------------------------------
+# --- the last record and the rows of the run ------------------------------------------------------
 
 
 def whole_record(reader: RowReader) -> RunRecord | None:
-    """Return the newest record, if a collector wrote it and it has all numbers."""
+    """Return the newest record; None unless a collector wrote it and it has all numbers."""
     record = RunRecord.parse(reader.record)
     return record if record is not None and record.is_whole else None
 
 
 def resumed_ledger(reader: RowReader, last: LastRun) -> tuple[Ledger, int]:
-    """Return the ledger of a run up to its last row, and the rows that it has elsewhere."""
-    ledger, at = Ledger(seed=last.seed, incarnation=last.incarnation), last.first_row
-    record, stored_before = whole_record(reader), 0
+    """Return the ledger of a run up to its last row, and the number of rows in other storages.
+
+    Nothing checks here that the counts balance. The first commit does (`Ledger.check`).
+    """
+    ledger, at, seed = Ledger(incarnation=last.incarnation), last.first_row, last.seed
+    record, stored_before, left_open = whole_record(reader), 0, 0
+    incarnation = last.incarnation
     if record is not None and record.first_row == last.first_row:
-        at, stored_before = record.at, record.stored_before
+        at, stored_before, left_open = record.at, record.stored_before, record.open
         ledger.load({**record.ledger, "incarnation": last.incarnation})
-        # A killed process left its trajectories unfinished.
-        ledger.episodes_cut += record.open
         if record.incarnation >= last.incarnation:
-            ledger.seed, ledger.incarnation = record.seed, record.incarnation
-    ledger.incarnation += 1
+            seed, incarnation = record.seed, record.incarnation
+    counts = ledger.counts()
+    counts["incarnation"] = incarnation + 1
+    # A killed process left its trajectories unfinished.
+    counts["episodes_cut"] += left_open
     # The record may be older than the rows, or newer.
     stored = stored_before + reader.head - last.first_row
-    unknown, ledger.stored = stored - ledger.stored, stored
-    ledger.slots += max(0, unknown)
-    ledger.executed += max(0, unknown)
+    unknown, counts["stored"] = stored - counts["stored"], stored
+    counts["slots"] += max(0, unknown)
+    counts["executed"] += max(0, unknown)
     # Transitions that waited for the next batch when the run stopped were lost.
-    ledger.lost += max(0, -unknown) + ledger.carried
-    ledger.carried = 0
-    # In a ring, only the rows that it still has.
+    counts["lost"] += max(0, -unknown) + counts["carried"]
+    counts["carried"] = 0
+    # Of a ring, only the rows that it still holds can be read.
     rows = np.arange(max(at, reader.span.start), reader.span.stop)
     ended = reader.column(DONE).take(rows) if len(rows) else rows
-    ledger.episodes_complete += int(ended.sum())
-    return ledger, stored_before
+    counts["episodes_complete"] += int(ended.sum())
+    resumed: dict[str, Any] = {"seed": seed, **counts}
+    return Ledger(**resumed), stored_before
 
 
 def newest_version(reader: RowReader, first_row: int) -> int:
-    """Return the largest policy version of a run's rows, also of rows taken back; -1 without any.
+    """Return the largest policy version in a run's rows, removed rows included; -1 if unknown.
 
-    ``first_row`` is the first of the run.
+    ``first_row`` is the first row of the run.
     """
     rows = np.arange(max(first_row, reader.span.start), reader.span.stop)
     own = reader.column(POLICY_VERSION).take(rows)
@@ -298,12 +307,12 @@ def newest_version(reader: RowReader, first_row: int) -> int:
 def opening_rows(
     reader: RowReader, first_row: int, policies: SeveralPolicies, ledger: Ledger
 ) -> Counts:
-    """Return the number of rows of a run with which each of several policies began at random.
+    """Return, for each of several policies, the number of a run's rows with opening random actions.
 
-    ``first_row`` is the first of the run, and ``ledger`` has its counts.
+    ``first_row`` is the first row of the run, and ``ledger`` has the counts of the run.
 
     Raises:
-        StateError: the storage is a ring that lost rows, so that it cannot be known.
+        StateError: the storage is a ring that has overwritten rows, so that the number is unknown.
     """
     openings = policies.openings
     start, stop = max(first_row, reader.span.start), reader.span.stop
@@ -312,7 +321,7 @@ def opening_rows(
     stored, over = np.zeros_like(openings.asked), openings.asked == 0
     for policy in np.flatnonzero(~over).tolist():
         mine: Mask = openings.acts_in[policy][lane - openings.first_lane]
-        if POLICY_ID in reader.keys:  # by lane: others may have acted in its lanes before
+        if POLICY_ID in reader.keys:  # policies by lane: others may have acted in its lanes before
             mine = reader.column(POLICY_ID).take(rows) == policy
         for each in others[policy]:
             mine[max(0, each.start - start) : max(0, each.stop - start)] = False
@@ -321,7 +330,7 @@ def opening_rows(
         stored[policy], over[policy] = np.count_nonzero(drawn), np.any(mine & ~drawn)
     if start == first_row:
         return stored
-    # Of the rows that are gone those of an opening came first: it is over where its policy acted.
+    # Opening rows come first, so an opening is over if a remaining row has an action of its policy.
     stored[over], going = openings.asked[over], np.flatnonzero(~over)
     if openings.acts_in.all():  # groups of agents act in every row
         for policy in going.tolist():
@@ -334,9 +343,9 @@ def opening_rows(
         stored[going] = ledger.random - stored[over].sum()
     elif len(going):
         raise StateError(
-            f"the ring has lost rows with random actions of the policies {going.tolist()}, so that "
-            "nothing says how many init_random_frames are left of each; load a checkpoint or a "
-            "state of the run, or leave them out"
+            f"init_random_frames: the number that is left for the policies {going.tolist()} is "
+            "unknown, because the ring has overwritten rows with their random actions. Load a "
+            "checkpoint or a saved state of the run, or leave init_random_frames out."
         )
     return stored
 
@@ -344,7 +353,7 @@ def opening_rows(
 def _always_at_random(
     reader: RowReader, first_row: int, policies: SeveralPolicies
 ) -> list[list[range]]:
-    """Return for each policy the rows of the run in whose entries it has no weights."""
+    """Return, for each policy, the rows of the run whose entries say that it acts at random."""
     entries, found = reader.manifest["runs"], [list[range]() for _ in policies.parts]
     stops = [*(entry["first_row"] for entry in entries), reader.span.stop][1:]
     for entry, stop in zip(entries, stops, strict=True):

@@ -1,4 +1,4 @@
-"""Find the storage that rows are written to: given directly, or inside a replay buffer."""
+"""Find the storage for rows, given directly or inside a replay buffer."""
 
 from typing import Any, TypeGuard, cast
 
@@ -16,7 +16,7 @@ from tallyroll.storage.stores.row_writer import RowWriter
 
 
 def sink_of(storage: object) -> RowSink:
-    """Return the given storage if it has all members that a run needs.
+    """Return ``storage`` if it has all members that a run needs.
 
     Raises:
         ArgumentError: a member is missing, or the storage is read only.
@@ -24,9 +24,9 @@ def sink_of(storage: object) -> RowSink:
     missing = absent(RowSink, storage)
     if {"reader", "writer"} & {*missing}:
         raise ArgumentError(
-            f"storage: expected a path or a tallyroll storage, got {type(storage).__name__}; "
-            "a torchrl storage goes into a ReplayBuffer, passed as replay_buffer=, and a storage "
-            f"of your own is a RowSink, which has {', '.join(missing)}, too"
+            f"storage: expected a path or a tallyroll storage, got {type(storage).__name__}. Put a "
+            "torchrl storage into a ReplayBuffer and pass that as replay_buffer=. A storage of "
+            f"your own must be a RowSink, but this one lacks {', '.join(missing)}."
         )
     return _whole(cast(RowSink, storage), "storage", missing, RunWriter)
 
@@ -35,7 +35,8 @@ def sink_under(buffer: ReplayBuffer | None) -> RowSink | None:
     """Return the storage of a replay buffer if rows can be written to it directly, or None.
 
     Raises:
-        ArgumentError: it takes rows, and lacks a member that a run needs, or is read only.
+        ArgumentError: the storage takes rows, but it is read only or lacks a member that a run
+            needs.
     """
     found: Any = None if buffer is None else buffer.storage
     if not takes_rows(found):
@@ -44,19 +45,19 @@ def sink_under(buffer: ReplayBuffer | None) -> RowSink | None:
 
 
 def takes_rows(storage: object) -> bool:
-    """Return whether a TorchRL storage is a `RowSink`, with a reader and a writer of rows."""
+    """Return True if a TorchRL storage is a `RowSink`, with a reader and a writer of rows."""
     return hasattr(storage, "writer") and hasattr(storage, "reader")
 
 
 def stores_slots(writer: RunWriter) -> TypeGuard[RowWriter]:
-    """Return whether the extension stores few slots in one call, to files of the writer."""
+    """Return True if the extension can store a few slots in the writer's files with one call."""
     return writer.in_one_call
 
 
 def _whole(sink: RowSink, what: str, missing: list[str], writes: type) -> RowSink:
     if not missing and sink.mode == "read":
         raise ArgumentError(
-            f'{sink.reader.path} is open for reading; open it with mode="append" to collect'
+            f'{sink.reader.path} is open for reading. Open it with mode="append" to collect.'
         )
     missing += [f"writer.{name}" for name in absent(writes, sink.writer)]
     if "writer.runs" not in missing:
@@ -64,9 +65,8 @@ def _whole(sink: RowSink, what: str, missing: list[str], writes: type) -> RowSin
     missing += [f"reader.{name}" for name in _READ if name not in dir(sink.reader)]
     if missing:
         raise ArgumentError(
-            f"{what}: expected a RowSink, which a run can be written to, got a "
-            f"{type(sink).__name__} without {', '.join(missing)}; tallyroll.storage.RowSink says "
-            "what each is"
+            f"{what}: expected a RowSink that a run can be written to, got a {type(sink).__name__} "
+            f"without {', '.join(missing)}. See tallyroll.storage.RowSink for these members."
         )
     sink.reader.require_open()
     return sink

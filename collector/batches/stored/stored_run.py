@@ -1,4 +1,4 @@
-"""A run in its storage: its claim, its entry in the manifest, its rows, ids and record."""
+"""A run in its storage: its claim, manifest entry, rows, ids and record."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,23 +30,25 @@ from tallyroll.storage.stores.row_sink import RowSink
 from tallyroll.storage.stores.run_entries import RunEntries
 
 _GO_ON = (
-    "To go on after them, open the storage again and give it to a collector with resume=True: it "
-    "has the counts of the last commit, and counts what waited then as lost. Close a collector "
-    "before its storage: put its `with` block inside the storage's"
+    "To continue from the last commit, open the storage again and pass it to a collector with "
+    "resume=True. The transitions that waited at that commit are counted as lost. Close a "
+    "collector before its storage: put its `with` block inside that of the storage"
 )
-_MOST_IDS = 2**62  # so that those of any run fit after them
-_LARGEST_ID = 2**63 - 2  # a larger one of a postproc has no next
+_MOST_IDS = 2**62  # the ids of any further run fit after them
+_LARGEST_ID = 2**63 - 2  # `postproc` may make larger ids, which have no successor
 
 
 class StoredRun:
-    """A run that is written to a storage, or to none.
+    """A run that is written to a storage, or to no storage.
 
     Args:
-        storage: the storage; None: rows go elsewhere.
-        buffer_ids: the ids of a run whose rows go to a TorchRL storage alone.
-        resumes: the last run in the storage is continued.
-        frames: transitions of the whole run, for which space is reserved; None if unknown.
-        part: the shard that it is, whose ids begin at a multiple of its run's lanes.
+        storage: the storage; None if rows are written elsewhere.
+        buffer_ids: the source of trajectory ids if rows go only to a TorchRL storage.
+        resumes: True if the last run in the storage is continued.
+        frames: number of transitions of the whole run, for which space is reserved; None if
+            unknown.
+        part: the shard that the run is, whose ids begin at a multiple of the lanes of the whole
+            run; None if it is a whole run.
     """
 
     def __init__(
@@ -63,34 +65,34 @@ class StoredRun:
         self._reader = None if storage is None else storage.reader
         self._resumes = resumes
         self.last_run: LastRun | None = None
-        """The entry of the run that goes on; None: it begins."""
+        """The entry of the run that is continued; None for a new run."""
         self._without_rows: Sequence[Mapping[str, Any]] = ()
-        """Entries of runs that made no row, which are removed when this one begins."""
+        """Entries of runs without rows, which are removed when this run begins."""
         self.ready = False
-        """True once the storage, or the buffer, was made ready for rows."""
+        """True once the storage, or the buffer, is ready for rows."""
         self.first_row = self._stored_before = 0
-        """The first row of the run; and its rows that are in another storage."""
+        """The first row of the run, and the number of its rows in another storage."""
         self.counts = RunCounts()
         self._drawn_at = -1
-        """Rows in the storage when the next id was looked for."""
+        """Number of rows in the storage when the next id was determined."""
         self.begun = storage is None
-        """:meth:`begin` was called."""
+        """True if :meth:`begin` was called, or if there is no storage."""
         self.events = RunEvents()
-        """Calls of its environments; also has its entry in the manifest."""
+        """Calls of the run's environments; this object also has the run's entry in the manifest."""
         self._loaded: Ledger | None = None
-        """The ledger of a loaded state that the run goes on from."""
+        """The ledger of a loaded state from which the run continues; None if none was loaded."""
         self._stored_elsewhere = 0
-        """Transitions that the run had stored by then."""
+        """Number of transitions that the run had stored in the loaded state."""
         if storage is not None:
             storage.writer.claim.take(self, begins=resumes)
 
-    # --- how it goes on ---------------------------------------------------------------------------
+    # --- continuing a run -------------------------------------------------------------------------
 
     def resumed(self, lanes: int, seed: int | None = None) -> Ledger | None:
-        """The ledger of the run to be continued, up to its last row; None: a new one begins.
+        """Return the ledger of the run to be continued, up to its last row; None for a new run.
 
-        ``lanes`` are as many as it has. A later run that has no rows, and other lanes or another
-        ``seed``, is passed over.
+        The run must have ``lanes`` lanes. A later run is skipped if it has no rows, and has another
+        number of lanes or another ``seed``.
         """
         storage = self._storage
         if not self._resumes or storage is None:
@@ -98,8 +100,8 @@ class StoredRun:
         reader = storage.reader
         if storage.mode == "create" and not reader.head:
             raise StateError(
-                f'{reader.path} was opened with mode="create", which has no run yet; open the one '
-                'to be continued with mode="append"'
+                f'{reader.path} was opened with mode="create" and has no run yet. Open the storage '
+                'of the run to be continued with mode="append".'
             )
         entries, self._without_rows = without_rows(reader, lanes, seed)
         if self._without_rows and not entries:
@@ -112,7 +114,7 @@ class StoredRun:
 
     @property
     def last(self) -> tuple[RowReader, int] | None:
-        """The rows, and the first of the run to be continued; None: there is none."""
+        """The reader, and the first row of the run to be continued; None if no run is continued."""
         if self._reader is None or self.last_run is None:
             return None
         return self._reader, self.last_run.first_row
@@ -125,21 +127,22 @@ class StoredRun:
             last = last_run_of(reader.manifest["runs"], reader.path, reader.head)
             if last.first_row != first_row:
                 raise StateError(
-                    f"the last run in {reader.path} began at row {last.first_row}, and the "
-                    f"checkpoint is of the one that began at row {first_row}"
+                    f"the last run in {reader.path} began at row {last.first_row}, but the "
+                    f"checkpoint is of the run that began at row {first_row}. Load a checkpoint of "
+                    "the last run."
                 )
             self.last_run, self.first_row = last, first_row
         self._drawn_at = reader.head
 
     @property
     def goes_on(self) -> bool:
-        """True if the run was begun before, in this storage."""
+        """True if the run began earlier in this storage."""
         return self.last_run is not None
 
     def goes_on_from(self, ledger: Ledger, provenance: Mapping[str, Any], next_id: int) -> None:
-        """Go on from a loaded state: the run's earlier rows are not of this storage's run.
+        """Continue from a loaded state, whose rows are not in this storage's run.
 
-        Ids below ``next_id`` may be those of such rows.
+        Such rows may have ids below ``next_id``.
         """
         if self._storage is None:
             return
@@ -151,13 +154,13 @@ class StoredRun:
     # --- ids --------------------------------------------------------------------------------------
 
     def next_id(self) -> int:
-        """One more than the largest trajectory id that was ever stored."""
+        """Return one more than the largest trajectory id that was ever stored."""
         next_id, reader = self.counts.next_id, self._reader
         if reader is not None:
             self._drawn_at = reader.head
             if reader.head and len(ids := reader.shown(TRAJ_IDS)):
                 next_id = max(next_id, int(ids.max()) + 1)
-            # Of a ring the rows with the largest ids may be gone.
+            # A ring may have overwritten the rows with the largest ids.
             record = whole_record(reader)
             next_id = max(next_id, 0 if record is None else record.next_id)
         elif self._buffer_ids is not None:
@@ -176,10 +179,15 @@ class StoredRun:
         """Note the largest id of rows that are about to be stored."""
         self.counts.next_id = max(self.counts.next_id, min(largest, _LARGEST_ID) + 1)
 
-    # --- its beginning ----------------------------------------------------------------------------
+    # --- beginning a run --------------------------------------------------------------------------
 
-    def open(self, schema: Schema, provenance: Mapping[str, Any]) -> None:
-        """Make the files, or check that the storage fits; nothing is written before it does."""
+    def open(
+        self, schema: Schema, provenance: Mapping[str, Any], *, declared: bool = False
+    ) -> None:
+        """Make the files, or check that the storage fits, before anything is written.
+
+        ``declared`` is True if the schema is from declared spaces, and not from a first batch.
+        """
         storage, last = self._storage, self.last_run
         assert storage is not None
         self.first_row = storage.reader.head if last is None else last.first_row
@@ -193,13 +201,13 @@ class StoredRun:
                 runs = storage.reader.manifest["runs"]
                 if runs and (changed := changed_arguments(runs[-1], provenance)):
                     raise SchemaMismatch(
-                        f"{error} Arguments that decide about columns have changed since its last "
-                        f"run: {changed}."
+                        f"{error} Arguments that determine columns have changed since the last run "
+                        f"of the storage: {changed}."
                     ) from error
                 raise
             if not storage.writer.claim.is_of(self):
                 return
-        self._begin_entry(storage, schema, provenance)
+        self._begin_entry(storage, schema, provenance, declared=declared)
 
     def _reserve(self, storage: RowSink, schema: Schema) -> None:
         if self._frames is not None and _fits(storage, schema):
@@ -207,13 +215,14 @@ class StoredRun:
             storage.reserve(max(1, storage.reader.head + self._frames - stored))
 
     def begin(self, provenance: Mapping[str, Any]) -> int | None:
-        """Begin the run in the storage, which is its own until it is over.
+        """Begin the run in the storage, and keep other runs out until this run is over.
 
         Returns:
-            The first id of a trajectory, where it is another than :meth:`next_id` was before.
+            The first id of a trajectory; None if :meth:`next_id` has not changed since it was
+            called.
 
         Raises:
-            RunUnderWay: another collector's run is not over.
+            RunUnderWay: the run of another collector is not over.
         """
         storage, drawn_at = self._storage, self._drawn_at
         if storage is None:
@@ -226,8 +235,19 @@ class StoredRun:
         self.begun = True
         return None if storage.reader.head == drawn_at else self.next_id()
 
-    def _begin_entry(self, storage: RowSink, schema: Schema, provenance: Mapping[str, Any]) -> None:
-        """Note in the manifest at which row the run begins, or goes on."""
+    def mark_ready(self) -> None:
+        """Note that the storage, or the buffer, is ready for rows."""
+        self.ready = True
+
+    def _begin_entry(
+        self,
+        storage: RowSink,
+        schema: Schema,
+        provenance: Mapping[str, Any],
+        *,
+        declared: bool = False,
+    ) -> None:
+        """Note in the manifest at which row the run begins or continues."""
         if self.last_run is None:
             self.first_row = storage.reader.head
         if self._loaded is not None:
@@ -235,50 +255,54 @@ class StoredRun:
         runs = storage.writer.runs
         if self.events.entry is not None:
             runs.withdraw(self.events.entry)
-            self.events.entry = None
+            self.events.enter(None)
         for entry in self._without_rows:
             runs.withdraw(entry)
         self._without_rows = ()
         if storage.reader.initialised and storage.reader.head != self._drawn_at:
             self._reserve(storage, schema)
         run, at = {**provenance, "first_row_of_run": self.first_row}, self._stored_before
-        if storage.reader.head != (drawn_at := self._drawn_at):  # others have added rows
+        if storage.reader.head != (drawn_at := self._drawn_at):  # other runs have added rows
             run["first_id"] = max(run.get("first_id", 0), self.next_id())
             self._drawn_at = drawn_at
         at += storage.reader.head - self.first_row
-        runs.begin(schema, run | self.events.at_beginning(at, storage.reader.head, run))
-        self.events.entry = storage.reader.manifest["runs"][-1]
+        entry = run | self.events.at_beginning(at, storage.reader.head, run)
+        if isinstance(runs, RunEntries):
+            runs.begin(schema, entry, declared=declared)
+        else:
+            runs.begin(schema, entry)
+        self.events.enter(storage.reader.manifest["runs"][-1])
         ledger, record = self._loaded, whole_record(storage.reader)
         fresh = ledger is None and self.last_run is None
         if fresh and record is not None and record.first_row == self.first_row:
-            # A run had begun here that has no rows: what it counted is not this one's.
+            # A run without rows began at this row: its record must not count for this run.
             ledger = Ledger(seed=provenance["seed"], incarnation=provenance["incarnation"])
         if ledger is not None:
             storage.writer.put_record(self.record(ledger, 0))
 
     def note(self, found: Mapping[str, Any]) -> None:
-        """Add ``found`` to the run's entry, where it has one, in a storage that takes notes."""
+        """Add ``found`` to the run's entry, if it exists and the storage supports this."""
         storage, entry = self._storage, self.events.entry
         if storage is None or entry is None or storage.reader.closed:
             return
         if isinstance(runs := storage.writer.runs, RunEntries):
-            self.events.entry = runs.note(entry, found)
+            self.events.enter(runs.note(entry, found))
 
-    # --- its rows ---------------------------------------------------------------------------------
+    # --- rows of the run --------------------------------------------------------------------------
 
     @property
     def head(self) -> int:
-        """Rows that were ever committed to the storage, which may be closed by now."""
+        """Number of rows ever committed to the storage, which may be closed by now."""
         return 0 if self._reader is None else self._reader.last_head
 
     def rows_of(self, before: int, stored: int) -> range | None:
-        """Return the absolute rows in the storage of the run's rows from ``before`` on.
+        """Return the absolute row numbers in the storage of the run's rows from ``before`` on.
 
-        ``stored``: all rows of the run so far. None if there is no storage.
+        ``stored`` is the number of all rows of the run so far. Return None if there is no storage.
         """
         if self._storage is None:
             return None
-        # Computed from the run's own counts: to read the header takes four calls a batch.
+        # Computed from the run's own counts, because reading the header takes four calls per batch.
         behind = self.first_row - self._stored_before if self.ready else self.head - stored
         return range(behind + before, behind + stored)
 
@@ -286,27 +310,27 @@ class StoredRun:
     def committed(self) -> str:
         """A sentence that says which rows of the run are stored."""
         if self._storage is None:
-            return "Rows of this run were yielded, or put into a replay buffer"
+            return "Rows of this run were yielded, or added to a replay buffer"
         head, path = self.head, self._storage.reader.path
         first = self.first_row if self.ready else head
         if head <= first:
             return f"No rows of this run are committed in {path}"
-        return f"Rows {first:,} to {head - 1:,} of {path} are committed, of this run"
+        return f"Rows {first:,} to {head - 1:,} of {path} are committed by this run"
 
     def require_open(self) -> None:
-        """Raise `StorageClosed` where the storage was closed under the run's feet."""
+        """Raise `StorageClosed` if the storage was closed before the run ended."""
         if self._reader is not None and self._reader.closed:
             raise StorageClosed(
-                f"{self._reader.path} was closed while its collector goes on: nothing more of the "
-                f"run can be stored. {self.committed}. {_GO_ON}"
+                f"{self._reader.path} was closed before its collector, which cannot store more "
+                f"rows of the run. {self.committed}. {_GO_ON}"
             )
 
-    # --- its record, and its end ------------------------------------------------------------------
+    # --- the record and the end of the run --------------------------------------------------------
 
     def record(
         self, ledger: Ledger, open_lanes: int, values: tuple[int, ...] | None = None
     ) -> bytes:
-        """Return the record of the run; ``open_lanes`` is the number of its open trajectories."""
+        """Return the record of the run, in which ``open_lanes`` trajectories are open."""
         return record_bytes(COUNTS) % (
             self.first_row,
             self._stored_before,
@@ -324,10 +348,11 @@ class StoredRun:
     def finish(self, ledger: Ledger, left: int) -> None:
         """Commit the final ledger, and update the files that other programs read.
 
-        ``left`` transitions were collected and are in no batch.
+        ``left`` is the number of collected transitions that are in no batch.
 
         Raises:
-            StorageClosed: it was closed before; the message says what is not stored.
+            StorageClosed: the storage was closed first; the message lists the data that was not
+                stored.
         """
         storage = self._storage
         if storage is None or not self.ready or not storage.writer.claim.is_of(self):
@@ -335,16 +360,16 @@ class StoredRun:
         if storage.reader.closed:
             path = storage.reader.path
             raise StorageClosed(
-                f"{path} was closed before its collector. Not stored: the final ledger of "
-                f"the run, in the storage's record, and {left:,} transitions that waited for the "
-                f"next batch. {self.committed}. {_GO_ON}"
+                f"{path} was closed before its collector, so the final ledger of the run and "
+                f"{left:,} transitions that waited for the next batch were not stored. "
+                f"{self.committed}. {_GO_ON}"
             )
         storage.writer.put_record(self.record(ledger, 0))
         storage.flush()
         self.end()
 
     def end(self) -> None:
-        """Leave the storage to other runs."""
+        """Release the storage for other runs."""
         if self._storage is not None:
             self._storage.writer.claim.end(self)
 

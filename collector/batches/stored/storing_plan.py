@@ -1,4 +1,4 @@
-"""Plan of the rows after the slab: where they are, how they are stored and laid out."""
+"""Plan how rows of a slab are kept, stored and laid out."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -23,11 +23,17 @@ from tallyroll.collector.run_plan import (
     extension_used,
     placing,
 )
+from tallyroll.storage.engine.frame_pools import StoredSize
+from tallyroll.storage.engine.once_columns import plan_auto
+from tallyroll.storage.readers.file_reader import FileReader
+from tallyroll.storage.rows.keys import format_key
+from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.stores.row_sink import RowSink
 
 
 @dataclass(frozen=True)
 class StoringPlan:
-    """The decisions of a `RunPlan` that are made when rows are about to be stored."""
+    """The decisions of a `RunPlan` about storing rows."""
 
     rows: Decision
     batches: Decision
@@ -52,7 +58,7 @@ def traits_of(
     checks: RangeChecks,
     torchrl: TorchrlLayout | None,
 ) -> StoringTraits:
-    """Look at a run for its plan."""
+    """Return the traits of a run on which its `StoringPlan` depends."""
     plan, storage, slab = source.plan, writer.target, rollout.slabs[0]
     writes = None if storage is None else storage.writer
     files = writes if writes is not None and stores_slots(writes) else None
@@ -61,6 +67,7 @@ def traits_of(
         replay_buffer=writer.replay_buffer is not None,
         storage="" if storage is None else type(storage).__name__,
         has_engine=files is not None,
+        stores_once=isinstance(storage, DiskStorage) and storage.stores_once,
         waits_for_disk=files is not None and files.durability == "power",
         elsewhere=[key for key in plan.layout if key not in slab.flat],
         by_lane=rollout.counts.because if rollout.counts.way == "by lane" else "",
@@ -81,7 +88,7 @@ def traits_of(
 
 
 def _arranged(options: Options, rollout: TransitionSource) -> str:
-    """Say what keeps a batch from being laid out as its rows are stored."""
+    """Return the reason why a batch cannot be laid out while its rows are stored; "" if it can."""
     if isinstance(rollout, Rollout) and rollout.driver.in_workers:
         return "workers fill the slots"
     if options.layout.name != "rows":
@@ -90,14 +97,45 @@ def _arranged(options: Options, rollout: TransitionSource) -> str:
 
 
 def _surplus(options: Options, rollout: TransitionSource) -> str:
-    """Say what happens to a surplus that one call of the extension cannot leave for the next."""
+    """Return the reason why one call of the extension cannot handle the surplus; "" if it can."""
     if options.surplus == "carry" or _has_whole_slots(rollout):
         return ""
-    return f'slots have other numbers of transitions than lanes, and surplus="{options.surplus}"'
+    return f'slots may lack the transition of a lane, and surplus="{options.surplus}"'
 
 
 def _has_whole_slots(rollout: TransitionSource) -> bool:
-    """Return whether each slot is a transition of every lane, and no lane is ever cut."""
+    """Return True if each slot is a transition of every lane, and no lane is ever cut."""
     if not isinstance(rollout, Rollout) or rollout.counts.way == "by lane":
         return False
     return rollout.driver.all_are_transitions and not rollout.driver.in_workers
+
+
+# --- frames ---------------------------------------------------------------------------------------
+
+
+def stored_size(storage: RowSink | None) -> StoredSize | None:
+    """Return the disk space of the rows; None if the storage has no files, or no columns yet."""
+    reader = None if storage is None else storage.reader
+    known = isinstance(reader, FileReader) and reader.initialised
+    return reader.stored_size() if known else None  # type: ignore[union-attr]
+
+
+def frames_in(storage: RowSink | None) -> Decision:
+    """Return how ``storage`` stores large observations, with the bytes a row."""
+    size = stored_size(storage)
+    if storage is None or size is None:
+        return Decision("none")
+    takes = f"{size.row_nbytes:,} bytes a row"
+    if not size.measured:
+        takes += " if each adds one frame, which does not shrink"
+    if size.ring_nbytes is not None:
+        takes += f", {size.ring_nbytes / 1e6:,.1f} MB in the full ring"
+    if size.once:
+        names = ", ".join(map(format_key, size.once))
+        return Decision("once", f"rows repeat the frames of {names}; {takes}")
+    why = "the storage was made with once=False, or from rows"
+    if not plan_auto(storage.reader.schema):
+        why = "no observation is uint8 with 1 KiB or more a row"
+    elif not storage.reader.ring:
+        why = "the storage is no memory-mapped ring"
+    return Decision("whole", f"{why}; {takes}")

@@ -32,32 +32,32 @@ from tallyroll.storage.storages import MemmapStorage
 
 @dataclass(frozen=True)
 class OpenShard:
-    """Keep your rows in a storage of your own from now on. Asked of a worker."""
+    """Request to a worker to keep its rows in its own storage from now on."""
 
     path: str
-    """A folder that is not there yet, on any node."""
+    """A folder that does not exist yet on any node."""
     lanes: range
     run_lanes: int
     first_id: int
-    """Ids of trajectories are at least this, a multiple of the run's lanes."""
+    """The lowest id of a trajectory, a multiple of the run's lanes."""
     provenance: Mapping[str, Any]
     """The entry of the run."""
 
 
 @dataclass(frozen=True)
 class ShardCommit:
-    """Answer to a lease: so many rows are committed to the shard."""
+    """Reply to a lease: the rows and counts that are committed to the shard."""
 
     id: str
     """The id of the shard's manifest; "" until it has rows."""
     rows: int
-    """All rows of the shard, those of earlier leases included."""
+    """Number of all rows of the shard, including earlier leases."""
     entry: LedgerEntry
-    """Events since the last lease; these rows are stored."""
+    """Changes of the counts since the last lease; the counted rows are stored."""
     held: int
-    """Transitions that wait for the next lease."""
+    """Number of transitions that wait for the next lease."""
     open: int
-    """Trajectories that go on."""
+    """Number of unfinished trajectories."""
     next_id: int
     """A number larger than any id of a trajectory in the shard."""
     version: int
@@ -71,21 +71,21 @@ class ShardCommit:
 
 @dataclass(frozen=True)
 class FindShards:
-    """Look whether these shards are on a disk of your node. Asked of a worker."""
+    """Request to a worker to look for these shards on the disks of its node."""
 
     paths: Sequence[str]
 
 
 @dataclass(frozen=True)
 class FoundShards:
-    """Answer to that."""
+    """Reply to `FindShards`."""
 
     shards: Mapping[str, tuple[str, int]]
-    """The id and the rows of each storage that is there, by its path."""
+    """The id and the number of rows of each storage that was found, by its path."""
 
 
 def find_shards(paths: Sequence[str]) -> FoundShards:
-    """Look for shards; those that are damaged are not there."""
+    """Look for shards; damaged ones count as missing."""
     found = {}
     for path in paths:
         with (
@@ -97,15 +97,15 @@ def find_shards(paths: Sequence[str]) -> FoundShards:
 
 
 class WorkerShard:
-    """Numbers, checks and stores what a driver of this process fills, as its run would.
+    """Shard of a worker: numbers, checks and stores the slots that the worker's driver fills.
 
     Args:
-        keep: where to, and as which part of which run.
-        options: of the run.
-        policy: None draws random actions.
-        driver: fills the slots.
-        plan: what they look like.
-        ranges: the values that are allowed.
+        keep: the request, which names the path, the lanes and the run.
+        options: the options of the run.
+        policy: chooses actions; None if all actions are random.
+        driver: the driver that fills the slots.
+        plan: the plan of the slab.
+        ranges: the allowed values of each column.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class WorkerShard:
         self._writer = BatchWriter(keep.path, None, False, None, own.largest_batch, part)
         try:
             stored_run = self._writer.stored_run
-            stored_run.counts.next_id = keep.first_id
+            stored_run.count_ids(keep.first_id - 1)
             lanes = LaneState.fresh(keep.run_lanes, stored_run.next_id())
             entry = keep.provenance
             self._ledger = Ledger(seed=entry["seed"], incarnation=entry["incarnation"])
@@ -156,7 +156,10 @@ class WorkerShard:
         self._said = np.zeros(len(COUNTS), np.int64)
 
     def collect(self, lease: int, frames: int) -> ShardCommit:
-        """Store exactly ``frames`` more rows; fewer if the board says so. ``lease``: its number."""
+        """Store exactly ``frames`` more rows, or fewer if the board requests a stop.
+
+        ``lease`` is the number of the lease.
+        """
         board, ledger, episodes = self._board, self._ledger, self._run.episodes
         executed, stored, ended = ledger.executed, ledger.stored, episodes.total
         board[COUNTED], board[LEASE] = counted_word(0, 0), lease

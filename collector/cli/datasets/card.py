@@ -34,7 +34,7 @@ exit status:
 
 
 def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
-    """Add the command to a parser; ``path`` parses paths, and ``complete`` is for shtab."""
+    """Add the command to ``commands``. ``path`` parses paths; ``complete`` marks them for shtab."""
     parser = commands.add_parser(
         "card",
         help="write a dataset card for a hub",
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _card_of(args: argparse.Namespace) -> Any:
-    from tallyroll.collector.cli.progress import shown_progress
+    from tallyroll.collector.ext.progress import shown_progress
     from tallyroll.storage import export_card, open_storage
     from tallyroll.storage.ext.exchange.registry import kinds
 
@@ -95,7 +95,7 @@ def _require_free(place: str) -> None:
 
     if os.path.lexists(place):
         raise CommandError(
-            f"--out {place} is there already, and is not replaced. Give another path, or --force."
+            f"--out {place} already exists, and is not replaced. Give another path, or --force."
         )
 
 
@@ -109,7 +109,7 @@ def _write(place: str, text: str, *, force: bool) -> None:
     inside = Inside(path.parent)
     try:
         try:
-            inside.write_aside(aside, text.encode(), durable=True)
+            inside.write_atomically(aside, text.encode(), durable=True)
             if force:
                 os.replace(aside, path)
             else:

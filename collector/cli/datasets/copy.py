@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tallyroll.storage.ext.storage_copy import CopyReport
 
 # Lines have at most 78 columns.
 
@@ -144,7 +143,7 @@ NAMES = tuple(_TEXTS)
 
 
 def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
-    """Add the commands to a parser; ``path`` parses paths, and ``complete`` is for shtab."""
+    """Add commands to ``commands``. ``path`` parses paths; ``complete`` marks them for shtab."""
     for name, (about, usage, description, examples) in _TEXTS.items():
         parser = commands.add_parser(
             name, help=about, usage=usage, description=description, epilog=examples
@@ -263,7 +262,7 @@ def _add_options(parser: Any, name: str) -> None:
 def _key(text: str) -> tuple[str, ...]:
     parts = tuple(text.split("/"))
     if not all(parts):
-        raise argparse.ArgumentTypeError(f"expected a column, as next/reward, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a column, such as next/reward, got {text!r}")
     return parts
 
 
@@ -274,9 +273,11 @@ def _keys(text: str) -> list[tuple[str, ...]]:
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     from tallyroll.collector.cli.output import emit, say
-    from tallyroll.collector.cli.progress import shown_progress
+    from tallyroll.collector.cli.page import Page
+    from tallyroll.collector.ext.progress import shown_progress
     from tallyroll.storage.errors import InvalidExpression
     from tallyroll.storage.ext.joined.members import expanded
+    from tallyroll.storage.ext.storage_copy import show_copy
 
     if getattr(args, "shards", None) is None:
         if getattr(args, "wait", False):
@@ -285,7 +286,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         paths = _complete_shards(args)
     if args.follow and (len(paths) > 1 or args.sort or args.where is not None):
-        args.usage_error("--follow is of one storage, all of its rows, and not sorted")
+        args.usage_error("--follow: expected one storage, without --sort and --where")
     with (
         _opened(paths, args) as storage,
         _until_a_signal(wanted=args.follow) as stop,
@@ -318,21 +319,23 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         emit(json.dumps(dataclasses.asdict(report) | {"dry_run": args.dry_run}, indent=2) + "\n")
     elif not args.quiet:
-        emit(_as_text(report, dry=args.dry_run))
+        page = Page()
+        show_copy(report, page, dry=args.dry_run)
+        emit(page.text)
     return 0
 
 
 def _complete_shards(args: argparse.Namespace) -> "list[Path]":
-    """Return the storages of all shards, after a wait with --wait; raise if some are missing."""
+    """Return the storages of all shards. Wait for them with --wait; raise if some are missing."""
     from tallyroll.collector.cli.datasets.shard_states import ShardStates, waited_for
     from tallyroll.collector.cli.output import CommandError, emit
-    from tallyroll.collector.cli.progress import shown_progress
+    from tallyroll.collector.ext.progress import shown_progress
     from tallyroll.storage.ext.atomic_create import require_free
     from tallyroll.storage.files.paths import user_path
 
     if args.shards < 1 or not 0 < args.timeout < float("inf"):
         args.usage_error("--shards and --timeout: expected numbers above 0")
-    require_free(user_path(args.destination))  # before a day's wait, not after it
+    require_free(user_path(args.destination))  # before the wait, which may take a day
     quiet = args.quiet or not args.wait
     with shown_progress("collected", quiet, "{:,} rows".format) as progress:
 
@@ -349,14 +352,14 @@ def _complete_shards(args: argparse.Namespace) -> "list[Path]":
     after = f" after {args.timeout:g} s" if args.wait else ""
     raise CommandError(
         f"not all of {args.shards} shards are complete{after}: {found.in_words()}. Nothing was "
-        "written; the same command goes on"
-        + ("." if args.wait else ", with --wait until they are.")
+        "written. Run the same command again to continue"
+        + ("." if args.wait else ", with --wait to wait for the shards.")
     )
 
 
 def _newest(storage: Any) -> int | None:
     """Return the format version of a storage if it is current; None if it is older."""
-    from tallyroll.storage.files.versions import FORMAT_VERSION
+    from tallyroll.storage.files.format_versions import FORMAT_VERSION
 
     version: int = storage.reader.manifest.get("format_version", FORMAT_VERSION)
     return version if version >= FORMAT_VERSION else None
@@ -370,7 +373,7 @@ def _kind(storage: Any) -> str:
 
 
 def _opened(paths: "Sequence[Path]", args: argparse.Namespace) -> Any:
-    """Open the storages to copy as one, with the columns that all of them share.
+    """Open the sources as one storage, with the columns that all of them share.
 
     These may include unwanted columns, because a condition on trajectories may need them.
     """
@@ -391,7 +394,7 @@ def _opened(paths: "Sequence[Path]", args: argparse.Namespace) -> Any:
         alike = [k for k, own in every.items() if len(own) == len(paths) and len({*own}) == 1]
         wanted = [*(args.columns or every)]
         wanted = [key for key in wanted if key not in (args.drop or ()) and key not in beside]
-        columns = alike if {*wanted} <= {*alike} else wanted  # opening these names the difference
+        columns = alike if {*wanted} <= {*alike} else wanted  # opening them reports the difference
         args.drop = [key for key in args.drop or () if key in alike or key not in every]
     return open_storage(paths, ids=args.ids, columns=columns, **options)
 
@@ -410,21 +413,3 @@ def _until_a_signal(*, wanted: bool) -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _as_text(report: "CopyReport", *, dry: bool) -> str:
-    from rich.filesize import decimal
-
-    from tallyroll.collector.cli.output import visible
-
-    said = "would be written" if dry else "written"
-    lines = [
-        f"{report.path}: {report.rows:,} rows of {report.row_nbytes:,} bytes {said} "
-        f"({report.format}, {len(report.columns)} columns, {decimal(report.nbytes)})"
-    ]
-    if dry:
-        lines.append(f"{decimal(report.free)} are free there; nothing was written")
-    if report.overlays:
-        lines.append(f"with overlays {', '.join(report.overlays)}")
-    lines += [f"not copied: overlay {each}" for each in report.overlays_left_out]
-    return "".join(f"{visible(line)}\n" for line in lines)

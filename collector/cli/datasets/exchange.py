@@ -86,7 +86,7 @@ _FOLLOW = (
 
 
 def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
-    """Add the commands to a parser; ``path`` parses paths, and ``complete`` is for shtab."""
+    """Add commands to ``commands``. ``path`` parses paths; ``complete`` marks them for shtab."""
     out = commands.add_parser(
         "export",
         help="write rows in the format of another library",
@@ -149,7 +149,7 @@ def _there(text: str) -> tuple[str, str]:
     kind, colon, path = text.partition(":")
     if not kind or not colon or not path:
         raise argparse.ArgumentTypeError(
-            f"expected KIND:PATH, as parquet:rows.parquet, got {text!r}"
+            f"expected KIND:PATH, such as parquet:rows.parquet, got {text!r}"
         )
     return kind, path
 
@@ -157,15 +157,19 @@ def _there(text: str) -> tuple[str, str]:
 def _keys(text: str) -> list[tuple[str, ...]]:
     keys = [tuple(name.strip().split("/")) for name in text.split(",")]
     if not all(part for key in keys for part in key):
-        raise argparse.ArgumentTypeError(f"expected columns, as next/reward,action, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected columns, such as next/reward,action, got {text!r}"
+        )
     return keys
 
 
 def run(args: argparse.Namespace) -> int:
     """Run one of the commands and return the exit status."""
     from tallyroll.collector.cli.output import emit, say
-    from tallyroll.collector.cli.progress import shown_progress
+    from tallyroll.collector.cli.page import Page
+    from tallyroll.collector.ext.progress import shown_progress
     from tallyroll.storage.errors import InvalidExpression
+    from tallyroll.storage.ext.exchange.dataset_import import show_import
 
     out = args.command == "export"
     try:
@@ -179,7 +183,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         emit(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
     elif not args.quiet:
-        emit(_as_text(report, args.there))
+        page = Page()
+        if out:
+            report._show_on_(page)
+        else:
+            show_import(report, page, args.there[1])
+        emit(page.text)
     return 0
 
 
@@ -209,13 +218,13 @@ def _follow(args: argparse.Namespace, keep: Callable[[Any], object]) -> Any:
 
     if not args.follow:
         if args.every is not None:
-            raise ValueError("--every: expected it with --follow.")
+            raise ValueError("--every needs --follow.")
         return None
     return Follow(on_version=keep, **({} if args.every is None else {"every": args.every}))
 
 
 def _of_lerobot(args: argparse.Namespace) -> Any:
-    """Return the LeRobot options from the command line; None without any."""
+    """Return the LeRobot options from the command line; None if there are none."""
     from tallyroll.storage import LeRobotOptions
 
     names = ("video", "fps", "crf", "task")
@@ -228,29 +237,3 @@ def _imported(args: argparse.Namespace, progress: Any) -> Any:
 
     kind, place = args.there
     return import_dataset(place, args.destination, kind, format=args.format, progress=progress)
-
-
-def _as_text(report: Any, there: tuple[str, str]) -> str:
-    from rich.filesize import decimal
-
-    from tallyroll.collector.cli.output import visible
-
-    if hasattr(report, "nbytes"):
-        more = "" if report.trajectories is None else f" of {report.trajectories:,} trajectories"
-        lines = [
-            f"{report.path}: {report.rows:,} rows{more} written ({report.kind}, "
-            f"{len(report.columns)} columns, {decimal(report.nbytes)})"
-        ]
-        if report.versions is not None:
-            lines.append(f"versions written: {report.versions:,}")
-        if report.cut:
-            lines.append(f"cut: {report.cut:,} trajectories of the source")
-    else:
-        lines = [
-            f"{report.path}: {report.rows:,} rows of {there[1]} written ({report.format}, "
-            f"{len(report.columns)} columns)"
-        ]
-        if report.numbered:
-            lines.append("trajectories are numbered by the flags of their ends")
-    lines += [f"lost: {name.replace('_', ' ')}: {n:,}" for name, n in report.lost.items()]
-    return "".join(f"{visible(line)}\n" for line in lines)

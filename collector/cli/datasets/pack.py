@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tallyroll.storage.ext.packed.pack import PackReport
+    pass
 
 # Lines have at most 78 columns.
 
@@ -53,7 +53,7 @@ _STACKS = (
 
 
 def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
-    """Add the command to a parser; ``path`` parses paths, and ``complete`` is for shtab."""
+    """Add the command to ``commands``. ``path`` parses paths; ``complete`` marks them for shtab."""
     parser = commands.add_parser(
         "pack", help=_ABOUT, usage=_USAGE, description=_DESCRIPTION, epilog=_EXAMPLES
     )
@@ -94,7 +94,7 @@ def _stack(text: str) -> tuple[str, int | None, int]:
     found = re.fullmatch(r"([^:]+)(?::([0-9]{1,4})(?::(-?[0-9]{1,2}))?)?", text)
     if found is None:
         raise argparse.ArgumentTypeError(
-            f"expected COLUMN, COLUMN:N or COLUMN:N:AXIS, as pixels:4:-1, got {text!r}"
+            f"expected COLUMN, COLUMN:N or COLUMN:N:AXIS, such as pixels:4:-1, got {text!r}"
         )
     column, n, axis = found.groups()
     return column, None if n is None else int(n), int(axis or 0)
@@ -103,19 +103,25 @@ def _stack(text: str) -> tuple[str, int | None, int]:
 def run(args: argparse.Namespace) -> int:
     """Run ``tallyroll pack`` and return the exit status."""
     from tallyroll.collector.cli.output import CommandError, emit
-    from tallyroll.collector.cli.progress import shown_progress
+    from tallyroll.collector.cli.page import Page
+    from tallyroll.collector.ext.progress import shown_progress
     from tallyroll.storage import open_storage
-    from tallyroll.storage.ext.packed.column_writers import FrameStack
+    from tallyroll.storage.ext.packed.pack import show_pack
+    from tallyroll.storage.rows.frame_stacks import FrameStack
 
     if args.rows_as_they_are and args.stack:
         raise CommandError(
-            "--stack stores frames once, and --rows-as-they-are stores none so: leave out one."
+            "--stack stores each frame once, but --rows-as-they-are stores no frame once. Leave "
+            "one of them out."
         )
     began = time.monotonic()
     every = [codec for column, codec in args.codec if not column]
     chosen = {tuple(column.split("/")): codec for column, codec in args.codec if column}
     if len(every) > 1 or (every and chosen):
-        raise CommandError("--codec: expected one for all, or some of columns, got both or more.")
+        raise CommandError(
+            "--codec: expected one codec for all columns, or a codec for each of some columns, got "
+            "several codecs for all columns, or both kinds."
+        )
     codecs: Any = every[0] if every else chosen
     with (
         open_storage(args.path, accept_copy=args.accept_copy) as storage,
@@ -136,27 +142,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         emit(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
     elif not args.quiet:
-        emit(_as_text(report, time.monotonic() - began))
+        page = Page()
+        show_pack(report, page, time.monotonic() - began)
+        emit(page.text)
     return 0
-
-
-def _as_text(report: "PackReport", seconds: float) -> str:
-    from tallyroll.collector.cli.page import Page
-
-    page = Page()
-    a_row = report.nbytes / max(1, report.rows)
-    page.print(
-        f"{report.path}: {report.rows:,} rows of {a_row:,.1f} bytes, which were "
-        f"{report.row_nbytes:,} ({report.nbytes:,} bytes in all), {seconds:.1f} s"
-    )
-    if report.once:
-        page.print(f"observations stored once: {', '.join(report.once)}")
-    if report.stacks:
-        found = ", ".join(f"{name} ({n})" for name, n in report.stacks.items())
-        page.print(f"frames stored once: {found}")
-    for each in report.overlays_left_out:
-        page.print(f"not packed: overlay {each}")
-    page.head("Bytes a row")
-    for name, nbytes in sorted(report.columns.items(), key=lambda each: -each[1]):
-        page.print(f"  {nbytes / max(1, report.rows):10,.2f}  {name}")
-    return page.text

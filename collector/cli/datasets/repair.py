@@ -30,11 +30,10 @@ exit status:
   1  some data was lost and is listed; the rest is in DST
   2  nothing was written, and the message says why; or an invalid argument
 """
-_SHOWN = 20
 
 
 def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
-    """Add the command to a parser; ``path`` parses paths, and ``complete`` is for shtab."""
+    """Add the command to ``commands``. ``path`` parses paths; ``complete`` marks them for shtab."""
     added = commands.add_parser(
         "repair",
         help="recover the readable rows of a damaged dataset",
@@ -59,9 +58,10 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     from tallyroll.collector.cli.output import emit
-    from tallyroll.collector.cli.progress import shown_progress
+    from tallyroll.collector.cli.page import Page
+    from tallyroll.collector.ext.progress import shown_progress
     from tallyroll.storage import repair
-    from tallyroll.storage.ext.repair.repair import kinds
+    from tallyroll.storage.ext.repair.repair import kinds, show_repair
 
     kind, colon, rest = args.source.partition(":")
     named = bool(colon) and kind in kinds() and not os.path.lexists(args.source)
@@ -77,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         emit(json.dumps(_as_json(report), indent=2) + "\n")
     elif not args.quiet:
-        emit(_as_text(report, source))
+        page = Page()
+        show_repair(report, page, source, ": --json has all")
+        emit(page.text)
     return 0 if report.whole else 1
 
 
@@ -88,21 +90,3 @@ def _as_json(report: Any) -> dict[str, object]:
         place = each["place"]
         each["place"] = {name: part for name, part in place.items() if part not in (None, "")}
     return value
-
-
-def _as_text(report: Any, source: str) -> str:
-    from tallyroll.collector.cli.output import visible
-
-    lines = [
-        f"{report.path}: {report.rows:,} rows of {source} written ({report.format}, "
-        f"{len(report.columns)} columns)"
-    ]
-    if report.whole:
-        lines.append("nothing was lost")
-    else:
-        count = "" if report.lost_rows is None else f": {report.lost_rows:,} rows"
-        lines.append(f"lost{count}")
-    lines += [f"    {each}" for each in report.lost[:_SHOWN]]
-    if len(report.lost) > _SHOWN:
-        lines.append(f"    and {len(report.lost) - _SHOWN:,} more: --json has all")
-    return "".join(f"{visible(line)}\n" for line in lines)

@@ -33,7 +33,7 @@ class ShardStates:
     of: int
     shards: dict[int, _Shard] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
-    """Reasons why paths are not storages, or not yet."""
+    """Reason why each path cannot be opened as a storage, at least for now."""
 
     @property
     def asked(self) -> int | None:
@@ -121,19 +121,19 @@ def _look(sources: Sequence[str], of: int) -> ShardStates:
         try:
             with open_storage(place) as storage:
                 runs, rows = storage.runs, len(storage)
-        except StorageError as error:  # it may be in creation
+        except StorageError as error:  # the storage may be in creation
             found.unreadable[str(place)] = str(error).partition(": ")[0]
             continue
         if (said := recorded_shard(runs)) is None:
-            raise CommandError(f"{place} is no shard of any run. Leave it out of the pattern.")
+            raise CommandError(f"{place} is not a shard of a run. Leave it out of the pattern.")
         run, index, number, asked = said
         shard = _Shard(place, run, number, asked, rows, _wanted(runs[-1], asked))
         other = next(iter(found.shards.values()), shard)
         if number != of or (run, asked) != (other.run, other.asked):
             raise CommandError(
-                f"{place} is shard {index}/{number} of run {run}, of {asked} transitions, and "
-                f"expected were {of} shards of one run"
-                + (f", as {other.path} of run {other.run}" if other is not shard else "")
+                f"{place}: expected one of {of} shards of one run, got shard {index}/{number} of "
+                f"run {run}, of {asked} transitions"
+                + (f"; {other.path} is of run {other.run}" if other is not shard else "")
                 + ". Give the shards of one run."
             )
         if index in found.shards:

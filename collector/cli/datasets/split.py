@@ -34,7 +34,7 @@ _NAMES = ("train", "val", "test")
 
 
 def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
-    """Add the command to a parser; ``path`` parses paths, and ``complete`` is for shtab."""
+    """Add the command to ``commands``. ``path`` parses paths; ``complete`` marks them for shtab."""
     from tallyroll.collector.cli.datasets.stats import WHERE
 
     parser = commands.add_parser(
@@ -75,7 +75,7 @@ def _share(text: str) -> float:
         share = math.nan
     if not 0 < share <= 1:
         raise argparse.ArgumentTypeError(
-            f"expected a share above 0 and at most 1, as 0.9, got {text!r}"
+            f"expected a share above 0 and at most 1, such as 0.9, got {text!r}"
         )
     return share
 
@@ -83,7 +83,7 @@ def _share(text: str) -> float:
 def _part(text: str) -> tuple[str, float]:
     name, equals, share = text.partition("=")
     if not name or not equals or "/" in name or name in (".", ".."):
-        raise argparse.ArgumentTypeError(f"expected NAME=SHARE, as held_out=0.2, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected NAME=SHARE, such as held_out=0.2, got {text!r}")
     return name, _share(share)
 
 
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     """Run ``tallyroll split`` and return the exit status."""
     from tallyroll.collector.cli.output import CommandError, emit
     from tallyroll.collector.cli.page import Page
-    from tallyroll.collector.cli.progress import shown_progress
+    from tallyroll.collector.ext.progress import shown_progress
     from tallyroll.storage import open_storage
     from tallyroll.storage.ext.views.parts import write_parts
 

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,13 +39,10 @@ WHERE = (
     "run, lane, length, return, end, whole, policy_version, reset_seed, context.NAME"
 )
 """Help text for options that select trajectories."""
-_MOST_LINES = 8
-"""Largest number of lines for one column; --json has all."""
-_SHOWN = {0.05: "q05", 0.5: "q50", 0.95: "q95"}
 
 
 def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
-    """Add the command to a parser; ``path`` parses paths, and ``complete`` is for shtab."""
+    """Add the command to ``commands``. ``path`` parses paths; ``complete`` marks them for shtab."""
     parser = commands.add_parser(
         "stats", help=_ABOUT, usage=_USAGE, description=_DESCRIPTION, epilog=_EXAMPLES
     )
@@ -65,7 +62,7 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run ``tallyroll stats`` and return the exit status."""
     from tallyroll.collector.cli.output import emit
-    from tallyroll.collector.cli.progress import shown_progress
+    from tallyroll.collector.ext.progress import shown_progress
     from tallyroll.storage import open_storage
 
     with open_storage(args.path, accept_copy=args.accept_copy) as storage:
@@ -105,32 +102,14 @@ def _column(each: "ColumnStatistics") -> dict[str, Any]:
 
 def _as_text(storage: "DiskStorage", found: "Statistics", args: argparse.Namespace) -> str:
     from tallyroll.collector.cli.page import Page
+    from tallyroll.storage.ext.statistics.statistics import show_columns
 
-    page = Page()
+    page, more = Page(), " with --json"
     where = f" where {args.where}" if args.where is not None else ""
     page.print(f"{storage.path}: {found.rows:,} rows{where}")
-    heads = ("column", "count", "mean", "std", "min")
     page.head("Columns")
-    page.table((*heads, *_SHOWN.values(), "max", "NaN"), _lines(found, [*_SHOWN]))
+    show_columns(page, found, more)
     for number, columns in enumerate(found.runs if args.by_run else ()):
         page.head(f"Run {number}")
-        page.table((*heads, "max", "NaN"), _lines(columns, []))
+        show_columns(page, columns, more)
     return page.text
-
-
-def _lines(
-    columns: "Mapping[str, ColumnStatistics]", quantiles: list[float]
-) -> Iterator[tuple[str, ...]]:
-    import numpy as np
-
-    for name, each in columns.items():
-        size = each.count.size
-        for at, place in enumerate(np.ndindex(each.count.shape)):
-            if at == _MOST_LINES < size - 1:
-                yield f"{name}: {size - at} more with --json", *[""] * (6 + len(quantiles))
-                break
-            label = name if size == 1 else f"{name}[{','.join(map(str, place))}]"
-            between = [each.quantiles[share][place] for share in quantiles]
-            numbers = [each.mean, each.std, each.min]
-            shown = [f"{v:.4g}" for v in (*(n[place] for n in numbers), *between, each.max[place])]
-            yield label, f"{each.count[place]:,}", *shown, f"{100 * each.nan[place]:.3g} %"

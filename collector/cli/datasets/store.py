@@ -70,7 +70,7 @@ NAMES = tuple(_TEXTS)
 
 
 def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
-    """Add the commands to a parser; ``path`` parses paths, and ``complete`` is for shtab."""
+    """Add commands to ``commands``. ``path`` parses paths; ``complete`` marks them for shtab."""
     for name, (about, usage, description, examples) in _TEXTS.items():
         parser = commands.add_parser(
             name, help=about, usage=usage, description=description, epilog=examples
@@ -119,10 +119,8 @@ def _seconds(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    from rich.filesize import decimal
-
-    from tallyroll.collector.cli.output import emit, visible
-    from tallyroll.collector.cli.progress import shown_progress
+    from tallyroll.collector.cli.output import emit
+    from tallyroll.collector.ext.progress import shown_progress
     from tallyroll.storage import S3Options, pull, push
 
     began = time.monotonic()
@@ -133,14 +131,10 @@ def run(args: argparse.Namespace) -> int:
             report = push(
                 args.path, args.address, options=options, replace=args.replace, progress=progress
             )
-            told = f"{report.address}: {report.rows:,} rows, {decimal(report.nbytes)} in "
-            told += f"{report.objects:,} objects, {report.sent:,} of them sent"
         else:
             report = pull(args.address, args.path, options=options, progress=progress)
-            told = f"{report.path}: {report.rows:,} rows, {decimal(report.nbytes)} in "
-            told += f"{report.objects:,} files, checked by {report.checked_by}"
     if args.json:
         emit(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
     elif not args.quiet:
-        emit(visible(f"{told}, {time.monotonic() - began:.1f} s") + "\n")
+        emit(f"{report}, {time.monotonic() - began:.1f} s\n")
     return 0

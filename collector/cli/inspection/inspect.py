@@ -10,6 +10,7 @@ import numpy as np
 from rich.filesize import decimal
 
 from tallyroll.collector.batches.state.provenance import SHARD
+from tallyroll.collector.batches.stored.storing_plan import stored_size
 from tallyroll.collector.cli.inspection.trajectories import (
     by_version,
     count_rows,
@@ -17,9 +18,9 @@ from tallyroll.collector.cli.inspection.trajectories import (
     spreads,
 )
 from tallyroll.collector.cli.output import as_json, emit
-from tallyroll.collector.cli.page import Page, times
-from tallyroll.collector.cli.progress import shown_progress
-from tallyroll.collector.counting.ledger import known_ticks
+from tallyroll.collector.cli.page import Page
+from tallyroll.collector.counting.ledger import known_ticks, show_ledger
+from tallyroll.collector.ext.progress import shown_progress
 from tallyroll.collector.ext.report.stored_runs import (
     lines_of,
     part,
@@ -38,11 +39,13 @@ from tallyroll.storage.files.copied_runs import (
     rows_copied,
     runs_left_out,
 )
+from tallyroll.storage.files.excluded_columns import excluded_by
 from tallyroll.storage.files.manifest import exported
 from tallyroll.storage.files.run_events import EVENTS
 from tallyroll.storage.files.run_record import RunRecord
 from tallyroll.storage.readers.spaces import spaces_of
 from tallyroll.storage.rows.keys import format_key
+from tallyroll.storage.rows.pages import times
 from tallyroll.storage.rows.spaces import spelled
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.trajectories.episodes import (
@@ -52,7 +55,7 @@ from tallyroll.storage.trajectories.episodes import (
 )
 
 _MOST_VERSIONS = 12
-"""Largest number of policy versions that are shown; --json has all."""
+"""Maximum number of policy versions to show. --json shows all of them."""
 _MOST_EVENTS = 3
 """Largest number of environment calls in the line of a run."""
 _LONGEST = 60
@@ -115,6 +118,9 @@ def examine(storage: DiskStorage, rows: int, *, hosts: bool = False) -> dict[str
             }
             for column in storage.schema.columns
         ],
+        "once": _stored_once(storage),
+        **_stored_bytes(storage),
+        "excluded": excluded_by(manifest["runs"]),
         "overlays": _overlays(storage),
         **_members(storage),
         "runs": runs,
@@ -126,8 +132,32 @@ def examine(storage: DiskStorage, rows: int, *, hosts: bool = False) -> dict[str
     }
 
 
+def _stored_bytes(storage: DiskStorage) -> dict[str, int | None]:
+    size = stored_size(storage)
+    row_nbytes = storage.schema.row_nbytes if size is None else size.row_nbytes
+    return {
+        "stored_row_bytes": row_nbytes,
+        "full_ring_bytes": storage.ring * row_nbytes if storage.ring else None,
+    }
+
+
+def _stored_once(storage: DiskStorage) -> list[dict[str, Any]]:
+    """Describe the pools of columns whose frames are stored once."""
+    return [
+        {
+            "name": format_key(each.key),
+            "stack": each.stack,
+            "delta": each.delta,
+            "frames": each.frames,
+            "used_bytes": each.used_nbytes,
+            "bytes": each.nbytes,
+        }
+        for each in storage.pool_usage()
+    ]
+
+
 def _overlays(storage: DiskStorage) -> list[dict[str, Any]]:
-    """Describe the overlays; an overlay that cannot be used has its error."""
+    """Describe the overlays. The entry of an overlay that cannot be used has the error."""
     found: list[dict[str, Any]] = []
     for name in storage.overlays:
         said: dict[str, Any] = {"name": format_key(name)}
@@ -176,7 +206,7 @@ def _finalized(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
 def _episodes(storage: DiskStorage, span: range, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Count the trajectories of the rows ``span``, and add the statistics of each of ``runs``.
 
-    The counts are None if rows do not name their trajectory.
+    The counts are None if the rows have no trajectory ids.
     """
     if (found := lines_of(storage, span)) is None:
         nothing = {"returns": None, "lengths": None}
@@ -231,6 +261,7 @@ def as_text(facts: Mapping[str, Any]) -> str:
         page.print(f"content {content}")
     page.head("Columns")
     _show_columns(page, facts["columns"])
+    _show_stored(page, facts)
     if overlays := facts["overlays"]:
         page.head("Overlays")
         lines = ((each["name"], each["dtype"], each["shape"], each["fill"]) for each in overlays)
@@ -271,7 +302,7 @@ def as_text(facts: Mapping[str, Any]) -> str:
         )
     if facts["ledger"] is not None:
         page.head("Ledger of the last run, at its last commit")
-        page.ledger(facts["ledger"])
+        show_ledger(page, facts["ledger"])
     if rows := facts["first_rows"]:
         page.head("First rows")
         page.table(
@@ -289,6 +320,24 @@ def _show_columns(page: Page, columns: Sequence[Mapping[str, Any]]) -> None:
         for line, each in zip(lines, columns, strict=True):
             line.append(spelled(each["space"]) if each["space"] else "")
     page.table(heads, lines)
+
+
+def _show_stored(page: Page, facts: Mapping[str, Any]) -> None:
+    """Show the size of rows in the files, the columns stored once, and the excluded ones."""
+    if ring := facts["full_ring_bytes"]:
+        how = "once" if facts["once"] else "whole"
+        page.print(
+            f"observations stored {how}: {facts['stored_row_bytes']:,} bytes a row, "
+            f"{decimal(ring)} in the full ring"
+        )
+    for each in facts["once"]:
+        kind = "differences from the frame before" if each["delta"] else "whole frames"
+        page.print(
+            f"{each['name']}: stored once, {each['frames']:,} frames as {kind}, "
+            f"{decimal(each['used_bytes'])} of {decimal(each['bytes'])} in its pool"
+        )
+    if excluded := facts["excluded"]:
+        page.print(f"excluded by the run that collected the rows: {', '.join(excluded)}")
 
 
 def _show_members(page: Page, facts: Mapping[str, Any]) -> None:
@@ -354,11 +403,11 @@ def _made_line(made: Mapping[str, Any]) -> str:
         "policy's weights": policy.get("weights"),
     }
     known = [f"{name} {value}" for name, value in words.items() if value]
-    return ", ".join(known) or "nothing says where it was made"
+    return ", ".join(known) or "no record of where it was made"
 
 
 def _events_line(events: Sequence[Mapping[str, Any]]) -> str:
-    """Describe the environment calls of a run, with the last ones by name."""
+    """Describe the environment calls of a run: their number, and the last few by name."""
     shown = [
         f"{each['call']} {each['name']}({_arguments(each)})"
         + ("" if each["lanes"] is None else f" of lanes {str(each['lanes'])[1:-1]:.40}")
@@ -411,7 +460,7 @@ def _copied_from(run: Mapping[str, Any]) -> str:
 def _makers(run: Mapping[str, Any]) -> str:
     """Describe the newest runs that made copied rows, each together with its resumptions."""
     told = [
-        f"rows copied from {_copied_from(each)}" if is_copied(each) else _told(each)
+        f"rows copied from {_copied_from(each)}" if is_copied(each) else _describe_run(each)
         for each in copied_runs(run)
     ]
     told = [*dict.fromkeys(told)]
@@ -423,10 +472,12 @@ def _makers(run: Mapping[str, Any]) -> str:
 
 def _run_line(run: Mapping[str, Any]) -> str:
     span = f"{run['rows']:,} rows from row {run['first_row']:,}"
-    return _told(run, span, _resumed(run) if run["resumed"] else None)
+    return _describe_run(run, span, _resumed(run) if run["resumed"] else None)
 
 
-def _told(run: Mapping[str, Any], span: str | None = None, resumed: str | None = None) -> str:
+def _describe_run(
+    run: Mapping[str, Any], span: str | None = None, resumed: str | None = None
+) -> str:
     """Describe a run's environment, lanes, seed, budget and policy."""
     environment, call = part(run, "environment"), part(run, "call")
     workers = whole_number(call, "num_workers")
@@ -439,13 +490,23 @@ def _told(run: Mapping[str, Any], span: str | None = None, resumed: str | None =
         span,
         f"{run.get('lanes', '?')} lanes"
         + (f" in {workers} {call.get('mode', '')} workers" if workers else ""),
-        f"seed {run.get('seed', '?')}",
+        _recorded(call) or f"seed {run.get('seed', '?')}",
         _shard_words(part(run, SHARD)),
         resumed,
         *(f"{n.replace('_', ' ')} {asked[n]}" for n in names if asked.get(n) is not None),
         f"policy {asked.get('policy') or ('random' if asked else 'unknown')}",
     ]
     return ", ".join(str(each) for each in parts if each is not None)
+
+
+def _recorded(call: Mapping[str, Any]) -> str:
+    """Describe the environment of a recorded run, which has no seed. Other runs: ""."""
+    layers = call.get("recorded")
+    if not isinstance(layers, list):
+        return ""
+    if layers == ["Recorder.manual"]:
+        return "recorded without an environment"
+    return f"recorded around {' around '.join(map(str, layers))}"
 
 
 def _shard_words(said: Mapping[str, Any]) -> str | None:

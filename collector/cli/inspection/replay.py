@@ -8,12 +8,10 @@ from typing import Any
 from tallyroll.collector.cli.output import CommandError, emit
 from tallyroll.collector.cli.page import Page
 from tallyroll.collector.cli.plan import imported
-from tallyroll.collector.cli.progress import shown_progress
+from tallyroll.collector.ext.progress import shown_progress
 from tallyroll.collector.ext.replay.replay import replay
-from tallyroll.collector.ext.replay.report import ReplayReport
+from tallyroll.collector.ext.replay.report import show_replay
 from tallyroll.collector.ext.replay.video import write_picture
-
-_SHOWN = 10
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,7 +36,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         emit(found.to_json() + "\n")
     elif not args.quiet:
-        emit(_as_text(found, args))
+        page = Page()
+        show_replay(found, page, args.render)
+        emit(page.text)
     return found.status
 
 
@@ -62,52 +62,3 @@ def _factory(spec: str) -> Any:
             f"{type(found).__name__}"
         )
     return found
-
-
-def _as_text(found: ReplayReport, args: argparse.Namespace) -> str:
-    page = Page()
-    within = f" within {found.atol:g}" if found.atol else ""
-    if found.replayed:
-        page.print(
-            f"{'equal' if not found.differences else 'different'}{within}: {found.equal:,} of "
-            f"{found.replayed:,} trajectories are equal, {found.rows:,} rows compared, "
-            f"{found.seconds:.1f} s"
-        )
-    else:
-        page.print("nothing was replayed")
-    if found.differences:
-        page.head("First differences")
-        for each in found.differences[:_SHOWN]:
-            page.print(f"  {each}")
-        if more := len(found.differences) - _SHOWN:
-            page.print(f"  and of {more:,} more trajectories" if more > 0 else "")
-        page.head("Columns that differ (rows, largest difference)")
-        for name, count in found.differing.items():
-            page.print(f"  {name}: {count:,}, {found.largest[name]:g}")
-    elif found.atol and found.largest:
-        page.print(f"largest difference: {max(found.largest.values()):g}")
-    for why, ids in found.not_replayed.items():
-        page.print(f"not replayed: {_named(ids)}: {why}")
-    for why, count in found.left_out.items():
-        page.print(f"not chosen, for they cannot be replayed: {count:,} trajectories: {why}")
-    if found.versions:
-        said = ", ".join(
-            f"{name} {run}, here {here}" for name, (run, here) in found.versions.items()
-        )
-        page.print(f"made with other versions: {said}")
-    if found.not_compared and found.replayed:
-        page.print(
-            f"not compared, for the environment does not make them: {', '.join(found.not_compared)}"
-        )
-    for note in found.notes:
-        page.print(f"note: {note}")
-    if found.frames:
-        page.print(f"{args.render}: {found.frames:,} frames")
-    return page.text
-
-
-def _named(ids: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, ids[:_SHOWN]))
-    more = len(ids) - _SHOWN
-    noun = "trajectory" if len(ids) == 1 else f"{len(ids):,} trajectories:"
-    return f"{noun} {shown}" + (f" and {more:,} more" if more > 0 else "")

@@ -2,14 +2,13 @@
 
 import argparse
 import json
-from collections.abc import Sequence
 
 from tallyroll.collector.cli.output import CommandError, as_json, emit, say
 from tallyroll.collector.cli.page import Page
-from tallyroll.collector.cli.progress import shown_progress
+from tallyroll.collector.ext.progress import shown_progress
 from tallyroll.collector.ext.report.files import require_report
-from tallyroll.collector.ext.report.page import interval, number
-from tallyroll.collector.ext.report.report import RunsReport, report
+from tallyroll.collector.ext.report.report import report
+from tallyroll.collector.ext.report.text import show_runs
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
     elif args.csv:
         emit(found.as_csv())
     elif found.runs:
-        emit(as_text(found))
+        page = Page()
+        show_runs(found, page)
+        emit(page.text)
     for each in found.problems:
         say(f"tallyroll: not in the numbers: {each}")
     if args.html and found.runs:
@@ -49,56 +50,3 @@ def run(args: argparse.Namespace) -> int:
 
 def _unwritten(path: str, error: OSError) -> CommandError:
     return CommandError(f"--html {path} cannot be written: {error.strerror}")
-
-
-def as_text(found: RunsReport) -> str:
-    """Format the report as text."""
-    page = Page()
-    page.head(f"Returns: mean of the last {found.window} episodes of each run, 95 % intervals")
-    page.table(
-        ("group", "runs", "interquartile mean", "interval", "mean", "interval"),
-        (
-            (
-                group.name,
-                _of(len(group.scores), len(group.runs)),
-                number(group.interquartile_mean),
-                interval(group.interquartile_mean),
-                number(group.mean),
-                interval(group.mean),
-            )
-            for group in found.groups
-        ),
-    )
-    page.head("Runs")
-    names = ("seed", "asked", "stored", "state", "resumed", "discarded", "lost", "episodes")
-    page.table(
-        ("run", *names, "return"),
-        (
-            (
-                line["run"],
-                *("-" if line[name] is None else line[name] for name in names),
-                number(line["return"]),
-            )
-            for line in found.table
-        ),
-    )
-    if found.differences:
-        page.head("What differs between the runs")
-        for name, values in found.differences.items():
-            page.print(f"{name}: {'; '.join(_shares(values))}")
-    if found.notes:
-        page.head("To know")
-        for note in found.notes:
-            page.print(str(note))
-    return page.text
-
-
-def _of(some: int, every: int) -> str:
-    return str(every) if some == every else f"{some} of {every}"
-
-
-def _shares(values: dict[str, list[str]]) -> Sequence[str]:
-    return [
-        f"{value} ({len(paths)} run{'' if len(paths) == 1 else 's'})"
-        for value, paths in values.items()
-    ]

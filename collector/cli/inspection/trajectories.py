@@ -8,7 +8,7 @@ import numpy as np
 
 from tallyroll.collector.cli.output import as_json, emit
 from tallyroll.collector.cli.page import Page
-from tallyroll.collector.cli.progress import shown_progress
+from tallyroll.collector.ext.progress import shown_progress
 from tallyroll.collector.ext.report.stored_runs import Table, lines_of, table_of
 from tallyroll.storage.errors import ColumnsMissing
 from tallyroll.storage.rows.keys import POLICY_ID, POLICY_VERSION, REWARD
@@ -32,7 +32,8 @@ def count_rows(storage: DiskStorage) -> None:
 def spreads(storage: DiskStorage, lines: Table) -> dict[str, Any]:
     """Return statistics of returns and lengths of episodes.
 
-    They are None without episodes. Those of returns are also None without one reward per row.
+    Both are None if there are no episodes. The statistics of returns are also None unless each row
+    has one reward.
     """
     scalar = REWARD in storage.schema and lines["return"].ndim == 1
     return {
@@ -42,7 +43,7 @@ def spreads(storage: DiskStorage, lines: Table) -> dict[str, Any]:
 
 
 def by_version(storage: DiskStorage, lines: Table) -> list[dict[str, Any]]:
-    """Return the same statistics by the policy's version at the last action.
+    """Return the statistics of `spreads` by the policy's version at the last action.
 
     The list is empty if rows have no version. If several policies act in their own lanes, the
     groups are by policy and version.
@@ -61,7 +62,7 @@ def by_version(storage: DiskStorage, lines: Table) -> list[dict[str, Any]]:
 
 
 def _spread(values: Table) -> dict[str, Any] | None:
-    """Return count, mean, deviation and quantiles; None without values."""
+    """Return count, mean, deviation and quantiles; None if there are no values."""
     if not len(values):
         return None
     with np.errstate(all="ignore"):  # returns may be infinite
@@ -85,7 +86,7 @@ def show(storage: DiskStorage, *, as_object: bool, where: str | None = None) -> 
     found = lines_of(storage, span) if matching is None else table_of(matching, span)
     if found is None:
         raise ColumnsMissing(
-            f"{storage.path}: its rows have no trajectory ids, or they are damaged. "
+            f"{storage.path}: its rows have no trajectory ids, or the ids are damaged. "
             "`tallyroll verify` reports what is wrong."
         )
     table, between = found[0], ""

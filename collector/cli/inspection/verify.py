@@ -9,9 +9,10 @@ from typing import Any
 
 from tallyroll.collector.cli.output import CommandError, emit
 from tallyroll.collector.cli.page import Page
-from tallyroll.collector.cli.progress import shown_progress
-from tallyroll.storage import Finding, NotAStorage, Report, verify, verify_dataset
+from tallyroll.collector.ext.progress import shown_progress
+from tallyroll.storage import NotAStorage, Report, verify, verify_dataset
 from tallyroll.storage.ext.dataset_checks.verify_dataset import kind_at, kinds
+from tallyroll.storage.ext.verification.findings import show_report
 
 
 def run(args: argparse.Namespace) -> int:
@@ -20,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     with shown_progress("verified", args.quiet) as progress:
         report = _report(args, progress)
     if args.json:
-        emit(json.dumps(as_json(report), indent=2) + "\n")
+        emit(json.dumps(report_facts(report), indent=2) + "\n")
     elif not args.quiet:
         emit(as_text(report, time.monotonic() - began))
     return 0 if report.sound else 1
@@ -52,7 +53,7 @@ def _parts(path: str) -> tuple[str, str] | None:
     return (kind, rest) if colon and kind in kinds() and not os.path.lexists(path) else None
 
 
-def as_json(report: Report) -> dict[str, object]:
+def report_facts(report: Report) -> dict[str, object]:
     """Return the report as JSON values, without empty fields of places."""
     value = dataclasses.asdict(report) | {"sound": report.sound}
     for finding in (*value["findings"], *value["notes"]):
@@ -66,40 +67,5 @@ def as_json(report: Report) -> dict[str, object]:
 def as_text(report: Report, seconds: float) -> str:
     """Format the report as text."""
     page = Page()
-    page.print(_head(report, seconds))
-    for before, found in (("", report.findings), ("note: ", report.notes)):
-        for finding in found:
-            _show(finding, before, page)
-    if report.healing is not None:
-        page.print(report.healing)
-    by_reason: dict[str, list[str]] = {}
-    for name, why in report.skipped.items():
-        by_reason.setdefault(why, []).append(name)
-    if (report.findings or report.notes) and by_reason:
-        page.print()
-    for why, names in by_reason.items():
-        page.print(f"not checked: {', '.join(names)} ({why})")
+    show_report(report, page, seconds)
     return page.text
-
-
-def _head(report: Report, seconds: float) -> str:
-    if report.format is None:
-        return f"{report.path} cannot be read"
-    said = "sound" if report.sound else "not sound"
-    for what, found in (("finding", report.findings), ("note", report.notes)):
-        if count := len(found):
-            said += f", {count} {what}{'s' if count > 1 else ''}"
-    return (
-        f"{report.path}: {said}; {report.rows:,} rows ({report.format}), "
-        f"{len(report.checked)} checks, {seconds:.1f} s"
-    )
-
-
-def _show(finding: Finding, before: str, page: Page) -> None:
-    page.print()
-    page.print(f"{before}{finding}")
-    for place in finding.places:
-        page.print(f"    {place}")
-    more = finding.count - len(finding.places)
-    if finding.places and more > 0:
-        page.print(f"    and {more:,} more")

@@ -19,7 +19,7 @@ class EnvCall:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of ``"env_call"``. Every lane gets the same ones."""
     values: Sequence[Any] = ()
-    """Values of ``"env_set"``, one for each called lane, in their order."""
+    """Values of ``"env_set"``, one for each called lane, in the order of the lanes."""
 
     def of(self, places: Sequence[int]) -> Self:
         """Return the call for some of the lanes, given by their indices among the called lanes."""

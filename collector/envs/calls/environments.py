@@ -17,20 +17,20 @@ def reach_env(env: EnvBase, asked: EnvCall, lanes: Sequence[int]) -> Iterable[Ca
     """Yield the outcome of ``asked`` in each of ``lanes`` of ``env``, in order.
 
     Raises:
-        EnvironmentRefused: the lanes have no objects of their own. The message explains why.
+        EnvironmentRefused: the environments of the lanes cannot be called. The message says why.
     """
     base = system_of(env)
     if base is None:
         return _reach_torchrl(env, asked, lanes)
     if base.stepper.declares.arrivals:
         raise EnvironmentRefused(
-            f"{asked}: lanes of {base.kind} come back in any order, so that some are in the middle "
-            "of a step; make a vector that steps all lanes at once"
+            f"{asked}: {base.kind} returns lanes in any order, so some lanes are in the middle of "
+            "a step. Make a vector that steps all lanes at once."
         )
     reached = base.system.reached
     if reached is None:
         raise EnvironmentRefused(
-            f"{asked}: {base.kind} is not reached: {base.system.why_not_reached}"
+            f"{asked}: cannot reach the environments of {base.kind}: {base.system.why_not_reached}"
         )
     return reached(asked, lanes)
 
@@ -42,15 +42,15 @@ def _reach_torchrl(env: EnvBase, asked: EnvCall, lanes: Sequence[int]) -> Iterab
     if isinstance(base, ParallelEnv) and base.num_workers == count:
         if asked.way == "env_set":
             raise EnvironmentRefused(
-                f"{asked}: TorchRL's ParallelEnv sets no attributes in its processes; call a "
-                "method of the environment that does, with env_call, or use SerialEnv in workers"
+                f"{asked}: TorchRL's ParallelEnv cannot set attributes in its processes. Call a "
+                "method that sets the attribute, with env_call, or use SerialEnv in workers."
             )
         return _in_processes(base, asked, lanes)
     if count == 1:
         return reach_objects([env], asked, lanes)
     raise EnvironmentRefused(
-        f"{asked}: {type(base).__name__} is one object for all its {count} lanes; use what it "
-        "offers itself, or make an environment for each lane (SerialEnv)"
+        f"{asked}: {type(base).__name__} is one object for all its {count} lanes. Call the methods "
+        "of that object directly, or make an environment for each lane (SerialEnv)."
     )
 
 

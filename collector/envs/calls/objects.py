@@ -25,7 +25,7 @@ def reach_objects(
 
 
 def objects_of(reached: Any) -> Sequence[Any] | None:
-    """Return the environments that ``reached`` calls with `reach_objects`; otherwise None."""
+    """Return the environments that ``reached`` calls; None if it does not use `reach_objects`."""
     calls_objects = isinstance(reached, partial) and reached.func is reach_objects
     return reached.args[0] if calls_objects else None
 
@@ -42,15 +42,17 @@ def _reach(env: Any, asked: EnvCall, place: int) -> Any:
 def require_callable(found: Any, name: str) -> Any:
     """Return ``found``, the attribute ``name``. Raise NoMethod if it is not callable."""
     if not callable(found):
-        raise NoMethod(f"{name!r} is no method, but {found!r:.200}; read it with env_get")
+        raise NoMethod(
+            f"{name!r}: expected a method, got {found!r:.200}. Read the attribute with env_get."
+        )
     return found
 
 
 def no_attribute(env: str, name: str) -> NoAttribute:
-    """Return the error for a name that an environment lacks."""
+    """Return the error for an attribute that an environment lacks."""
     return NoAttribute(
-        f"expected an attribute of {env} or of what it wraps, got {name!r}; give an attribute that "
-        "is there from the making of the environment on"
+        f"expected an attribute of {env} or of an environment that it wraps, got {name!r}. Name an "
+        "attribute that the environment has as soon as it is made."
     )
 
 
@@ -61,7 +63,7 @@ def _get(env: Any, name: str) -> Any:
                 return each.get_wrapper_attr(name)
         elif _has(each, name):
             return getattr(each, name)
-    if hasattr(env, name):  # through its own __getattr__
+    if hasattr(env, name):  # through the environment's own __getattr__
         return getattr(env, name)
     raise no_attribute(type(env).__name__, name)
 
@@ -94,5 +96,5 @@ def _layers(env: Any) -> Iterator[Any]:
 
 
 def _has(env: Any, name: str) -> bool:
-    """Return True if ``env`` has the attribute itself."""
+    """Return True if ``env`` itself, not only an environment inside it, has the attribute."""
     return name in getattr(env, "__dict__", {}) or hasattr(type(env), name)

@@ -48,7 +48,7 @@ def require_repeated(asked: EnvCall, who: str, outcomes: Iterable[CallOutcome]) 
     for outcome in outcomes:
         if outcome.error is not None:
             raise EnvironmentRefused(
-                f"{who} was started again, and {asked}, which the run had called before, raised "
-                f"{type(outcome.error).__name__} in its new environment: {outcome.error}; let it "
-                "be called before the first reset, or make the environment with it"
+                f"{who} was restarted, and repeating {asked} in its new environment raised "
+                f"{type(outcome.error).__name__}: {outcome.error}. Let the environment accept this "
+                "call before the first reset, or make the environment with the changed setting."
             ) from outcome.error

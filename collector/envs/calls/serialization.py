@@ -35,8 +35,8 @@ def packed(asked: EnvCall, lanes: Sequence[int]) -> bytes:
         content: bytes = cloudpickle.dumps((asked, list(lanes)))
     except Exception as error:
         raise ArgumentError(
-            f"{asked}: expected arguments that can be pickled, for environments are in workers, "
-            f"got {type(error).__name__}: {error}"
+            f"{asked}: expected arguments that can be pickled, because the environments are in "
+            f"workers, got {type(error).__name__}: {error}"
         ) from error
     return content
 
@@ -56,8 +56,8 @@ def _answer(outcome: CallOutcome, asked: EnvCall) -> PickledOutcome:
         try:
             return PickledOutcome(cloudpickle.dumps(outcome.value))
         except Exception as error:  # noqa: BLE001  the collector raises it
-            what = f"returned a {type(outcome.value).__name__}, which"
-            outcome = CallOutcome(None, TypeError(f"{what} cannot be pickled: {error}"))
+            what = f"expected a result that can be pickled, got a {type(outcome.value).__name__}"
+            outcome = CallOutcome(None, TypeError(f"{what}: {error}"))
     raised = outcome.error
     text = f"{type(raised).__name__}: {raised}"
     try:

@@ -11,7 +11,7 @@ from tallyroll.collector.envs.calls.env_call import CallOutcome, EnvCall
 from tallyroll.collector.envs.calls.objects import no_attribute, reach_objects
 
 Call = Callable[..., Any]
-"""Call a method of one lane's environment. Arguments: lane, name, arguments of the method."""
+"""Function that calls a method of one lane. Arguments: lane, name, arguments of the method."""
 
 
 def reached_vector(env: VectorEnv) -> Callable[..., Iterable[CallOutcome]] | None:
@@ -40,9 +40,9 @@ def _call_sb3(env: Any, lane: int, name: str, /, *args: Any, **kwargs: Any) -> A
 
 
 def reach_one_by_one(call: Call, asked: EnvCall, lanes: Sequence[int]) -> Iterator[CallOutcome]:
-    """Yield the outcome of ``asked`` in each of ``lanes``; ``call`` calls a method of a lane.
+    """Yield the outcome of ``asked`` in each of ``lanes``, which are Gymnasium environments.
 
-    The environments are Gymnasium environments. A process ends if a call in it raises, so the
+    ``call`` calls a method of one lane. The process of a lane ends if a call in it raises, so this
     function first asks whether the name exists.
     """
     for place, lane in enumerate(lanes):

@@ -48,8 +48,8 @@ def found_in(info: Info, infos: Mapping[str, Any], lanes: int) -> Info:
         array = None
     if array is None or array.dtype.kind not in "biufc":
         raise ArgumentError(
-            f"{name_of(info)} holds no number or array of one shape for each lane: got "
-            f"{shown(value)}; leave it out, or encode it in a wrapper"
+            f"{name_of(info)}: expected a number, or an array of one shape, for each lane, got "
+            f"{shown(value)}. Leave the key out, or encode its value in a wrapper."
         )
     return replace(info, dtype=array.dtype, shape=array.shape[1:])
 
@@ -58,8 +58,8 @@ def unknown(info: Info, infos: Mapping[str, Any], why: str) -> ArgumentError:
     """Return the error for an entry that cannot be declared, with a list of known entries."""
     known = sorted(key for key in infos if not key.startswith("_"))
     return ArgumentError(
-        f"{name_of(info)} {why}; known are {known}. Where it comes later, or only sometimes, "
-        f'declare it: Info({spelled(info)}, dtype="float64", fill=0)'
+        f"{name_of(info)} {why}. The known keys are {known}. If the key appears later, or only "
+        f'sometimes, declare it: Info({spelled(info)}, dtype="float64", fill=0)'
     )
 
 
@@ -87,7 +87,7 @@ def lookup(info: Mapping[str, Any], path: Key) -> "tuple[Any, Mask | None] | Non
 
 
 def of_step(info: Mapping[str, Any], path: Key) -> bool:
-    """Return True if a vector wrapper added this group, as RecordEpisodeStatistics does at ends.
+    """Return True if a vector wrapper, such as RecordEpisodeStatistics, added this group.
 
     A group that Gymnasium merged from lanes contains masks. In SAME_STEP mode such a group belongs
     to a reset.
@@ -107,7 +107,7 @@ def as_array(value: Any) -> Array | None:
 
 
 def joined(key: Key, value: Any) -> Any:
-    """Return ``value``, with the parts of a mask of several choices, a tuple, concatenated."""
+    """Return ``value``. If it is a mask of several choices, concatenate the parts of its tuple."""
     if key[-1] != MASK_NAME or not isinstance(value, (tuple, list)) or not value:
         return value
     if any(np.ndim(each) != 1 for each in value):
@@ -143,8 +143,8 @@ def absent_entry(info: Info, where: str) -> TransitionError:
     """Return the error for an entry that is absent in a step or a reset."""
     filled = replace(info, fill=0)
     return TransitionError(
-        f"{name_of(info)}: expected every step and every reset to give it, and it is absent "
-        f"{where}; declare the value for those steps: {_declared(filled)}"
+        f"{name_of(info)}: expected an entry in every step and every reset, got none {where}. "
+        f"Declare a fill value for such steps: {_declared(filled)}"
     )
 
 
@@ -152,8 +152,8 @@ def misshapen(info: Info, entry: Array, where: str) -> TransitionError:
     """Return the error for an entry of another shape."""
     return TransitionError(
         f"{name_of(info)}: expected a value of shape {list(info.shape)}, got {shown(entry)} of "
-        f"shape {list(entry.shape)} {where}; return one shape, or declare "
-        f"it: {_declared(replace(info, shape=entry.shape))}"
+        f"shape {list(entry.shape)} {where}. Return values of one shape, or declare this "
+        f"shape: {_declared(replace(info, shape=entry.shape))}"
     )
 
 
@@ -165,6 +165,5 @@ def does_not_fit(info: Info, entry: Any, where: str) -> TransitionError:
         wider = entry.dtype
     return TransitionError(
         f"{name_of(info)}: expected a value that {info.dtype} holds without loss, got "
-        f"{shown(entry)} {where}; declare it: "
-        f"{_declared(info, str(wider))}"
+        f"{shown(entry)} {where}. Declare another dtype: {_declared(info, str(wider))}"
     )

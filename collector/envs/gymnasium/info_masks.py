@@ -51,13 +51,13 @@ def masks_declared(
 class InfoMasks:
     """Tracks the masks of the last step or reset of each lane.
 
-    The last two columns of a step are the mask and a flag that it was given. :meth:`reset` and
-    :meth:`step` remove them.
+    The last two columns of a step are the mask and a flag, which is True if the environment gave
+    the mask. :meth:`reset` and :meth:`step` remove both columns.
 
     Args:
         action: the action to which the masks belong.
         declares: the declaration of the system.
-        info: the entry, which has the shape of the masks.
+        info: the declared info entry of the masks, with their shape.
     """
 
     def __init__(self, action: Leaf, declares: Declares, info: Info) -> None:
@@ -69,6 +69,10 @@ class InfoMasks:
             shape = (2 * int(np.prod(shape)),)
         self.marks: NDArray[np.bool_] = np.ones((self._lanes, *shape), np.bool_)
         self.first_lane = 0
+
+    def number_from(self, first_lane: int) -> None:
+        """Number lanes in messages from ``first_lane`` on."""
+        self.first_lane = first_lane
 
     @property
     def legal(self) -> Mapping[Key, NDArray[np.bool_]]:
@@ -84,7 +88,7 @@ class InfoMasks:
         """Store the masks of a step of ``lanes`` (None: all), and return the step without them.
 
         A lane that ended is reset before it acts again, or ignores its next action, so any action
-        is legal there.
+        is legal in that lane.
         """
         chosen = ... if lanes is None else lanes
         arrived = out.lanes is not None
@@ -115,8 +119,8 @@ def marks_of(rows: Array, bits: bool, place: Callable[[int], str]) -> NDArray[np
 
     Args:
         rows: the masks as the environment returned them.
-        bits: True for one mark per bit: the legal value, or 2 if both are legal.
-        place: returns a description of the place of a row.
+        bits: True if masks have one mark per bit: the legal value, or 2 if both are legal.
+        place: function that describes the place of a row for messages.
 
     Raises:
         TransitionError: a mask contains other numbers.

@@ -13,13 +13,16 @@ from tallyroll.collector.slab.names import NamedColumn
 
 
 class InfoSystem(System):
-    """A system with infos. ``__init__`` calls :meth:`_declare`, ``reset`` :meth:`_first_infos`."""
+    """System with infos.
+
+    A subclass calls :meth:`_declare` in ``__init__``, and :meth:`_first_infos` in ``reset``.
+    """
 
     _infos: InfoColumns
     _masks: InfoMasks | None
 
     def _declare(self, leaves: Sequence[Leaf], action: Leaf, lanes: int, **how: Any) -> None:
-        """Declare observations and action. ``how`` are the other fields of :class:`Declares`."""
+        """Declare observations and action. ``how`` holds the other fields of :class:`Declares`."""
         self._leaves, self._action, self._how = leaves, action, {"lanes": lanes, **how}
         self.keep_infos(())
 
@@ -60,7 +63,7 @@ class InfoSystem(System):
         if lanes is None:
             self._look_for_masks(infos)
         kept = self._infos
-        kept.first_lane = self.first_lane
+        kept.number_from(self.first_lane)
         kept.steps[... if lanes is None else lanes] = 0
         rows = kept.new_rows()
         kept.write_reset(rows, infos, lanes)
@@ -74,7 +77,7 @@ class InfoSystem(System):
             self._masks = InfoMasks(self._action, self.declares, mask)
             self.legal = self._masks.legal
         if self._masks is not None:
-            self._masks.first_lane = self.first_lane
+            self._masks.number_from(self.first_lane)
 
     def _without_masks(self, step: Step, lanes: Any = None) -> Step:
         """Return a ``step`` of ``lanes`` without the masks among its columns."""
@@ -83,7 +86,7 @@ class InfoSystem(System):
     def _next_infos(
         self, infos: Mapping[str, Any], first: Mapping[str, Any], ended: Mask
     ) -> list[Any]:
-        """Return the info columns of a step. Lanes in ``ended`` use the infos ``first``."""
+        """Return the info columns of a step. Lanes in ``ended`` use ``first``, infos of resets."""
         kept, rows = self._infos, self._infos.new_rows()
         kept.write(rows, infos, ~ended)
         kept.write_reset(rows, first, ended)

@@ -47,9 +47,9 @@ RESET_SLOT = -1
 
 
 class InfoColumns:
-    """Writes the entries of vector infos that ``infos`` declare to columns; see :class:`Info`.
+    """Writes the declared entries of vector infos to columns; see :class:`Info`.
 
-    :meth:`declare` declares entries without a dtype from the infos of the first reset.
+    If an entry has no dtype, :meth:`declare` takes it from the infos of the first reset.
 
     Args:
         infos: the declared entries.
@@ -65,11 +65,11 @@ class InfoColumns:
         self.first_lane = 0
         """Number of the first lane in the run, for messages."""
         self._steps, self._uncounted = np.zeros(lanes, np.int64), 0
-        """Steps as of the last end, and steps of all lanes since then."""
+        """Steps of each lane at the last update, and step calls of all lanes since then."""
         self._roots = frozenset(info.key[0] for info in self.infos)
         self._may_lack_all = all(info.fill is not None for info in self.infos)
         self._lacking: Sequence[Array] | None = None
-        """The rows that :meth:`write` filled last, if the infos lacked every entry."""
+        """The rows that the last :meth:`write` filled, if its infos lacked every entry."""
         self._fills: list[bytes | None] = []
         """Fill bytes of each entry for a lane that lacks it; an empty list until computed."""
         self._is_compiled = compiled() is not None
@@ -91,10 +91,14 @@ class InfoColumns:
         return all(info.dtype is not None for info in self.infos)
 
     def with_mask(self, mask: Info) -> "InfoColumns":
-        """Return columns of the same entries, which must be declared, that also read ``mask``."""
+        """Return columns that also read ``mask``. All other entries must be declared."""
         made = InfoColumns(self.infos, self._lanes, mask)
-        made.first_lane = self.first_lane
+        made.number_from(self.first_lane)
         return made
+
+    def number_from(self, first_lane: int) -> None:
+        """Number lanes in messages from ``first_lane`` on."""
+        self.first_lane = first_lane
 
     def declare(self, info: Mapping[str, Any]) -> None:
         """Take undeclared dtypes and shapes from the infos of the first reset.
@@ -110,7 +114,11 @@ class InfoColumns:
 
     @property
     def columns(self) -> list[NamedColumn]:
-        """The columns. After an entry with a fill comes a flag column, True if it was given."""
+        """The columns.
+
+        If an entry has a fill value, its column is followed by a flag column, which is True where
+        the entry was given.
+        """
         found: list[NamedColumn] = []
         for info in self.shown:
             keys = [info.key]
@@ -120,7 +128,10 @@ class InfoColumns:
         return found
 
     def specs(self) -> list[Unbounded]:
-        """Return one spec per column, with a leading dimension of lanes, once all are declared."""
+        """Return one spec per column, with a leading dimension of lanes.
+
+        The dtypes of all entries must be declared.
+        """
         found: list[Unbounded] = []
         for info in self.shown:
             found.append(Unbounded(shape=(self._lanes, *info.shape), dtype=info.torch_dtype))
@@ -171,7 +182,7 @@ class InfoColumns:
         self._put(rows, partial(lookup, info), lanes, True)
 
     def write_shown(self, rows: Sequence[Array], info: Mapping[str, Any], ended: Mask) -> None:
-        """Write, in SAME_STEP mode, the infos of the step, or of the reset in ``ended`` lanes."""
+        """Write the infos of a step in SAME_STEP mode: in ``ended`` lanes, those of the reset."""
         if self._may_lack_all and all(_is_final(info, each.key, ended) for each in self.infos):
             self.write(rows, {})
             return
@@ -181,14 +192,14 @@ class InfoColumns:
         self._put(rows, lambda path: None if of_step(info, path) else look(path), ended, True)
 
     def write_final(self, rows: Sequence[Array], info: Mapping[str, Any], ended: Mask) -> None:
-        """Write, in SAME_STEP mode, the infos of steps that ended episodes, from ``final_info``."""
+        """Write the infos of steps that ended episodes in SAME_STEP mode, from ``final_info``."""
         final = info.get("final_info", {})
         self._put(
             rows, lambda path: lookup(info if of_step(info, path) else final, path), ended, False
         )
 
     def count(self, ended: Mask, cut: Mask | None = None, then: int = 0) -> None:
-        """Count a step call, and set the count of lanes that ``ended`` or were ``cut`` to ``then``.
+        """Count a step of every lane. Lanes that ``ended`` or were ``cut`` get the count ``then``.
 
         Most calls only increment one number.
         """
@@ -240,7 +251,7 @@ class InfoColumns:
         lanes: Mask | None,
         reset: bool,
     ) -> Mask | None:
-        """Write the present values. Return the lanes that have one, or None for all ``lanes``."""
+        """Write the values that are present, and return their lanes; None means all ``lanes``."""
         if found is None:
             return np.zeros(self._lanes, np.bool_)
         value, mask = found
@@ -323,7 +334,7 @@ class InfoColumns:
         if entry is None or entry.dtype.kind not in "biufc":
             raise TransitionError(
                 f"{name_of(info)}: expected a number or an array of numbers, got {shown(value)} "
-                f"{self._where(lane, reset)}; leave it out, or encode it in a wrapper"
+                f"{self._where(lane, reset)}. Leave the key out, or encode its value in a wrapper."
             )
         if entry.shape != info.shape:
             raise misshapen(info, entry, self._where(lane, reset))
@@ -349,7 +360,7 @@ def _fills_of(infos: Sequence[Info]) -> list[bytes | None]:
 
 
 def _is_final(info: Mapping[str, Any], path: Key, ended: Mask) -> bool:
-    """Return True if only lanes that ``ended`` have an entry in a step's info, a final one."""
+    """Return True if, in the info of a step, only lanes that ``ended`` have the entry."""
     if path[0] not in info:
         return True
     found = lookup(info, path) if of_step(info, path) else None
@@ -392,7 +403,8 @@ def discovered(
     legal actions.
 
     Raises:
-        ArgumentError: the environment cannot be made twice, or an entry is in neither.
+        ArgumentError: the environment cannot be made twice, or the infos of the first reset and
+            the first step both lack an entry.
     """
     if all(info.dtype is not None for info in infos):
         return tuple(infos)
@@ -408,9 +420,9 @@ def discovered(
             after = env.step(action)[-1]
     except Exception as error:
         raise ArgumentError(
-            f"info_keys: {', '.join(names)} are looked for in a second environment, and making or "
-            f"stepping it raised {type(error).__name__}: {error}; declare them, and none is made: "
-            f'Info({names[0]}, dtype="float64")'
+            f"info_keys: finding the dtypes of {', '.join(names)} needs a second environment, but "
+            f"making or stepping that environment raised {type(error).__name__}: {error}. Declare "
+            f'the dtypes to avoid the second environment: Info({names[0]}, dtype="float64")'
         ) from error
     found: list[Info] = []
     for info in infos:
@@ -424,5 +436,5 @@ def discovered(
             missing = 1 if info.key[-1] == MASK_NAME else 0  # without a mask any action is legal
             found.append(declared if always else replace(declared, fill=missing))
         else:
-            raise unknown(info, {**after, **first}, "is in no info of a reset or of a step")
+            raise unknown(info, {**after, **first}, "is not in the infos of a reset or a step")
     return tuple(found)

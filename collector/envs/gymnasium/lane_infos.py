@@ -12,7 +12,8 @@ from tallyroll.collector.slab.info import Info
 def vector_info(infos: Sequence[Mapping[str, Any]], wanted: Sequence[Info]) -> dict[str, Any]:
     """Return the entries ``wanted`` of all lanes ``[lane]``, with None for lanes that lack one.
 
-    Entries that no lane has are absent. Names that are not wanted map to None, for messages.
+    Entries that no lane has are absent. Names that are not wanted map to None, so that messages can
+    list them.
     """
     keys = [info.key for info in wanted]
     found: dict[str, Any] = dict.fromkeys(

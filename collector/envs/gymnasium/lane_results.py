@@ -43,7 +43,7 @@ def entry(
         dtype: dtype of the column.
         kind: one of `VALUES`.
         column: the column; 0 for none.
-        given: the column of flags that the entry was given; 0 if the entry is required.
+        given: the flag column, which is True where the entry was given; 0 if it is required.
         nbytes: bytes per row.
         *shape: shape of a row.
     """
@@ -72,7 +72,7 @@ class LaneResults:
         self.are_one_array = self._is_plain and same and not self.tells
         """True if the only column is an observation array in the dtype in which it is stored."""
         self.nbytes = _nbytes(self.shape, self.dtype)
-        """Bytes of an observation of one lane that is a single array of this dtype and shape."""
+        """Bytes of the observation of one lane, if it is a single array."""
         self.plain: NDArray[Any] | None = None
         """Memory of the observations of the present step, if they are a single array."""
         self._columns: Rows = []
@@ -86,9 +86,10 @@ class LaneResults:
         """Address to which the extension writes final observations; 0 if it calls `put_final`."""
 
     def begin(self, row: NDArray[Any] | None) -> Rows:
-        """Return the columns of the next step. ``row``, if given, holds a single observation.
+        """Return the columns of the next step.
 
-        Each step reuses the info columns.
+        If observations are a single array, they are written to ``row``, or to new memory if ``row``
+        is None. Each step reuses the info columns.
         """
         if self._is_plain:
             self.plain = np.empty(self._shape, self.dtype) if row is None else row
@@ -120,7 +121,7 @@ class LaneResults:
         self.leaves.put(self._final, lane, obs)
 
     def tell(self, lane: int, info: Any, of: int) -> None:
-        """Write the entries of the info of a lane."""
+        """Write the entries of a lane's info. ``of`` is the call that returned it; see `Of`."""
         if self._infos is not None:
             rows = self._infos_of_last if of == Of.LAST else self._told
             self._infos.write_one(rows, lane, info, of == Of.RESET)
@@ -130,7 +131,7 @@ class LaneResults:
         found, rows = [], iter(self._infos_of_step)
         for info in self._infos.infos if self._infos else ():
             row, given = next(rows), None if info.fill is None else next(rows)
-            # The extension fills columns of such numbers with Python's own.
+            # The extension writes Python's own numbers to columns of these dtypes.
             plain = row.ndim == 1 and row.dtype in (np.float64, np.int64)
             kind, shape = row.dtype.name if plain else "other", row.shape[1:]
             marks, nbytes = 0 if given is None else given, _nbytes(shape, row.dtype)

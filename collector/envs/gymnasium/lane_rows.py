@@ -64,7 +64,7 @@ class LaneRows:
     def finals(
         self, env: VectorEnv, ended: NDArray[np.bool_], obs: Any, given: Any, there: Any = None
     ) -> Rows:
-        """Return final observations, which are in ``given`` of a step that returned ``obs``.
+        """Return the final observations in ``given``, after a step that returned ``obs``.
 
         ``there`` marks the lanes with a final observation in ``given``. None marks all lanes that
         ended.
@@ -81,10 +81,12 @@ class LaneRows:
             lacks = (of_lanes and final is None) or not (there is None or there[lane])
             for row, get, exact in zip(rows, self._getters, self._exact, strict=True):
                 if lacks:
-                    refused = exact.refused("none in the infos of the step", first=False)
-                    refused.lane = lane
-                    refused.advice = "let the vector put it into final_obs before it resets a lane"
-                    raise refused
+                    refused = exact.refused(
+                        "none in the infos of the step",
+                        first=False,
+                        advice="store it in final_obs of the infos before the vector resets a lane",
+                    )
+                    raise refused.locate(lane=lane)
                 part = part_of(get, final if of_lanes else given, exact, lane)
                 value = part if of_lanes else part[lane]
                 _refuse_reused(lane, value, get(held[lane]) if held else get(obs)[lane])
@@ -93,7 +95,7 @@ class LaneRows:
 
 
 def _refuse_reused(lane: int, final: Any, first: Any) -> None:
-    """Raise if a lane's final observation is in the array of the next first one.
+    """Raise if a lane's final observation shares memory with its next first observation.
 
     This happens if a lane returns the same array each time, or if the final observations of a
     vector are views of its observations.
@@ -101,8 +103,8 @@ def _refuse_reused(lane: int, final: Any, first: Any) -> None:
     if isinstance(final, np.ndarray) and share_memory(first, final):
         raise EnvironmentRefused(
             f"lane {lane} returns its observations in one array that it overwrites, so in "
-            "SAME_STEP mode the final observation is gone when the step returns; use "
-            "NEXT_STEP or DISABLED, or return copies"
+            "SAME_STEP mode the final observation is lost before the step returns. Use "
+            "NEXT_STEP or DISABLED, or return copies."
         )
 
 
@@ -120,9 +122,9 @@ def refuse_overwriting(env: VectorEnv, names: Sequence[str]) -> None:
         if overwrites_itself(holder.env_fns[index], child, warn=not sync):
             raise EnvironmentRefused(
                 f"environment {index} of {type(holder).__name__} returns its observations in "
-                "one array that it overwrites, and in SAME_STEP mode it is stepped and reset "
-                "in one call, so that the final observation is gone when that returns; use "
-                "NEXT_STEP or DISABLED, or return copies"
+                "one array that it overwrites. In SAME_STEP mode, one call steps and resets the "
+                "environment, so the final observation is lost. Use NEXT_STEP or DISABLED, or "
+                "return copies."
             )
 
 

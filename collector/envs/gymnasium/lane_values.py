@@ -31,7 +31,9 @@ _STEPS, _MOST_STEPS = 32, 2048
 
 
 class LaneValues:
-    """Validates values of the lanes of ``env`` below any wrappers. Other vectors cast elsewhere.
+    """Validates the values of the lanes of ``env`` if the vector below its wrappers is plain.
+
+    A plain vector is a `SyncVectorEnv` and not a subclass. Nothing is validated in other vectors.
 
     Args:
         env: the vector.
@@ -74,7 +76,7 @@ class LaneValues:
 
         :meth:`stepped` stops the validation, after at least 32 and at most 2048 steps.
 
-        The overhead is as long as a step of a small environment, and the types of these values do
+        Validation takes as long as a step of a small environment, and the types of these values do
         not change. A full reset makes new arrays of flags, so call this method after each one.
         """
         if self._env is not None and self.watching:
@@ -144,5 +146,4 @@ def part_of(
         return get(seen)
     except (KeyError, IndexError, TypeError) as error:
         refused = row.refused(f"none in {type(seen).__name__} {seen!r:.80}", first=first)
-        refused.lane = lane
-        raise refused from error
+        raise refused.locate(lane=lane) from error

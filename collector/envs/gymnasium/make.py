@@ -27,7 +27,7 @@ def from_id(env_id: str, options: Options) -> GymnasiumVectorEnv:
 
     Raises:
         ArgumentError: Gymnasium cannot make the environment.
-        MissingExtra: a required package is part of one of tallyroll's extras.
+        MissingExtra: a package is missing that one of tallyroll's extras installs.
     """
     kwargs = options.env_kwargs or {}
 
@@ -48,7 +48,7 @@ def vector_of(
     ``first`` is the first environment, and ``make`` makes the others.
 
     Raises:
-        ArgumentError: ``make`` returns another object, or the same environment again.
+        ArgumentError: ``make`` returns something else, or the same environment again.
     """
     made = [first]
 
@@ -87,7 +87,7 @@ def making(env_id: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
 
     Raises:
         ArgumentError: Gymnasium cannot make the environment.
-        MissingExtra: a required package is part of one of tallyroll's extras.
+        MissingExtra: a package is missing that one of tallyroll's extras installs.
     """
     try:
         if env_id.startswith("ALE/") and find_spec("ale_py") is not None:
@@ -99,14 +99,14 @@ def making(env_id: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
         _name_the_extra(env_id, error)
         hint = f"; {NOT_REGISTERED}" if _lacks_registration(error) else _system_meant(env_id)
         raise ArgumentError(f"gymnasium cannot make {env_id!r}: {error}{hint}") from error
-    except (TypeError, ValueError, AssertionError) as error:  # a max_episode_steps of 0
+    except (TypeError, ValueError, AssertionError) as error:  # for example a max_episode_steps of 0
         raise ArgumentError(f"gymnasium cannot make {env_id!r} with {kwargs}: {error}") from error
 
 
 NOT_REGISTERED = (
-    "a worker process has what modules register when they are imported, and not what is under "
-    "the main guard or in a notebook: register the id in a module that can be imported and give "
-    '"module:Id-v0", or pass a factory that makes the environment from its class'
+    "a worker process knows the ids that imported modules register, but not those that code under "
+    "the main guard or in a notebook registers. Register the id in a module that can be imported "
+    'and pass "module:Id-v0", or pass a factory that makes the environment from its class.'
 )
 
 
@@ -123,7 +123,11 @@ def _lacks_registration(error: BaseException) -> bool:
 
 
 def over(env: VectorEnv, create: Any, options: Options) -> GymnasiumVectorEnv:
-    """Return an environment over ``env``. A factory ``create`` makes another to declare infos."""
+    """Return an environment over ``env``.
+
+    ``create`` makes a second vector, which is used to find the dtypes of infos. If it is None, the
+    first reset of ``env`` declares them.
+    """
     infos = options.info_keys
     if create is not None:
         infos = discovered(infos, create, env)

@@ -14,25 +14,25 @@ _STEP, _RESET = SyncVectorEnv.step, SyncVectorEnv.reset
 
 
 def takes_resets(env: VectorEnv, rules: VectorRules) -> tuple[bool, bool, str]:
-    """Return whether each reset accepts its own seed, whether its own options, and why not."""
+    """Return whether a lane's reset accepts its own seed and its own options, and why not."""
     base = env.unwrapped
     by_mask = rules.at_end == "final" and rules.by_mask
     if isinstance(base, SyncVectorEnv):
         kind = type(base)
         if kind.reset is _RESET and (by_mask or kind.step is _STEP):
             return True, True, ""
-        return False, False, f"{kind.__name__} has a step or a reset of its own for its lanes"
+        return False, False, f"{kind.__name__} overrides step or reset of SyncVectorEnv"
     if isinstance(base, AsyncVectorEnv):
         if by_mask and rules.takes_seeds:
-            why = "an AsyncVectorEnv gives all lanes the same ones"
+            why = "AsyncVectorEnv passes the same options to all lanes"
             return True, False, f"{why}; use a SyncVectorEnv, or MultiprocessCollector"
         why = (
-            "its processes reset their lanes within a step, with neither; use a SyncVectorEnv or "
-            "MultiprocessCollector, or for seeds alone autoreset_mode=AutoresetMode.DISABLED, or "
-            'reset_slots="avoid" in NEXT_STEP'
+            "its processes reset lanes within a step, without seeds or options; use a "
+            "SyncVectorEnv or MultiprocessCollector, or for seeds alone "
+            'autoreset_mode=AutoresetMode.DISABLED, or reset_slots="avoid" in NEXT_STEP mode'
         )
         return False, False, why
-    return False, False, "it resets lanes itself, with neither"
+    return False, False, "it resets lanes itself, without seeds or options"
 
 
 class SeededLane:
@@ -62,7 +62,7 @@ class SeededResets:
     """Context manager in which resets of a vector's lanes use the draws in ``system``.
 
     Args:
-        system: stores seeds and options of the next resets, if any.
+        system: the system that stores the seeds and options of the next resets, if any.
         base: a vector whose methods call the lanes in its list ``envs``.
     """
 

@@ -1,7 +1,7 @@
 """Fast steps of the lanes of a bare `SyncVectorEnv`, without unused results.
 
 The vector's own ``step`` also merges the infos of all lanes and copies flags, rewards and
-observations. This overhead is as long as a step of a small environment.
+observations. This overhead takes as long as a step of a small environment.
 """
 
 from functools import partial
@@ -65,9 +65,9 @@ class SequentialStep:
     Args:
         env: the vector.
         infos: entries of the lanes' infos that are columns.
-        reset_slots: True if an end needs no work because the next slot is a reset.
+        reset_slots: True if the end of an episode needs no work, because the next slot is a reset.
         results: the columns of a step; None creates a `LaneResults`.
-        given: the lanes, whose resets use drawn seeds and options; None if none were drawn.
+        given: the lanes, if their resets use drawn seeds and options; None otherwise.
         rewards: dtype of the reward column.
     """
 
@@ -97,7 +97,7 @@ class SequentialStep:
         self._step_lanes = self._in_python if kernel is None else self._compiled(kernel)
 
     def __reduce__(self) -> Any:
-        """Rebuild copies from the vector alone: each has its own arrays and their addresses."""
+        """Rebuild copies from the vector alone, because each copy has arrays of its own."""
         made = partial(type(self), reset_slots=self._reset_slots, rewards=self._reward_dtype)
         return made, (self._env, self._infos)
 
@@ -128,14 +128,15 @@ class SequentialStep:
 
         Args:
             action: ``[lane, ...]``.
-            row: observation row ``[lane, ...]`` of the slot, or memory for it.
+            row: memory for the observations ``[lane, ...]``, such as a row of the slot; None for
+                new memory.
             slot: table of the slot for `StepKernel.put_step`; None for no slot.
 
         Returns:
             None if the slot is complete. Otherwise the step, as from :meth:`step`, for the caller
             to complete.
         """
-        i = None  # the lane, read from tracebacks; `_in_python` has its own
+        i = None  # the lane, which is read from tracebacks; `_in_python` has its own ``i``
         env, results = self._env, self._results
         ended, seen = getattr(env, ENDED), getattr(env, OWN_OBSERVATIONS)
         rows = results.begin(row) if slot is None else []
@@ -153,7 +154,7 @@ class SequentialStep:
         except BaseException as error:
             i = int(self._lane[0]) if self._lane[0] >= 0 else None
             if isinstance(error, ValueRefused):
-                error.lane = i = error.lane if i is None else i
+                i = error.locate(lane=i).lane
             raise
         final = results.finals if self._within and count_true(ended) else None
         return Step(rows, (self._rewards,), self._terminated, self._truncated, final)
@@ -174,7 +175,7 @@ class SequentialStep:
     def _in_python(
         self, envs: Any, action: NDArray[Any], seen: Any, ended: Mask, to: Any, slot: Any
     ) -> int:
-        """Step like `StepKernel.step_lanes`. Return -1: the caller has to write observations."""
+        """Step like `StepKernel.step_lanes`. Return -1, so that the caller writes observations."""
         self._lane[0] = -1
         next_step, within, results = self._mode is _MODES[1], self._within, self._results
         for i, (env, own) in enumerate(zip(envs, action, strict=True)):

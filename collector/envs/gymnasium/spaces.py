@@ -75,7 +75,7 @@ def observation_leaves(
 ) -> tuple[Leaf, ...]:
     """Return the columns of an observation space for ``lanes`` lanes.
 
-    ``of_all`` is the space of all lanes together, in which their bounds may differ.
+    ``of_all`` is the space of all lanes together, whose bounds may differ between lanes.
 
     A plain space becomes ``("observation",)``. The names of a Dict become root keys, like in
     TorchRL's ``GymWrapper``. A Tuple becomes ``"0"``, ``"1"``, … below ``"observation"``. A Text
@@ -88,8 +88,8 @@ def observation_leaves(
     leaves = tuple(_leaves(space, key, (), lanes, of_all))
     if not leaves:
         raise SpaceError(
-            f"observation: expected a space with at least one value, got {space}; let a wrapper "
-            "show something"
+            f"observation: expected a space with at least one value, got {space}. Add a value in a "
+            "wrapper."
         )
     return leaves
 
@@ -99,7 +99,7 @@ def action_leaf(
 ) -> Leaf:
     """Return the column of an action space: Box, Discrete, MultiDiscrete or MultiBinary.
 
-    ``of_all`` is the space of all lanes together, in which their bounds may differ.
+    ``of_all`` is the space of all lanes together, whose bounds may differ between lanes.
 
     Raises:
         SpaceError: the space is composite or of another kind.
@@ -180,7 +180,8 @@ def _leaves(
         if key[0] == "action" and dtype in _NO_ACTIONS:
             raise SpaceError(
                 f"the space {space!r} at {format_key(key)}: torch cannot compare {dtype}, so no "
-                "policy chooses such actions; take a wider integer in a wrapper, and cast it there"
+                "policy can choose such actions. Declare a wider integer dtype in a wrapper that "
+                "casts actions."
             )
         if dtype is None or shape is None or dtype not in _TORCH_DTYPES:
             raise SpaceError(
@@ -194,7 +195,7 @@ def _leaves(
 def _spec_of_lanes(
     of_all: spaces.Space[Any] | None, shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> TensorSpec | None:
-    """Return the spec of lanes with different bounds; None if they are equal or unknown."""
+    """Return the spec of lanes with different bounds; None if the bounds are equal or unknown."""
     low: NDArray[Any]
     high: NDArray[Any]
     if isinstance(of_all, spaces.Box):
@@ -212,7 +213,7 @@ def _spec_of_lanes(
 
 
 def text_width(space: spaces.Space[Any]) -> int:
-    """Return the maximum bytes of a string in a space of strings; 0 if unlimited or no strings."""
+    """Return the maximum number of bytes of a string in ``space``; 0 if unlimited or no strings."""
     if isinstance(space, spaces.Text):
         widest = max((len(char.encode()) for char in space.character_set), default=1)
         return max(1, int(space.max_length) * widest)
@@ -248,7 +249,7 @@ def _spec(space: spaces.Space[Any], lanes: int) -> TensorSpec:
         if np.isinf(space.low).all() and np.isinf(space.high).all():
             return Unbounded(shape=shape, dtype=dtype)
         return _bounded(space.low, space.high, shape, dtype)
-    raise SpaceError(f"the space {space!r} cannot be laid out in a column")
+    raise SpaceError(f"the space {space!r} cannot be stored in a column")
 
 
 def _bounded(low: Any, high: Any, shape: torch.Size, dtype: torch.dtype) -> TensorSpec:

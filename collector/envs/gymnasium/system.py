@@ -158,7 +158,7 @@ class GymnasiumSystem(System):
 
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
         """Reset the lanes of a mask, or all of them."""
-        self.infos.first_lane = self.first_lane
+        self.infos.number_from(self.first_lane)
         try:
             if lanes is None:
                 values = self._reset_all(seeds, options.get("options"))
@@ -167,7 +167,7 @@ class GymnasiumSystem(System):
             return values if self._masks is None else self._masks.reset(values, lanes)
         except ValueRefused as error:
             if error.lane is not None:
-                error.lane += self.first_lane
+                error.locate(lane=error.lane + self.first_lane)
             raise
 
     def _reset_some(self, lanes: Mask, given: Mapping[str, Any]) -> list[Any]:
@@ -175,7 +175,7 @@ class GymnasiumSystem(System):
             self.infos.steps[lanes] = 0
             return self._in_turn.reset(lanes)
         asked = {**given, "reset_mask": lanes}
-        # Some vector wrappers forget their state of every lane, also of lanes that continue.
+        # A reset clears the state of some vector wrappers even for lanes that continue.
         kept = [(each, name, getattr(each, name).copy()) for each, name in self._rules.stateful]
         seed = None if self.next_seeds is None else self._seed(self.next_seeds.tolist(), lanes)
         call = partial(self.env.reset, seed=seed, options=asked)
@@ -231,7 +231,7 @@ class GymnasiumSystem(System):
             self.legal = self._masks.legal
             install(self.env, {MASK_NAME})
         if self._masks is not None:
-            self._masks.first_lane = self.first_lane
+            self._masks.number_from(self.first_lane)
 
     def _called(self, call: Callable[[], Any], *, first: bool) -> Any:
         """Call the vector and return its result, after validating the lanes' observations."""
@@ -275,7 +275,7 @@ class GymnasiumSystem(System):
             return out if self._masks is None else self._masks.step(out)
         except ValueRefused as error:
             if error.lane is not None:
-                error.lane += self.first_lane
+                error.locate(lane=error.lane + self.first_lane)
             raise
 
     @property
@@ -292,7 +292,7 @@ class GymnasiumSystem(System):
             return turn.step_into(action, row, slot)
         except ValueRefused as error:
             if error.lane is not None:
-                error.lane += self.first_lane
+                error.locate(lane=error.lane + self.first_lane)
             raise
 
     def _step_vector(self, action: NDArray[Any]) -> Step:
@@ -349,7 +349,7 @@ class GymnasiumSystem(System):
                 reward[lane] = self._values.reward(paid)
                 terminated[lane], truncated[lane] = terminated_of(over), truncated_of(cut)
             except ValueRefused as error:
-                error.lane = int(lane)
+                error.locate(lane=int(lane))
                 raise
             self._rows.put(rows, int(lane), obs)
             self.infos.write_one(infos, int(lane), info, False)

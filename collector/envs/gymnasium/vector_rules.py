@@ -22,19 +22,19 @@ from tallyroll.collector.options.checks import one_of
 from tallyroll.collector.options.objects import ResetSlots
 
 _REFUSED = {
-    "gymnasium.envs.functional_jax_env": "a functional (phys2d) vector environment gives reward 1 "
-    "in reset slots and loses the transitions of every other lane there; use the CPU version of "
-    "the environment",
-    "envpool": "EnvPool has an adapter of its own, which wrappers of Gymnasium hide: pass its "
-    "environment to the collector as envpool.make gives it, or 'envpool:TASK'",
-    "supersuit": "SuperSuit's vectors are wrong where agents die unevenly; pass the vector itself "
-    "to the collector, which finds that out, or the PettingZoo environment",
+    "gymnasium.envs.functional_jax_env": "a functional (phys2d) vector environment returns reward "
+    "1 in reset slots, and loses the transitions of all other lanes in the same step. Use the CPU "
+    "version of the environment.",
+    "envpool": "Gymnasium wrappers hide EnvPool environments from Tallyroll's adapter. Pass the "
+    "result of envpool.make to the collector, or the id 'envpool:TASK'.",
+    "supersuit": "SuperSuit's vectors return wrong results if agents die at different times. Pass "
+    "the vector itself to the collector, which detects this, or the PettingZoo environment.",
 }
 FORGETS = (
     "an AsyncVectorEnv in NEXT_STEP mode with shared_memory=False, or with a worker function of "
-    "your own, may reset a lane whose episode ended once more after a reset; make it with "
-    "autoreset_mode=AutoresetMode.DISABLED or SAME_STEP, or with shared_memory=True "
-    "(reset_masks=True says that your own worker honours resets)"
+    "your own, may reset a lane again in the step after a reset, if the lane's episode had ended. "
+    "Make the vector with autoreset_mode=AutoresetMode.DISABLED or SAME_STEP, or with "
+    "shared_memory=True. If your own worker honours resets, pass reset_masks=True."
 )
 _AT_END: dict[AutoresetMode, AtEnd] = {
     AutoresetMode.DISABLED: "final",
@@ -77,8 +77,8 @@ class VectorRules:
             infos or mode is AutoresetMode.SAME_STEP
         ):
             raise EnvironmentRefused(
-                "DictInfoToList takes infos apart, and columns of infos and, in SAME_STEP mode, "
-                "final observations are read from them; leave it out"
+                "DictInfoToList converts infos to lists, from which Tallyroll cannot read info "
+                "columns or, in SAME_STEP mode, final observations. Remove this wrapper."
             )
         known = isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv))
         whole = any(isinstance(each, NormalizeObservation) for each in wrappers)
@@ -101,15 +101,15 @@ class VectorRules:
         if self.autoreset is AutoresetMode.DISABLED and not self.by_mask:
             raise EnvironmentRefused(
                 f"{type(env.unwrapped).__name__} has autoreset disabled and no reset by mask, so "
-                "a lane whose episode ended could not be restarted alone; use SyncVectorEnv, or "
-                'pass reset_masks=True if it honours options["reset_mask"]'
+                "a lane whose episode ended could not be restarted alone. Use SyncVectorEnv, or "
+                'pass reset_masks=True if the vector honours options["reset_mask"].'
             )
         if reset_slots == "avoid" and self.forgets_resets:
             raise EnvironmentRefused(FORGETS)
         if reset_slots == "avoid" and not self.by_mask:
             raise EnvironmentRefused(
-                f'reset_slots="avoid" resets lanes by mask, which {self.name_of(env)} ignores; '
-                'use reset_slots="mask"'
+                f'reset_slots="avoid" resets lanes by mask, but {self.name_of(env)} ignores masks. '
+                'Use reset_slots="mask".'
             )
 
     def name_of(self, env: VectorEnv) -> str:
@@ -134,7 +134,7 @@ def _forgets_resets(env: VectorEnv, mode: AutoresetMode, reset_masks: bool | Non
     """Return True if a lane that ended and was reset may reset itself again in the next step.
 
     The worker of Gymnasium's `AsyncVectorEnv` without shared memory does so, at least from 1.1 to
-    1.4. A custom worker may, unless ``reset_masks`` says that it honors resets.
+    1.4. A custom worker may do so too, unless ``reset_masks`` is True.
     """
     base = env.unwrapped
     if not isinstance(base, AsyncVectorEnv) or mode is not AutoresetMode.NEXT_STEP:
@@ -153,14 +153,14 @@ def autoreset_mode(env: VectorEnv) -> AutoresetMode:
     """Return the autoreset mode that ``env`` declares.
 
     Raises:
-        EnvironmentRefused: it does not declare one.
+        EnvironmentRefused: the vector does not declare a mode.
     """
     mode = getattr(env.unwrapped, "autoreset_mode", None)
     if mode is None:
         mode = (env.metadata or {}).get("autoreset_mode")
     if mode is None:
         raise EnvironmentRefused(
-            f"{type(env.unwrapped).__name__} does not say how it resets itself: expected "
+            f"{type(env.unwrapped).__name__} does not declare how it resets lanes: expected "
             "env.unwrapped.autoreset_mode or env.metadata['autoreset_mode'] (gymnasium "
             f"{gymnasium.__version__}: one of {[m.value for m in AutoresetMode]})"
         )
@@ -168,7 +168,7 @@ def autoreset_mode(env: VectorEnv) -> AutoresetMode:
 
 
 def rewards_of(env: VectorEnv) -> tuple[int, ...]:
-    """Return the shape of a lane's reward: ``()``, or that of MO-Gymnasium's vectors."""
+    """Return the shape of a lane's reward: ``()``, unless MO-Gymnasium declares another one."""
     base: Any = env.unwrapped
     space = getattr(base, "reward_space", None)
     if space is None and isinstance(base, SyncVectorEnv):
@@ -187,13 +187,12 @@ def _reward_space(env: Any) -> Any:
 
 
 def refuse_texts(env: VectorEnv) -> None:
-    """Raise for a vector that returns the first texts of an environment again and again."""
+    """Raise if a vector repeats the first texts of its environments in every step."""
     base: Any = env.unwrapped
     if isinstance(base, AsyncVectorEnv) and base.shared_memory:
         raise EnvironmentRefused(
-            "AsyncVectorEnv never reads strings from shared memory again, so each would be "
-            "that of its first moment; pass shared_memory=False, and "
-            "autoreset_mode=AutoresetMode.DISABLED"
+            "AsyncVectorEnv reads strings from shared memory only once, so every row would repeat "
+            "the first string. Pass shared_memory=False and autoreset_mode=AutoresetMode.DISABLED."
         )
 
 
@@ -202,5 +201,5 @@ def refuse_shared(env: VectorEnv) -> None:
     if pair := sharing(own_observations(env)):
         raise EnvironmentRefused(
             f"lanes {pair[0]} and {pair[1]} return their observations in the same array, so "
-            "that one overwrites the other's; give each its own, or return copies"
+            "each overwrites those of the other. Give each lane its own array, or return copies."
         )

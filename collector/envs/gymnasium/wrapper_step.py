@@ -1,8 +1,8 @@
 """Fast steps and resets by mask of a `SyncVectorEnv` inside vector wrappers.
 
 The module steps lanes one by one and leaves the rest to the wrappers. It does not merge infos that
-are empty, as most are, and reads flags and rewards as they come. Gymnasium wrappers that look only
-at rewards and ends do not receive observations either.
+are empty, as most are, and reads flags and rewards lane by lane. Gymnasium wrappers that look only
+at rewards and ends receive no observations.
 """
 
 from copy import deepcopy
@@ -50,7 +50,7 @@ _OF_ENDS = ("final_obs", "final_info", "_final_obs", "_final_info")
 
 
 class _MergedResults(LaneResults):
-    """Columns of observations, and infos merged like ``env`` itself does.
+    """Columns of observations, and infos that are merged as in ``env`` itself.
 
     The infos do not include final observations.
     """
@@ -82,7 +82,7 @@ class _MergedResults(LaneResults):
 
 
 class _AsTheVector(_MergedResults):
-    """Observations and infos of a step, merged like ``env`` itself does."""
+    """Observations and infos of a step, merged as in ``env`` itself."""
 
     def __init__(self, env: SyncVectorEnv) -> None:
         super().__init__(env)
@@ -193,15 +193,16 @@ class WithinWrappers(SequentialStep):
 class ThroughWrappers(SequentialStep):
     """Steps lanes one by one inside wrappers that look only at rewards and ends.
 
-    The class adds steps between ends to the wrappers' statistics. Other steps go through the
-    wrappers' own ``step``, without observations, and final observations stay out of the infos. A
-    reset by mask restarts the requested lanes and their part of the statistics.
+    If no episode begins or ends in a step, the class itself adds the step to the wrappers'
+    statistics. Other steps go through the wrappers' own ``step``, without observations, and final
+    observations stay out of the infos. A reset by mask restarts the requested lanes and their part
+    of the statistics.
 
     Args:
         env: the wrappers around a vector.
         infos: entries of the wrappers' infos that are columns.
-        reset_slots: True if an end needs no work because the next slot is a reset.
-        given: the lanes, whose resets use drawn seeds and options; None if none were drawn.
+        reset_slots: True if the end of an episode needs no work, because the next slot is a reset.
+        given: the lanes, if their resets use drawn seeds and options; None otherwise.
         rewards: dtype of the reward column.
     """
 
@@ -224,10 +225,10 @@ class ThroughWrappers(SequentialStep):
         kinds = vector.RecordEpisodeStatistics, vector.NormalizeReward
         self._inner_first = wrappers[::-1]
         self._counting = [each for each in wrappers if type(each) is kinds[0]]
-        # Steps between ends only add to returns and lengths. Other statistics change further.
+        # True if steps between ends only add to returns and lengths.
         self._adds = not any(type(each) is kinds[1] for each in wrappers)
         self._told, self._told_last, self._untold = (infos.new_rows() for _ in range(3))
-        # True if a wrapper adds all entries at ends only.
+        # True if wrappers add all entries, and only at the ends of episodes.
         self._of_ends = all(each.fill is not None and len(each.key) > 1 for each in infos.infos)
         super().__init__(
             base, reset_slots=reset_slots, results=self._merged, given=given, rewards=rewards
@@ -289,7 +290,7 @@ class ThroughWrappers(SequentialStep):
         return True
 
     def _by_wrappers(self, action: Any, returned: tuple[Any, ...]) -> Any:
-        """Return the rewards of the wrappers' own ``step``, with ``returned`` from the vector."""
+        """Return the rewards of the wrappers' own ``step`` if the vector returns ``returned``."""
         own = self._own
         try:
             own["step"], self._asked, self._returned = self._as_returned, action, returned

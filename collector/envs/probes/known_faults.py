@@ -12,7 +12,7 @@ from tallyroll.collector.envs.probes.trial_env import distinct, throwaway
 from tallyroll.collector.errors import EnvironmentRefused
 
 Fault = Callable[[EnvBase, int | None, bool], str | None]
-"""Return the description of a fault of an environment, or None if there is none.
+"""Function that returns the description of a fault of an environment, or None if there is none.
 
 The arguments are the environment, the number of transitions after which a trajectory is truncated
 from outside (None if it is not), and whether the caller declares final observations as lost.
@@ -23,7 +23,7 @@ def refuse_known_faults(env: EnvBase, frames_per_traj: int | None, finals_lost: 
     """Raise if ``env`` has a :func:`known_fault`.
 
     Raises:
-        EnvironmentRefused: the message names the workaround.
+        EnvironmentRefused: ``env`` has a known fault. The message names a workaround.
     """
     if said := known_fault(env, frames_per_traj, finals_lost):
         raise EnvironmentRefused(said)
@@ -35,8 +35,9 @@ def known_fault(env: EnvBase, frames_per_traj: int | None, finals_lost: bool) ->
     Return None if no fault is known.
 
     Args:
-        env: may be a `TransformedEnv`, a `SerialEnv` or a `ParallelEnv`. For the latter two, the
-            function makes one environment of each distinct factory and closes it again.
+        env: the environment. It may be a `TransformedEnv`, a `SerialEnv` or a `ParallelEnv`. For
+            the latter two, the function makes one environment of each distinct factory and closes
+            it again.
         frames_per_traj: number of transitions after which the collector truncates trajectories.
         finals_lost: True if ``finals="lost"`` was passed.
     """
@@ -77,11 +78,11 @@ def _procgen(env: EnvBase, limit: int | None, finals_lost: bool) -> str | None:
     if finals_lost:
         return None
     return (
-        f"{type(env).__name__}: Procgen resets itself within step, and what TorchRL returns as an "
-        'episode\'s final observation is the first one of the next; pass finals="lost", which '
-        "stores collector/next_valid False at ends (Procgen does not tell time limits from "
-        "termination either), or collect Procgen's environments of EnvPool, which keep them, as "
-        "'envpool:CoinrunEasy-v0'"
+        f"{type(env).__name__}: Procgen resets itself within step, so the final observation that "
+        "TorchRL returns is the first one of the next episode (and Procgen does not distinguish "
+        'time limits from termination). Pass finals="lost", which stores collector/next_valid '
+        "False at ends, or use EnvPool's Procgen environments, which return final observations, "
+        "such as 'envpool:CoinrunEasy-v0'."
     )
 
 
@@ -93,7 +94,7 @@ def _vmas(env: EnvBase, limit: int | None, finals_lost: bool) -> str | None:
 def _jumanji(env: EnvBase, limit: int | None, finals_lost: bool) -> str | None:
     inner = env.__dict__.get("_env")
     steps = getattr(getattr(inner, "unwrapped", inner), "time_limit", None)
-    how = "as JumanjiWrapper(jumanji.make(id, time_limit=T)) with T larger than that"
+    how = "as JumanjiWrapper(jumanji.make(id, time_limit=T)) with T above max_frames_per_traj"
     return _terminates(env, "time_limit", steps, limit, how)
 
 
@@ -102,9 +103,9 @@ def _terminates(env: EnvBase, name: str, steps: Any, limit: int | None, how: str
     if steps is None or (limit is not None and limit < steps):
         return None
     return (
-        f"{type(env).__name__} has {name}={steps}, and TorchRL returns the end of this time limit "
-        "as terminated, so that learners would not bootstrap there; pass max_frames_per_traj below "
-        f"{steps} to the collector, which truncates, or make the environment {how}"
+        f"{type(env).__name__} has {name}={steps}, and TorchRL reports the end of this time limit "
+        "as terminated, so learners would not bootstrap there. Pass max_frames_per_traj below "
+        f"{steps} to the collector, which truncates, or make the environment {how}."
     )
 
 

@@ -57,7 +57,7 @@ class Call:
 
     @property
     def altered(self) -> bool:
-        """True if the returned values have changed since."""
+        """True if the returned values have changed since the call."""
         return contents(self._returned) != self._contents
 
 
@@ -73,7 +73,7 @@ def overwrites(child: Child) -> bool:
     """Return True if a reset of ``child`` overwrites the results of its last step.
 
     If an observation of a step and an observation of a reset share memory, the result is True,
-    whatever is written there. If rewards or flags share memory, the result is True if a reset
+    whatever values are written. If rewards or flags share memory, the result is True if a reset
     altered them, or if no episode ended that could have altered them.
     """
     resets, steps = [child.reset()], []
@@ -129,8 +129,8 @@ def _refuse_parallel(child: EnvBase) -> None:
         raise EnvironmentRefused(
             f"the workers of ParallelEnv step and reset in one call, and {type(child).__name__} "
             "returns values in memory that its reset overwrites, so final observations would be "
-            "lost; let the environment return copies, or use SerialEnv, or TransformedEnv("
-            "ParallelEnv(…)), which resets in a call of its own"
+            "lost. Return copies from the environment, or use SerialEnv, or TransformedEnv("
+            "ParallelEnv(…)), which resets in a separate call."
         )
 
 
@@ -139,7 +139,8 @@ def overwrites_itself(
 ) -> bool:
     """Return True if an environment of ``make``, driven through ``child``, reuses its memory.
 
-    An environment that raises counts as one that does not. ``warn`` reports its error as a warning.
+    If the environment raises, the result is False, and a warning reports the error if ``warn`` is
+    True.
     """
     try:
         with throwaway(make) as env:
@@ -147,8 +148,8 @@ def overwrites_itself(
     except Exception as error:  # noqa: BLE001  the run raises it if the environment is at fault
         if warn:
             warnings.warn(
-                f"{error!r} was raised by an environment that was made to see whether it returns "
-                "the same memory from step and reset; if it does, final observations are lost",
+                f"{error!r} was raised by a trial environment, made to check whether step and "
+                "reset return the same memory. If they do, final observations are lost.",
                 stacklevel=2,
             )
         return False

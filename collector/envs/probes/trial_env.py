@@ -44,7 +44,7 @@ def distinct(factories: Sequence[Any], kwargs: Sequence[Mapping[str, Any]] = ())
 
 
 def _kind(factory: Any) -> tuple[Any, ...]:
-    """Return the function that a factory runs, and its arguments without numbers."""
+    """Return the function that a factory runs, and its arguments except numbers."""
     bound: list[Any] = []
     for _ in range(8):  # partial, EnvCreator and cloudpickle wrappers may wrap each other
         bound += [

@@ -27,22 +27,22 @@ _ELSEWHERE = (
 )
 """Base classes of stateful environments in libraries that may not be installed.
 
-JAX environments are not listed. Their objects are functions, and many lanes may call one.
+JAX environments are not listed. Their objects are functions, and many lanes may call the same one.
 """
 _MOST = 4096
 """Maximum number of entries of a dictionary that is searched for environments."""
 
 _drivers: dict[int, tuple[weakref.ref[Any], weakref.WeakMethod[Callable[[], None]]]] = {}
-"""Instance, and method that notifies its driver of a loss, by the id of the instance."""
+"""Each driven instance, and the method that notifies its driver of a loss, by the instance's id."""
 _taking = Lock()
 
 
 def take_over(env: EnvBase, made: object, lost: Callable[[], None]) -> None:
-    """Notify the earlier drivers of ``env``; call ``lost`` when another driver takes a part.
+    """Notify earlier drivers of ``env``. The next driver that takes a part of it calls ``lost``.
 
     Args:
         env: the environment to drive.
-        made: the instance from which it was made.
+        made: the instance from which ``env`` was made.
         lost: a bound method, whose object is not kept alive. If it raises, the other driver takes
             nothing.
     """
@@ -97,7 +97,7 @@ def objects_of(env: Any, most: int | None = None) -> list[Any]:
         found.append(each)
         left += _lane_objects(each)
         for value in _values(each):
-            left += [value] if is_environment(value.__class__) else _held(value)
+            left += [value] if is_environment(value.__class__) else _environments_in(value)
     return found
 
 
@@ -123,9 +123,9 @@ def _refuse_shared(group: Sequence[Any]) -> None:
             owner = owners.setdefault(id(each), first)
             if owner != first:
                 raise EnvironmentRefused(
-                    f"lanes {owner} and {first}: expected an environment of its own for each lane, "
-                    f"got one {type(each).__name__} in both, which each would step and reset; let "
-                    "each call of the factory make a new one, and all that it wraps"
+                    f"lanes {owner} and {first}: expected a separate environment for each lane, "
+                    f"got the same {type(each).__name__} in both. Make a new environment, and new "
+                    "objects inside it, in each call of the factory."
                 )
         first += lanes_of(item)
 
@@ -138,20 +138,20 @@ def groups_of(env: Any) -> Iterator[Sequence[Any]]:
     if own := _lane_objects(env):
         yield own
     for value in _values(env):
-        held = _held(value)
+        held = _environments_in(value)
         if len(held) > 1 and sum(map(lanes_of, held)) == lanes:
             yield held
 
 
 def _lane_objects(env: Any) -> Sequence[Any]:
-    """Return lanes' environments whose classes derive from no library's class, or nothing."""
+    """Return the lanes' environments if their classes derive from no library's; otherwise ()."""
     own = getattr(env, "envs", None) if isinstance(env, (SyncVectorEnv, System)) else None
-    if isinstance(own, (list, tuple)) and len(own) == lanes_of(env) and not _held(own):
+    if isinstance(own, (list, tuple)) and len(own) == lanes_of(env) and not _environments_in(own):
         return own
     return ()
 
 
-def _held(value: Any) -> Sequence[Any]:
+def _environments_in(value: Any) -> Sequence[Any]:
     """Return the environments in a list, a tuple or a dictionary; empty for other values."""
     if type(value) is dict and len(value) <= _MOST:
         return [each for each in value.values() if is_environment(each.__class__)]

@@ -1,4 +1,4 @@
-"""Make environments from any kind of ``create_env_fn``, or raise with a workaround."""
+"""Make environments from any kind of ``create_env_fn``, or raise an error with a workaround."""
 
 import inspect
 import json
@@ -37,9 +37,9 @@ CreateEnv: TypeAlias = str | EnvBase | VectorEnv | System | Callable[[], Any]
 
 
 NOT_JSON = "kwargs_not_json"
-"""Key, in the description of an environment, of the names of arguments that JSON cannot hold."""
+"""Key in the description of an environment. Its value names arguments that JSON cannot hold."""
 CLASSES = "_classes"
-"""Key, in the description of an environment, of the names of its classes."""
+"""Key in the description of an environment. Its value lists the names of its classes."""
 _LIBRARIES = (
     *("tallyroll.collector.", "torchrl.", "stable_baselines3."),
     *("gymnasium.core", "gymnasium.vector.", "gymnasium.wrappers."),
@@ -66,7 +66,8 @@ def require_no_env_kwargs(options: Options) -> None:
     """Raise if ``options`` contain arguments for an id although there is no id."""
     if options.env_kwargs:
         raise ArgumentError(
-            "env_kwargs go with an id; make the environment as you want it in the factory"
+            "env_kwargs: expected the id of an environment as create_env_fn, got an environment or "
+            "a factory. Pass these arguments inside the factory."
         )
 
 
@@ -100,19 +101,19 @@ def _made_of(create: Any, options: Options) -> ReadyEnv:
             raise ArgumentError(
                 f"num_envs={options.num_envs}: expected an id or a factory of a single Gymnasium "
                 f"environment, got {'a factory of ' if factory else ''}{type(made).__name__}; "
-                "leave num_envs out: what is made already has its own lanes"
+                "leave num_envs out, because this environment already has its own lanes"
             )
         env = _driven(made, factory, options)
         base = system_of(env)
         if factory is None and base is not None and not isinstance(made, EnvBase):
-            base.owns_system = False
+            base.owns_system = False  # an attribute that callers set, too
         refuse(env)
         require_own_objects(env)
         if sized and env.batch_size.numel() != options.num_envs:
             raise ArgumentError(
-                f"create_env_fn: expected {options.num_envs} lanes of a factory that was called "
-                f"with num_envs={options.num_envs}, got {env.batch_size.numel()}; let it make "
-                "as many"
+                f"create_env_fn: expected {options.num_envs} lanes from a factory that was called "
+                f"with num_envs={options.num_envs}, got {env.batch_size.numel()}. Make num_envs "
+                "lanes in the factory."
             )
     classes = _classes_of(made) or _factories_of(made, create if factory else None)
     described = _describe(env) | {VERSIONS: packages_of(env), CLASSES: classes}
@@ -121,18 +122,18 @@ def _made_of(create: Any, options: Options) -> ReadyEnv:
 
 @contextmanager
 def processes_guarded() -> Iterator[None]:
-    """Explain why the processes of an environment cannot start while it is made.
+    """Context manager for making an environment, which explains why its processes cannot start.
 
     Raises:
         EnvironmentDied: a process of a vector ended.
-        EnvironmentRefused: a process imported the main module and reached this code too.
+        EnvironmentRefused: a process imported the main module and ran this code again.
     """
     try:
         yield
     except (EOFError, OSError) as error:
         text = (
-            "the environment's own processes ended while it was made. If it starts some that "
-            'import the main module, as AsyncVectorEnv does with context="spawn" or "forkserver", '
+            "the environment's own processes ended while it was made. If they import the main "
+            'module, as those of AsyncVectorEnv do with context="spawn" or "forkserver", '
             f"{_GUARD}"
         )
         died = death_of(error)
@@ -146,7 +147,7 @@ def processes_guarded() -> Iterator[None]:
         if not is_starting():
             raise
         raise EnvironmentRefused(
-            f"a process that the environment started came to the collector itself: {_GUARD}"
+            f"a process that the environment started ran the code of the main module: {_GUARD}"
         ) from error
 
 
@@ -162,8 +163,9 @@ def _no_shard(made: object, factory: object, part: ShardOfRun) -> str:
     what = f"a factory of {type(made).__name__}" if factory else f"an instance, {made}"
     return (
         f"shard={part}: expected an id, a factory of a single Gymnasium environment, or one with "
-        f"an argument num_envs, of {len(part.lanes)} of the {part.run_lanes} lanes, got {what}: "
-        "lanes that are made together cannot be cut into shards; pass def make(num_envs): …"
+        f"an argument num_envs, to make {len(part.lanes)} of the {part.run_lanes} lanes, got "
+        f"{what}. Lanes that are made together cannot be split into shards. Pass def "
+        "make(num_envs): …"
     )
 
 
@@ -183,7 +185,7 @@ def _callable_alone(factory: Any, num_envs: int | None = None) -> Callable[..., 
         name = getattr(factory, "__qualname__", type(factory).__qualname__)
         raise ArgumentError(
             f"create_env_fn: expected a function without arguments that makes an environment, got "
-            f"{name}, which needs {', '.join(lacking)}; bind them with functools.partial. "
+            f"{name}, which needs {', '.join(lacking)}. Bind its arguments with functools.partial. "
             "If it is the policy, pass it as the second argument."
         )
     seeds = _seeds_of(factory)
@@ -227,7 +229,7 @@ def _argument(factory: Callable[..., Any], name: str) -> inspect.Parameter | Non
 
 
 def _driven(made: Any, factory: Callable[..., Any] | None, options: Options) -> EnvBase:
-    """Return ``made``, and the ``factory`` that made it, in the form that a collector drives."""
+    """Return the environment that a collector drives, given ``made`` and its ``factory``."""
     if isinstance(made, EnvBase):
         return _with_names(made, options.info_keys, options.rename)
     system = made if isinstance(made, System) else registry.adopt(made)
@@ -237,11 +239,11 @@ def _driven(made: Any, factory: Callable[..., Any] | None, options: Options) -> 
         return _over(system, options, _with_seeds(factory))
     if isinstance(made, gymnasium.Env):
         raise ArgumentError(
-            f"got a single gymnasium environment, {made}; pass its id, or a function that makes "
-            "one, and num_envs"
+            "create_env_fn: expected an id or a factory, got a single gymnasium environment, "
+            f"{made}. Pass its id, or a function that makes one, and num_envs."
         )
     is_old = any(each.__module__.partition(".")[0] == "gym" for each in type(made).__mro__)
-    way_out = "; wrap it in shimmy.GymV21CompatibilityV0(env=env), which is one" if is_old else ""
+    way_out = ". Wrap it in shimmy.GymV21CompatibilityV0(env=env)." if is_old else ""
     raise ArgumentError(
         "create_env_fn: expected a Gymnasium id, a TorchRL EnvBase, a gymnasium VectorEnv or a "
         f"factory of one of them, got {'a factory of ' if factory else ''}{type(made).__name__}"
@@ -296,7 +298,7 @@ def _by_name(name: str, options: Options) -> ReadyEnv:
 
 
 def _over(system: System, options: Options, make: Make | None) -> SystemEnv:
-    """Return an environment over ``system``, which ``make`` can make again, with info columns."""
+    """Return an environment over ``system``, with info columns. ``make`` makes the system again."""
     infos = options.info_keys
     keeps = bool(infos) and system.keep_infos(infos)
 
@@ -318,26 +320,29 @@ def _over(system: System, options: Options, make: Make | None) -> SystemEnv:
 
 
 def _with_names(env: EnvBase, info_keys: Sequence[Info], rename: Rename) -> EnvBase:
-    """Return a TorchRL environment with renamed columns, and check its columns for infos."""
+    """Rename columns of a TorchRL environment, and check that it has the columns ``info_keys``."""
     if rename and isinstance(env, SystemEnv):
-        raise ArgumentError(f"rename: pass it to {type(env).__name__}, which you made yourself")
+        raise ArgumentError(
+            "rename: expected an environment that the collector makes, got a "
+            f"{type(env).__name__}. Pass rename to the constructor of that environment."
+        )
     env = _renamed(env, rename)
     base = system_of(env)
     known = {as_key(key) for key in env.observation_spec.keys(True, True)}
     known |= set() if base is None else set(base.info_keys)
     names = [new_name(info.key, rename, known) for info in info_keys]
     if missing := ["/".join(name) for name in names if name not in known]:
-        way_out = "give it an info reader (env.set_info_dict_reader)"
+        way_out = "Give the environment an info reader (env.set_info_dict_reader)."
         if base is not None:
-            way_out = "let a wrapper of the environment put them into what is observed"
+            way_out = "Add them to the observations in a wrapper of the environment."
             if isinstance(base.system, GymnasiumSystem):
-                way_out = "pass info_keys to GymnasiumVectorEnv, which you made yourself"
+                way_out = "Pass info_keys to the constructor of GymnasiumVectorEnv."
         of = type(env).__name__ if base is None else f"{base.kind}, whose infos are not kept"
-        raise ArgumentError(f"info_keys: {missing} are no columns of {of}; {way_out}")
+        raise ArgumentError(f"info_keys: {missing} are not columns of {of}. {way_out}")
     if any(info.dtype is not None for info in info_keys):
         raise ArgumentError(
-            "info_keys: a TorchRL environment declares dtypes itself; pass names here, and Info to "
-            "GymnasiumVectorEnv"
+            "info_keys: expected names, because a TorchRL environment declares dtypes itself, got "
+            "an Info with a dtype. Pass names here, or Info to GymnasiumVectorEnv."
         )
     return env
 
@@ -473,16 +478,17 @@ def refuse(env: EnvBase) -> None:
         )
     if "done" not in env.done_spec.keys(True, True):
         raise EnvironmentRefused(
-            "expected a root-level 'done' beside the per-agent ones, got "
-            f"{sorted(str(key) for key in env.done_spec.keys(True, True))}; without it the end of "
-            "a lane's trajectory is undefined (PettingZoo: done_on_any=False gives one)"
+            "expected a root-level 'done' in addition to those of the agents, got "
+            f"{sorted(str(key) for key in env.done_spec.keys(True, True))}. Without a root-level "
+            "'done', the end of a lane's trajectory is undefined. (In PettingZoo, pass "
+            "done_on_any=False.)"
         )
     *outer, base = chain(env)
     if outer and isinstance(base, SystemEnv) and base.stepper.declares.marks_transitions:
         raise EnvironmentRefused(
-            f"{base.kind} ignores reset masks, so a TransformedEnv "
-            "around it would count its reset slots as transitions; apply Gymnasium's vector "
-            "wrappers underneath, or use SyncVectorEnv"
+            f"{base.kind} ignores reset masks, so a TransformedEnv around it would count reset "
+            "slots as transitions. Apply Gymnasium's vector wrappers to the vector instead, or use "
+            "SyncVectorEnv."
         )
     _refuse_silent_vector(base)
 

@@ -32,8 +32,8 @@ def observed_keys(env: EnvBase, layout: SlabColumns, options: Options) -> tuple[
 
     Args:
         env: the collector's environment.
-        layout: its columns.
-        options: name the columns that come from Gymnasium's ``info``.
+        layout: the columns of the slab.
+        options: the collector's options, which name the columns from Gymnasium's ``info``.
     """
     if isinstance(env, SystemEnv):
         candidates: Iterable[Key] = env.observation_keys

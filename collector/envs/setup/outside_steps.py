@@ -40,7 +40,8 @@ class OutsideSteps:
 
     Args:
         env: the collector's environment, after its first reset.
-        resets_first: returns True if the collector resets all lanes before the next step.
+        resets_first: function that returns True if the collector resets all lanes before the next
+            step.
     """
 
     def __init__(self, env: EnvBase, resets_first: Callable[[], bool]) -> None:
@@ -99,7 +100,7 @@ class OutsideSteps:
         return (id(generator), read()), numbers
 
     def find(self) -> str:
-        """Return where the program stepped or reset a lane; an empty string if nowhere."""
+        """Return the place of a lane that the program stepped or reset; "" if there is none."""
         now = self._values()
         if not all(map(is_, now, self._before)):
             return self._where[[*map(is_, now, self._before)].index(False)]
@@ -127,7 +128,7 @@ def _layers_of(env: Any) -> list[Any]:
 
 
 def _places_of(env: Any, first: int = 0) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the name of each lane or vector of ``env``, and the environments there."""
+    """Yield the name of each lane or vector of ``env``, and its environments."""
     layers = _layers_of(env)
     for each in layers:
         for group in [each.envs] if isinstance(each, SyncVectorEnv) else groups_of(each):
@@ -140,10 +141,10 @@ def _places_of(env: Any, first: int = 0) -> Iterator[tuple[str, list[Any]]]:
 
 
 def _sights_of(env: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield places, environments there, and names of attributes to compare by identity.
+    """Yield each attribute to compare by identity: its place, its environment and its name.
 
-    Each call compares all of them, so there are only a few per lane: of the innermost environment,
-    and of the one that shows steps most reliably.
+    Each check compares all of them, so there are only a few per lane: attributes of the innermost
+    environment, and the attribute that shows steps most reliably.
     """
     for where, layers in _places_of(env):
         found = sorted(
@@ -184,7 +185,7 @@ def _counts(name: str) -> bool:
 
 
 def _arrays_of(env: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield places, environments there, and names of small arrays that are written in place.
+    """Yield each small array that is written in place: its place, its environment and its name.
 
     Only places without attributes to compare by identity are included.
     """
@@ -256,7 +257,7 @@ def _changed_by(kind: type, method: str) -> tuple[list[str], list[str]]:
 
 
 def _instructions(function: FunctionType) -> Iterator[tuple[Way, str]]:
-    """Yield the uses of attributes of its object, and writes to items, in a method, in order."""
+    """Yield how a method uses attributes of its object and writes to items, in order."""
     code, before = function.__code__, ("", ())
     own = code.co_varnames[:1]
     for each in dis.get_instructions(code):

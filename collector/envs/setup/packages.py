@@ -88,10 +88,10 @@ def version_here(name: str) -> str:
 
 
 def _parts(env: EnvBase) -> Iterator[Any]:
-    """Yield the parts of an environment, or their class; of several lanes, only the first."""
+    """Yield the parts of an environment, or their classes. Of several lanes, use only the first."""
     base: Any = [*chain(env)][-1]
     yield base.system if isinstance(base, SystemEnv) else base
-    if not isinstance(base, SystemEnv):  # reading attributes of TorchRL's may start processes
+    if not isinstance(base, SystemEnv):  # reading a TorchRL attribute may start processes
         many = vars(base).get("_envs")
         base = many[0] if isinstance(many, list) and many else vars(base).get("_env")
     else:

@@ -28,18 +28,18 @@ def _why_not(env: EnvBase) -> str:
     """Return why a TorchRL environment accepts no seeds or options at resets of its lanes."""
     *_, base = chain(env)
     if isinstance(base, ParallelEnv):
-        return "whose processes reset their lanes, and are given nothing for them"
+        return "whose processes reset their lanes without seeds or options"
     if isinstance(base, BatchedEnvBase) or base.batch_size.numel() > 1:
-        return "whose reset has one seed and the same options for all lanes"
-    return "whose set_seed begins an episode of its own, or not, by its class"
+        return "whose reset accepts one seed and the same options for all lanes"
+    return "whose set_seed may reset it or not, depending on its class"
 
 
 def give_resets(env: EnvBase, resets: Resets) -> None:
     """Give resets of ``env`` the seeds, options or contexts that ``resets`` draw, if any.
 
     Raises:
-        EnvironmentRefused: its resets accept no seeds or no options. The message explains why and
-            names an alternative.
+        EnvironmentRefused: the resets of ``env`` accept no seeds or no options. The message
+            explains why and names an alternative.
         ArgumentError: the names of the options are reserved, or differ from the declared contexts.
     """
     base = system_of(env)
@@ -49,24 +49,25 @@ def give_resets(env: EnvBase, resets: Resets) -> None:
         return
     if base is None:
         raise EnvironmentRefused(
-            f"resets: {type(env).__name__} is an environment of TorchRL's, {_why_not(env)}; pass "
-            "the id, or a factory of the Gymnasium environment, with num_envs"
+            f"resets: {type(env).__name__} is a TorchRL environment, {_why_not(env)}. Pass the id, "
+            "or a factory of the Gymnasium environment, with num_envs."
         )
     system, d = base.system, base.stepper.declares
     if resets.seeds and not d.reset_seeds:
         raise EnvironmentRefused(
-            f"resets: {base.kind} takes no seed at the reset of a lane ({system.why_no_resets}); "
-            "leave seeds (--reset-seeds) out, or use an environment of Gymnasium by its id"
+            f"resets: {base.kind} accepts no seed at the reset of a lane ({system.why_no_resets}). "
+            "Leave seeds (--reset-seeds) out, or pass the id of a Gymnasium environment."
         )
     if resets.sampler is not None and not (d.context or d.options):
         raise EnvironmentRefused(
-            f"resets: {base.kind} takes no options at the reset of a lane "
-            f"({system.why_no_resets}), and declares no context; leave the sampler (--reset) out, "
-            "or use an environment of Gymnasium by its id"
+            f"resets: {base.kind} accepts no options at the reset of a lane "
+            f"({system.why_no_resets}), and declares no context. Leave the sampler (--reset) out, "
+            "or pass the id of a Gymnasium environment."
         )
     if kept := sorted(system.kept_options & {*resets.options_of(0)}):
         raise ArgumentError(
-            f"reset_sampler: expected other names than {kept}, which {base.kind} needs for itself"
+            f"reset_sampler: expected names of options other than {kept}, which {base.kind} "
+            "reserves"
         )
     base.stepper.contexts.take(ResetDraws(resets, system))
     base.stepper.follow_resets()
@@ -89,33 +90,33 @@ def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
     if device is not None:
         if device.type != "cpu" and runs_on_cpu(env):
             raise ArgumentError(
-                f"env_device: a Gymnasium environment steps on the CPU, got {device}; "
-                "leave it out, and pass policy_device or storing_device"
+                "env_device: expected the CPU, on which Gymnasium environments step, got "
+                f"{device}. Leave env_device out, and pass policy_device or storing_device."
             )
         env = env.to(device)
     base = system_of(env)
     if options.reset_at_each_iter and base is not None and base.system.forgets_resets:
         raise EnvironmentRefused(
-            f"reset_at_each_iter: {base.kind} may reset lanes that ended once more after a reset, "
-            "in a step whose action it ignores; make the vector with autoreset disabled, or with "
-            "shared_memory=True"
+            f"reset_at_each_iter: {base.kind} may reset a lane again in the step after a reset, "
+            "and ignore its action, if the lane's episode had ended. Make the vector with "
+            "autoreset disabled, or with shared_memory=True."
         )
     if base is not None and (options.init_random_frames or _draws(policy)):
         base.stepper.look_for_masks()
     env = with_recurrent_states(env, policy)
     if isinstance(policy, nn.Module):
-        # Exploration modules that need a range of actions and were given none.
+        # Set the range of actions in exploration modules that need one and have none.
         set_exploration_modules_spec_from_env(policy, env)
     if options.max_frames_per_traj is not None:
         env = with_time_limit(env, options.max_frames_per_traj)
     if options.surplus == "never_step" and not can_step_part(env):
         raise ArgumentError(
             'surplus="never_step" needs an environment that can step some of its lanes '
-            "(a Gymnasium id, SyncVectorEnv with autoreset disabled, SerialEnv, ParallelEnv); "
-            f'got {env}; use surplus="carry" or "discard"'
+            "(a Gymnasium id, SyncVectorEnv with autoreset disabled, SerialEnv, ParallelEnv), "
+            f'got {env}. Use surplus="carry" or "discard".'
         )
     if base is not None:
-        base.stepper.doubts_finals = options.checks.finals == "lost"
+        base.stepper.doubt_finals(options.checks.finals == "lost")
     if options.checks.finals != "lost":
         refuse_reused(env)
     return env
@@ -148,13 +149,12 @@ def _step_observed(env: Any, tensordict: TensorDictBase) -> Any:
             if agent in acting and agent not in returned[0]:
                 error = ValueRefused(
                     (NEXT, group, "observation"),
-                    f"one of agent {agent}, which acted",
-                    "none, and TorchRL stores zeros for its observation and reward",
-                    "let step return it, or pass the PettingZoo environment itself, whose rows say "
-                    "which are lost",
+                    f"the observation of agent {agent}, which acted",
+                    "none (TorchRL stores zeros for the observation and the reward)",
+                    "return the observation from step, or pass the PettingZoo environment itself, "
+                    "whose rows mark lost observations",
                 )
-                error.lane = 0
-                raise error
+                raise error.locate(lane=0)
     return returned
 
 
@@ -220,8 +220,8 @@ def seed_env(
             return [] if shared and len(seeds) > 1 else seeds
         if asked and base.system.declares.seeds == "make":
             raise ArgumentError(
-                f"seed: {base.kind} takes seeds only when it is made; pass a factory that takes "
-                "them (def make(seeds): …), or leave seed and resume out"
+                f"seed: {base.kind} accepts seeds only when it is made. Pass a factory that "
+                "accepts seeds (def make(seeds): …), or leave seed and resume out."
             )
         return []
     with env_code("set_seed of the environment", lanes[0] if len(lanes) == 1 else None):
@@ -230,18 +230,22 @@ def seed_env(
 
 
 def with_time_limit(env: EnvBase, frames: int) -> EnvBase:
-    """Return ``env`` with trajectories that are truncated after ``frames`` transitions."""
+    """Return ``env`` with trajectories that are truncated after ``frames`` transitions.
+
+    `CopiedLanes` copies the flag to the rows.
+    """
     base = system_of(env)
     declared_later = base is not None and ("step_count",) in base.info_keys
     if declared_later or _counts_otherwise(env):
         raise NameRefused(
-            "max_frames_per_traj counts in a column 'step_count', which the environment has "
-            'already: rename={"step_count": "own_step_count"}'
+            "max_frames_per_traj counts in a column 'step_count', which the environment already "
+            'has. Rename that column: rename={"step_count": "own_step_count"}'
         )
     if base is not None and not base.stepper.declares.resets_by_mask:
         raise EnvironmentRefused(
-            f"max_frames_per_traj resets lanes by mask, which {base.kind} ignores; limit episodes "
-            "where it is made (gymnasium.make_vec: max_episode_steps), or use SyncVectorEnv"
+            f"max_frames_per_traj resets lanes by mask, but {base.kind} ignores masks. Limit "
+            "episodes when the vector is made (gymnasium.make_vec: max_episode_steps), or use "
+            "SyncVectorEnv."
         )
     return TransformedEnv(env, StepCounter(max_steps=frames), auto_unwrap=True)
 
@@ -274,9 +278,8 @@ def with_recurrent_states(env: EnvBase, policy: Any) -> EnvBase:
     base = system_of(env)
     if base is not None and base.stepper.declares.marks_transitions:
         raise EnvironmentRefused(
-            "a recurrent policy's states are reset lane by lane through TransformedEnv, which "
-            f"{base.kind} does not allow (it ignores reset masks); "
-            "use SyncVectorEnv"
+            "the states of a recurrent policy are reset lane by lane through TransformedEnv, but "
+            f"{base.kind} ignores reset masks. Use SyncVectorEnv."
         )
     tracker = [] if ("is_init",) in have else [InitTracker()]
     return TransformedEnv(env, Compose(*tracker, *missing), auto_unwrap=True)

@@ -32,8 +32,9 @@ def spaces_of(env: EnvBase, layout: SlabColumns, options: Options) -> dict[str, 
     Args:
         env: the collector's environment. Bounds that differ between lanes are included by lane.
             Otherwise the first lane determines the space.
-        layout: its columns.
-        options: name the columns that come from Gymnasium's ``info``, which have no space.
+        layout: the columns of the slab.
+        options: the collector's options. They name the columns from Gymnasium's ``info``, which
+            have no space.
     """
     lead, infos = len(env.batch_size), info_columns(env, layout, options)
     first = options.first_lane
@@ -42,9 +43,9 @@ def spaces_of(env: EnvBase, layout: SlabColumns, options: Options) -> dict[str, 
         key = as_key(name)
         own = key[0] == COLLECTOR or key[-1] in COUNTERS or key in infos
         if not own and key in layout and (NEXT, *key) in layout:
-            found[format_key(key)] = _said(spec, lead, first)
+            found[format_key(key)] = _spec_as_json(spec, lead, first)
     for name, spec in env.full_action_spec.items(True, True):
-        found[format_key(as_key(name))] = _said(spec, lead, first)
+        found[format_key(as_key(name))] = _spec_as_json(spec, lead, first)
     return {name: said for name, said in found.items() if said is not None}
 
 
@@ -69,7 +70,7 @@ def joined(spaces: Sequence[Mapping[str, Any]], lanes: Sequence[int]) -> dict[st
             for at in (0, 1)
         )
         dtype = parts[0].dtype
-        assert dtype is not None, "a Box has one"
+        assert dtype is not None, "a Box has a dtype"
         found[name] = box_of_lanes(dtype, low, high, parts[0].first_lane)
     return found
 
@@ -84,7 +85,7 @@ def _of_lanes(space: Space, lanes: int) -> tuple[np.ndarray, np.ndarray]:
     return np.repeat(low[None], lanes, axis=0), np.repeat(high[None], lanes, axis=0)
 
 
-def _said(spec: TensorSpec, lead: int, first_lane: int = 0) -> dict[str, Any] | None:
+def _spec_as_json(spec: TensorSpec, lead: int, first_lane: int = 0) -> dict[str, Any] | None:
     """Convert a spec whose first ``lead`` dimensions are lanes to JSON; None if unsupported."""
     dtype, shape = _dtype(spec.dtype), tuple(spec.shape[lead:])
     if dtype is None:

@@ -22,13 +22,13 @@ def refuse_separate_statistics(names: Sequence[str], workers: int, layout: Layou
     ``layout="torchrl"`` collects like TorchRL, which keeps such statistics, so it only warns.
 
     Raises:
-        EnvironmentRefused: with another layout. The message lists alternatives.
+        EnvironmentRefused: the layout is not ``"torchrl"``. The message lists alternatives.
     """
     said = (
-        f"{', '.join(names)}: expected statistics of all lanes, got those of a worker's own lanes "
-        f"in each of {workers} workers, so that rows depend on how lanes are shared out; normalise "
-        "in the parent (a transform of the replay buffer, or postproc), freeze() statistics that "
-        "were gathered before, give VecNorm shared statistics in a memory map, or use one process"
+        f"{', '.join(names)}: expected statistics of all lanes, got separate statistics in each of "
+        f"{workers} workers, so rows depend on the assignment of lanes to workers. Normalise in "
+        "the parent (a transform of the replay buffer, or postproc), freeze() statistics that were "
+        "gathered before, give VecNorm shared statistics in a memory map, or use one process."
     )
     if layout != "torchrl":
         raise EnvironmentRefused(said)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import torch
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, ParallelEnv, TransformedEnv
 
@@ -18,7 +19,7 @@ WATCHED = 8
 """Number of slots to watch. An environment that reuses memory does so from the start."""
 
 Copy = Callable[[TensorDictBase], None]
-"""Copy the result of a step."""
+"""Function that copies the result of a step."""
 
 Values: TypeAlias = tuple[Any, ...]
 
@@ -26,9 +27,9 @@ Values: TypeAlias = tuple[Any, ...]
 class SplitStep:
     """Steps an environment, has the result copied, and then resets lanes that are done.
 
-    The copy precedes the reset, so no final observation is lost. While the environment might write
-    its next observation to the memory of the last one, it receives a copy of the last one, because
-    a transform may compare the two.
+    The copy precedes the reset, so no final observation is lost. An environment that may write an
+    observation to the memory of the previous one receives a copy of the previous one, because a
+    transform may compare the two.
     """
 
     def __init__(self, env: EnvBase) -> None:
@@ -38,7 +39,7 @@ class SplitStep:
         self._reuses = False
 
     def begin(self, first: TensorDictBase) -> TensorDictBase:
-        """Return the TensorDict for the first step after a reset, which returned ``first``."""
+        """Return the TensorDict for the first step after a reset. The reset returned ``first``."""
         return self._own(first)
 
     def __call__(self, td: TensorDictBase, copy: Copy) -> tuple[TensorDictBase, TensorDictBase]:
@@ -53,7 +54,11 @@ class SplitStep:
         if self._watched:
             self._watch(td)
         copy(td)
-        if env.any_done(following):
+        ended = env.any_done(following)
+        if isinstance(ended, torch.Tensor) and ended.device.type != "cpu":
+            # TorchRL has already read the value. To read it again would be another wait.
+            ended = "_reset" in following.keys()
+        if ended:
             # A reset by mask merges the lanes that it resets into its argument.
             following = env.reset(own_tensors(following), select_reset_only=True)
         return td, self._own(following)
@@ -94,7 +99,7 @@ class WholeStep:
         self._last_flags: Values = ()
 
     def begin(self, first: TensorDictBase) -> TensorDictBase:
-        """Return the TensorDict for the first step after a reset, which returned ``first``."""
+        """Return the TensorDict for the first step after a reset. The reset returned ``first``."""
         if self._watches and self._watched:
             self._keep(self._observations(first))
         return first
@@ -111,20 +116,20 @@ class WholeStep:
         if self._watched:
             self._watched -= 1
             if any(contents(values) != before for values, before in self._seen):
-                raise self._refused("a step writes where an earlier observation lies")
+                raise self._refused("a step overwrites an earlier observation")
             self._keep(self._observations(after))
             flags = self._values(after, self._flags)
             if share_memory(flags, self._last_flags) and share_memory(
                 flags, self._values(following, self._flags)
             ):
-                raise self._refused("a reset writes where the flags of the step lie")
+                raise self._refused("a reset overwrites the flags of the step")
             self._last_flags = flags
             if not self._watched:
                 self._seen.clear()
         if any(bool(after.get(key).any()) for key in self._flags) and share_memory(
             self._observations(after), self._observations(following)
         ):
-            raise self._refused("the final observation lies where the next first one does")
+            raise self._refused("the final observation shares memory with the next first one")
 
     def _keep(self, values: Values) -> None:
         self._seen = [*self._seen[-2:], (values, contents(values))]
@@ -138,13 +143,13 @@ class WholeStep:
     def _refused(self, what: str) -> EnvironmentRefused:
         return EnvironmentRefused(
             f"{type(self._env).__name__} steps and resets in one call of its own "
-            f"(step_and_maybe_reset), and {what}, so final observations may be lost; let it "
-            "return copies, or implement _step and _reset only"
+            f"(step_and_maybe_reset), and {what}, so final observations may be lost. Return "
+            "copies from the environment, or implement _step and _reset only."
         )
 
 
 def way_of(env: EnvBase) -> SplitStep | WholeStep:
-    """Return the way to step and reset ``env`` that detects lost final observations."""
+    """Choose how to step and reset ``env`` so that lost final observations are detected."""
     if splits(env):
         return SplitStep(env)
     # A SystemEnv returns copies. So do the workers of a ParallelEnv; one of them was probed.

@@ -76,7 +76,12 @@ def loses_finals(env: EnvBase) -> bool:
 
 
 def can_step_part(env: EnvBase) -> bool:
-    """Return True if some lanes can be stepped while the others wait."""
+    """Return True if some lanes can be stepped while the others wait.
+
+    A `SystemEnv` whose arrays are tensors always steps all lanes together.
+    """
+    if env.batch_size.numel() == 1:
+        return not isinstance(env, SystemEnv) or env.stepper.declares.can_step_part
     if isinstance(env, SystemEnv):
-        return env.stepper.declares.can_step_part
-    return isinstance(env, BatchedEnvBase) or env.batch_size.numel() == 1
+        return env.stepper.fills and env.stepper.declares.can_step_part
+    return isinstance(env, BatchedEnvBase)

@@ -99,8 +99,7 @@ def _as_it_is(found: NDArray[Any], dtype: np.dtype[Any], key: Key) -> NDArray[An
     if key[0] == NEXT and dtype == _FLOAT:
         advice += ", or pass reward_dtype=torch.float64"
     error = ValueRefused(key, wanted, f"{found[at]} of {found.dtype}", advice)
-    error.lane = at[0] if at else None
-    raise error
+    raise error.locate(lane=at[0] if at else None)
 
 
 def first_change(values: Array, stored: NDArray[Any]) -> tuple[int, float] | None:
@@ -155,7 +154,7 @@ def put_flags(columns: Sequence[NDArray[Any]], at: int, flags: AgentFlags) -> No
 
 
 def put_valid(row: NDArray[Any], flags: AgentFlags, lost: NDArray[np.bool_] | None) -> None:
-    """Write which next observations of a group are present to ``row``, ``[lane, agent]``.
+    """Write to ``row`` ``[lane, agent]`` which next observations of a group are present.
 
     ``lost`` marks lanes whose final observations the user declares as lost; None if there are none.
     """

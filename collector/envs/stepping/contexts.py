@@ -13,7 +13,7 @@ from tallyroll.collector.user_code import user_code
 from tallyroll.storage.rows.dtypes import NUMPY
 
 Draw = Callable[[np.random.Generator], Mapping[str, Any]]
-"""Draw the context of a lane: one value for each name in ``Declares.context``."""
+"""Function that draws the context of a lane: one value for each name in ``Declares.context``."""
 
 
 class Contexts:
@@ -21,7 +21,7 @@ class Contexts:
 
     Args:
         system: the system that uses the contexts.
-        draw: draws a context; None if the system declares none.
+        draw: function that draws a context; None if the system declares no contexts.
         later: True if a call of `take` will decide how contexts are drawn.
 
     Raises:
@@ -32,9 +32,9 @@ class Contexts:
         declared = system.declares.context
         if bool(declared) != (draw is not None) and not later:
             raise ArgumentError(
-                f"draw: expected one for the contexts {sorted(declared)} that "
-                f"{type(system).__name__} declares, got {draw!r}; a collector draws them by "
-                "resets=Resets(sampler=...)"
+                "draw: expected a function if the system declares contexts, and None otherwise, "
+                f"got {draw!r} for the contexts {sorted(declared)} of {type(system).__name__}. In "
+                "a collector, pass resets=Resets(sampler=...) instead."
             )
         self._draw = draw
         self._rngs: list[np.random.Generator] = []
@@ -54,13 +54,13 @@ class Contexts:
         """
         if self._draw is not None:
             raise ArgumentError(
-                "resets: expected an environment whose contexts are drawn by them alone, got one "
-                "that was made with draw=; pass its System, or leave one of them out"
+                "resets: expected an environment that was made without draw, got one whose draw "
+                "function already chooses the contexts. Use either resets or draw."
             )
         self.resets = resets
 
     def seed(self, system: System, seeds: Sequence[int] | None) -> None:
-        """Seed the generators and draw all contexts, if there are seeds or no contexts yet."""
+        """Seed the generators and draw all contexts. Without seeds, do so only the first time."""
         if self.resets is not None:
             self.resets.give(system)
         if self._draw is None:

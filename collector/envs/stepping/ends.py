@@ -10,6 +10,9 @@ follows. "Slot after" is the slot after the slot of the end.
 
 Gymnasium's autoreset modes correspond as follows: DISABLED is "final", NEXT_STEP is "reset_slot"
 and SAME_STEP is "first".
+
+`put_finals` writes `Step.final` to the next observation. `put_step` in ``native/_step.c`` does so
+for compiled steps, and `SystemEnv._step` for TorchRL's steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,11 +39,14 @@ class EndContext(Protocol):
 
 
 Finish: TypeAlias = Callable[[EndContext, Cursor, Mask, Step, Rows], None]
-"""Complete the slot ``cursor.at``, in which lanes ended. The rows are its next observations."""
+"""Function that completes the slot ``cursor.at``, in which lanes ended.
+
+The rows are the next observations of the slot.
+"""
 
 
 def finish_by_mask(lanes: EndContext, cursor: Cursor, ended: Mask, out: Step, rows: Rows) -> None:
-    """Reset the lanes that ended, and write their first observations to the slot after."""
+    """Reset the lanes that ended, and write their new first observations to the next slot."""
     system = lanes.system
     roots, at = [column[cursor.at] for column in cursor.root_obs], ended.nonzero()[0].tolist()
     for index, (root, value) in enumerate(zip(roots, system.reset(ended, None), strict=True)):
@@ -62,7 +68,7 @@ def put_finals(lanes: EndContext, cursor: Cursor, ended: Mask, out: Step, rows: 
     Raises:
         TransitionError: the system declares final observations and the step has none.
     """
-    lanes.results.require_finals(out, ended)
+    lanes.results.require_final_given(out, ended)
     if out.final is not None:
         at = ended.nonzero()[0]
         for index, row in enumerate(rows):

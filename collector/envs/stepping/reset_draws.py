@@ -30,7 +30,7 @@ class ResetDraws:
     """Draws of each lane, for its next reset and for its present trajectory.
 
     Args:
-        resets: how seeds and options are drawn.
+        resets: the rules by which seeds and options are drawn.
         system: the system that uses the draws. If it declares contexts, the options are contexts.
 
     Raises:
@@ -61,7 +61,7 @@ class ResetDraws:
         self._draws_options = resets.sampler is not None
         self._streams = Streams()
         self._plain: list[tuple[str, Draw, bool]] | None = None
-        """Name, draw and whether there is a column, for each option of a sampler that is a mapping.
+        """For each option of a sampler that is a mapping: name, draw, and True if it has a column.
 
         None for a sampler that is a function, and for contexts."""
         if isinstance(resets.sampler, Mapping) and not self._context:
@@ -76,6 +76,10 @@ class ResetDraws:
         """Callback with the lanes whose next trajectories have begun, or None."""
         self.seed(int(np.random.SeedSequence().generate_state(1)[0]), 0, range(d.lanes))
 
+    def report_to(self, callback: Callable[[Sequence[int]], None] | None) -> None:
+        """Call ``callback``, unless it is None, with the lanes whose next trajectories begin."""
+        self.told = callback
+
     def _require_names(self, kind: str) -> None:
         if self._context and self._names != {*self._context}:
             raise ArgumentError(
@@ -85,14 +89,15 @@ class ResetDraws:
         others = sorted(self._names - {*self._dtypes})
         if others and not self._resets.seeds and self._resets.options_vary:
             raise ArgumentError(
-                f"reset_sampler: expected numbers, which become columns, got {others}; other "
-                "options are drawn again from the seed of the reset: add seeds=True"
+                f"reset_sampler: expected numbers, which become columns, got other values for the "
+                f"options {others}. Add seeds=True, so that the seed of a reset can repeat them."
             )
 
     def seed(self, seed: int, incarnation: int, lanes: Sequence[int]) -> list[int]:
-        """Draw seeds and options of the next resets, for an incarnation of ``lanes`` of the run.
+        """Draw the seeds and options of the next resets, after a start of ``lanes`` of the run.
 
-        Return the seeds, or an empty list if resets take none.
+        ``incarnation`` is the number of the start. Return the seeds, or an empty list if resets
+        take none.
         """
         self._keys = [(seed, lane, incarnation) for lane in lanes]
         self._blocks = [0] * self._lanes
@@ -111,15 +116,14 @@ class ResetDraws:
 
     def give(self, system: System) -> None:
         """Give ``system`` access to the draws for its next resets."""
+        by_options = self._draws_options and not self._context
         system.next_seeds = self.seeds
-        system.next_options = None
+        system.next_options = self._options if by_options else None
         if self._context:
             system.next_context = self._next
-        elif self._draws_options:
-            system.next_options = self._options
 
     def begun(self, lanes: NDArray[Any]) -> None:
-        """Note that trajectories of ``lanes``, a mask or numbers, began, and draw for the next."""
+        """Record that trajectories of ``lanes``, a mask or numbers, began, and draw the next."""
         at = (lanes.nonzero()[0] if lanes.dtype == np.bool_ else lanes).tolist()
         seeds, words, draws = self._seed_ahead, self._words, self._draws_options
         for lane in at:  # a loop is fastest for few lanes, the most common case
@@ -143,7 +147,7 @@ class ResetDraws:
         """Draw the options that belong to a lane's next seed."""
         if self._plain is not None:
             if not (drawn_ahead := self._drawn[lane]):
-                self._draw_ahead(lane, self._plain)
+                self._prefetch_draws(lane, self._plain)
             self._options[lane] = given = drawn_ahead.pop()
             for name, ahead in self._numbers:
                 ahead[lane] = given[name]
@@ -152,7 +156,7 @@ class ResetDraws:
         drawn = drawn_from(self._resets, self._streams.of(self._seed_ahead[lane]))
         if drawn.keys() != self._names:
             raise ArgumentError(
-                f"reset_sampler: expected the options {sorted(self._names)}, as at first, got "
+                f"reset_sampler: expected the options {sorted(self._names)} in every draw, got "
                 f"{sorted(map(str, drawn))}"
             )
         if self._context:
@@ -167,7 +171,7 @@ class ResetDraws:
                 given[name] = self._next[name][lane] = number_of(name, value, dtype)
         self._options[lane] = given
 
-    def _draw_ahead(self, lane: int, plain: list[tuple[str, Draw, bool]]) -> None:
+    def _prefetch_draws(self, lane: int, plain: list[tuple[str, Draw, bool]]) -> None:
         """Draw the options of a lane's next seed, and of some seeds after it.
 
         The first draw loads its code and data into the processor's cache, which speeds up the
@@ -199,8 +203,8 @@ class ResetDraws:
             fits = bool(np.all(same))
         if not fits:
             raise ArgumentError(
-                f"reset_sampler: expected {name!r} as the context that is declared, {to.dtype} "
-                f"{list(to.shape)} and finite, got {value!r:.200}"
+                f"reset_sampler: expected finite {to.dtype} {list(to.shape)} for {name!r}, as the "
+                f"system declares this context, got {value!r:.200}"
             )
 
     # --- columns ----------------------------------------------------------------------------------

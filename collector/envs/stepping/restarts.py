@@ -13,15 +13,15 @@ from tallyroll.collector.errors import EnvironmentRefused
 from tallyroll.collector.user_code import user_code
 
 Make = Callable[[Sequence[int] | None], System]
-"""Make a system from one seed per lane, or without seeds if the argument is None."""
+"""Function that makes a system from one seed per lane. None makes it without seeds."""
 
 
 class Restarts:
     """Resets all lanes of a system.
 
     Args:
-        make: makes the system again, for systems that accept seeds only when they are made.
-        contexts: contexts of its lanes.
+        make: function that makes the system again, if it accepts seeds only when it is made.
+        contexts: the contexts of the lanes.
     """
 
     def __init__(self, make: Make | None, contexts: Contexts) -> None:
@@ -36,6 +36,10 @@ class Restarts:
         """Return True if each lane can be given a seed."""
         how = declares.seeds
         return how in ("reset", "shared") or (how == "make" and self._make is not None)
+
+    def seed_next(self, seeds: Sequence[int] | None) -> None:
+        """Use ``seeds``, one per lane, for the next reset. None continues the generators."""
+        self.seeds = seeds
 
     def reset(self, system: System, **options: Any) -> tuple[System, Sequence[Array]]:
         """Reset all lanes, and return the system and its first observations.
@@ -62,8 +66,8 @@ class Restarts:
             seeds = [lane_seed(each, 0, self._remade) for each in self._last]
         if again and self._make is None:
             raise EnvironmentRefused(
-                f"{kind_of(system)} cannot be reset, and nothing says how it is made again; pass a "
-                "factory that takes seeds (def make(seeds): …)"
+                f"{kind_of(system)} cannot be reset, and there is no factory to make it again. "
+                "Pass a factory that accepts seeds (def make(seeds): …)."
             )
         if self._make is not None and (again or (d.seeds == "make" and seeds is not None)):
             system = self._made_again(system, seeds, self._make)

@@ -24,7 +24,7 @@ class Results:
 
     Args:
         system: the system.
-        names: columns of its observations, in order.
+        names: names of the observation columns, in order.
     """
 
     def __init__(self, system: System, names: Sequence[Key]) -> None:
@@ -39,7 +39,7 @@ class Results:
     def array(self, index: int, value: Array, count: int | None = None) -> NDArray[Any]:
         """Validate an observation and return it as a NumPy array.
 
-        ``count`` is the number of its rows, if it does not have one for each lane.
+        ``count`` is the number of rows of ``value``, if it does not have one row per lane.
 
         Raises:
             TransitionError: the shape or the dtype differs from the spec.
@@ -83,11 +83,11 @@ class Results:
         if not isinstance(error, ValueRefused):
             return self._wrong_shapes(out)
         if error.lane is not None:
-            error.lane = self.number(error.lane, out.lanes)
+            error.locate(lane=self.number(error.lane, out.lanes))
         return error
 
     def number(self, row: int, lanes: Array | None) -> int:
-        """Return the lane number, in the run, of a row."""
+        """Return the number in the run of the lane to which a row belongs."""
         return self._system.first_lane + (row if lanes is None else int(lanes[row]))
 
     def _wrong_shapes(self, out: Step) -> TransitionError:
@@ -100,17 +100,18 @@ class Results:
             got["reward"] = got["reward"][0]
         return TransitionError(
             f"expected reward, terminated and truncated of shape [{self._system.declares.lanes}], "
-            f"one number a lane, got the shapes {got}; reduce a vector of rewards in a wrapper"
+            f"one number per lane, got the shapes {got}; reduce a vector of rewards in a wrapper"
         )
 
-    def require_finals(self, out: Step, ended: Mask) -> None:
+    def require_final_given(self, out: Step, ended: Mask) -> None:
         """Raise if lanes ended and the step lacks the final observations that are declared."""
         if out.final is None and self._system.declares.finals == "extra" and ended.any():
             raise TransitionError(
-                f"{kind_of(self._system)} declares that final observations come beside the first "
-                "ones, and gave none at the end of an episode of lane "
-                f"{self.number(int(np.argmax(ended)), None)}, so they are lost; let a wrapper "
-                "hand them out, or use a mode that does not reset within the step"
+                f'{kind_of(self._system)} declares finals="extra", but returned no final '
+                "observation at the end of an episode of lane "
+                f"{self.number(int(np.argmax(ended)), None)}, so the observation is lost. Return "
+                "final observations from a wrapper, or use a mode that does not reset within the "
+                "step."
             )
 
     def require_skipped(
@@ -122,18 +123,18 @@ class Results:
         wrong = as_flags(skipped) != pending
         if wrong.any():
             row = int(np.argmax(wrong))
-            did, when = "ignored", "that followed no"
+            did, when = "ignored", "that did not follow the"
             if pending[row]:
-                did, when = "executed", "after an"
+                did, when = "executed", "after the"
             raise TransitionError(
                 f"lane {self.number(row, lanes)}: {kind_of(self._system)} declares "
-                f'at_end="{self._system.declares.at_end}", and it {did} '
+                f'at_end="{self._system.declares.at_end}", but it {did} '
                 f"the action of a step {when} end of an episode"
             )
 
     def wrong_arrivals(self, lanes: NDArray[np.int32]) -> TransitionError:
-        """Return the error for arrivals that are too few, too many, or lanes that were not sent."""
+        """Return the error for too few or too many arrivals, or for lanes that were not sent."""
         return TransitionError(
             f"{kind_of(self._system)}: expected {self._system.declares.arrivals} different lanes "
-            f"that were sent, got {lanes.tolist()!r:.200}"
+            f"among those that were sent, got {lanes.tolist()!r:.200}"
         )

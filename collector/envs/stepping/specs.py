@@ -20,11 +20,11 @@ class Specs(NamedTuple):
 
 
 def batched_specs(d: Declares, names: Sequence[Key]) -> Specs:
-    """Expand the specs of ``d`` by a leading dimension of lanes, and add specs of flags of ends.
+    """Expand the specs of ``d`` by a leading dimension of lanes, and add specs of the end flags.
 
     Args:
         d: the declaration of a system.
-        names: columns of its observations, in order.
+        names: names of the observation columns, in order.
     """
     device, shape = torch.device(d.device), torch.Size([d.lanes])
 

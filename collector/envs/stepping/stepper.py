@@ -1,7 +1,7 @@
 """Steps a system's lanes from slot to slot of a slab, with arrays and without tensors.
 
-A collector drives it (`SystemLanes`, `ArrivingLanes`), and `SystemEnv` is the TorchRL interface to
-it. `ends.py` handles ends of episodes, and `restarts.py` handles resets of all lanes.
+A collector drives a `Stepper` (`SystemLanes`, `ArrivingLanes`), and `SystemEnv` is the TorchRL
+interface to it. `ends.py` handles ends of episodes, and `restarts.py` handles resets of all lanes.
 """
 
 import warnings
@@ -40,7 +40,7 @@ from tallyroll.storage.engine.kernel import table_of
 from tallyroll.storage.rows.keys import NEXT, TERMINATED, TRUNCATED, Key
 
 Putting: TypeAlias = partial[int]
-"""Write the result of a step to a slot, and return the number of lanes that ended.
+"""Function that writes the result of a step to a slot, and returns the number of ended lanes.
 
 The arguments are observations, reward, terminated, truncated, and final observations or None. If
 their form differs from that of the slot, the function returns -1 and leaves the slot undefined.
@@ -56,7 +56,7 @@ def putting(
 ) -> Putting | None:
     """Return a function that writes steps to these arrays of a slot.
 
-    An element of ``roots`` may be the same array as the one of ``rows``.
+    An element of ``roots`` may be the same array as the corresponding element of ``rows``.
 
     Return None without the C extension, and for arrays that it does not support: it requires
     contiguous arrays and scalar float rewards.
@@ -88,8 +88,8 @@ class Stepper:
     Args:
         system: the system.
         rename: new names for columns, old name -> new name.
-        make: makes the system again, for systems that accept seeds only when they are made.
-        draw: draws contexts, if the system declares any.
+        make: function that makes the system again, if it accepts seeds only when it is made.
+        draw: function that draws contexts, if the system declares any.
         draws_later: True if a collector will decide how contexts are drawn.
 
     Raises:
@@ -115,12 +115,12 @@ class Stepper:
         d = system.declares
         require_names(system.columns, [*d.action], [*d.reward], given=self._names)
         self.pending = np.zeros(d.lanes, np.bool_)
-        """Lanes whose next step is a reset slot, if these are followed."""
+        """Lanes whose next step is a reset slot, if reset slots are tracked."""
         self._follows = False
         self.board: memoryview | None = None
         """Progress words of the collector that steps these lanes; None without a collector."""
         self.doubts_finals = False
-        """True if the user declares final observations as lost, which marks those of agents."""
+        """True if final observations of agents are marked as lost, as the user declares them."""
         self._has_warned = False
         self._declare()
 
@@ -148,6 +148,14 @@ class Stepper:
         if dtype is not self.system.reward_dtype:
             self.system.reward_dtype = dtype
             self._declare()
+
+    def doubt_finals(self, doubts: bool) -> None:
+        """Set whether the final observations of agents are marked as lost."""
+        self.doubts_finals = doubts
+
+    def report_to(self, board: memoryview) -> None:
+        """Write the number of complete slots to ``board``."""
+        self.board = board
 
     def follow_resets(self) -> None:
         """From now on, track which lanes wait for a reset slot, if the system has reset slots."""
@@ -187,9 +195,9 @@ class Stepper:
         """Seed every lane at the next full reset, if the system accepts seeds."""
         if len(seeds) != self.declares.lanes:
             raise ArgumentError(
-                f"expected {self.declares.lanes} seeds, one a lane, got {len(seeds)}"
+                f"expected {self.declares.lanes} seeds, one per lane, got {len(seeds)}"
             )
-        self.restarts.seeds = [int(seed) for seed in seeds]
+        self.restarts.seed_next([int(seed) for seed in seeds])
 
     def reset(self, **options: Any) -> Sequence[Array]:
         """Start the next episode in every lane, and return the first observations."""
@@ -213,9 +221,9 @@ class Stepper:
             return self.system.step(action)
         if d.lanes % d.arrivals:
             raise EnvironmentRefused(
-                f"{kind_of(self.system)}: {d.lanes} lanes that are stepped together, as through a "
-                f"transform, have to be a multiple of the {d.arrivals} that come a call; make more "
-                "or fewer"
+                f"{kind_of(self.system)}: expected a multiple of {d.arrivals} lanes, which is the "
+                f"number that one call returns, got {d.lanes}. All lanes are stepped together, for "
+                "example through a transform. Make more or fewer lanes."
             )
         lanes = np.arange(d.lanes, dtype=np.int32)
         for part in np.split(lanes, range(d.arrivals, d.lanes, d.arrivals)):
@@ -284,7 +292,8 @@ class Stepper:
     def step_block(self, cursor: Cursor, start: int, stop: int) -> None:
         """Step through the slots ``[start, stop)``, whose actions are already known.
 
-        ``cursor.at`` is the current slot. ``cursor.board`` may end the block after it.
+        ``cursor.at`` is set to the current slot. The word ``HALT`` of ``cursor.board`` ends the
+        block after that slot.
         """
         step, put, board = self.system.step, self._put, cursor.board
         for at in range(start, stop):
@@ -362,8 +371,8 @@ class Stepper:
     ) -> None:
         """Report the first reward of ``value`` that ``row`` of its column stores as another number.
 
-        With a collector, the collector warns and names the step of the trajectory. Without one,
-        this method warns, once.
+        If a collector steps the lanes, the collector warns and names the step of the trajectory.
+        Otherwise this method warns, once.
         """
         changed = first_change(value, row)
         if changed is None:
@@ -389,7 +398,7 @@ class Stepper:
         if self._looks_behind or not self.declares.has_reset_slots:
             self.results.require_skipped(skipped, pending)
         if skipped is not None:
-            self.follow_resets()  # from the first step on that names skipped lanes
+            self.follow_resets()  # from the first step that names skipped lanes
         if self.declares.has_reset_slots:
             self.follow(pending, ended)
 
@@ -415,6 +424,6 @@ class Stepper:
         )
 
     def follow(self, reset: Mask, ended: Mask) -> None:
-        """Track reset slots after a step that reset ``reset`` lanes. ``ended`` lanes are next."""
+        """Track reset slots after a step that reset the lanes ``reset``. Lanes ``ended`` in it."""
         self.contexts.draw(self.system, reset)
         self.pending[...] = ended

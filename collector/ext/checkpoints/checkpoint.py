@@ -18,7 +18,7 @@ from tallyroll.collector.base import Collector
 from tallyroll.collector.batches.state.saved_state import Since
 from tallyroll.collector.batches.stored.resume import newest_version
 from tallyroll.collector.batches.stored.stored_run import StoredRun
-from tallyroll.collector.compat import generator_states, gpus_in_use
+from tallyroll.collector.compat import load_generators, saved_generators
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.ext.checkpoints import folder
@@ -51,7 +51,7 @@ class RowsAt:
 
     @classmethod
     def of(cls, storage: DiskStorage, run: StoredRun | None) -> "RowsAt":
-        """Return the rows of a storage, which are synced to disk when this returns."""
+        """Describe the rows of a storage, after syncing them to disk."""
         reader, writer = storage.reader, storage.writer
         with writer.turn:
             if storage.mode != "read":
@@ -67,7 +67,7 @@ class RowsAt:
             )
 
     def as_state(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the fields as plain values."""
         return {**vars(self), "record": None if self.record is None else list(self.record)}
 
     @classmethod
@@ -89,14 +89,18 @@ class RowsAt:
         except (KeyError, TypeError, ValueError):
             sound = False
         if not sound:
-            raise StateError("the checkpoint's storage is described by other values than it wrote")
+            raise StateError(
+                "the checkpoint describes its storage with values that save_checkpoint never writes"
+            )
         rows, rewinds, oldest = numbers
         return cls(str(state["path"]), state["id"], rows, rewinds, oldest, first, record)
 
     # --- rewinding --------------------------------------------------------------------------------
 
     def require_same(self, storage: DiskStorage, run: StoredRun | None, *, keep: bool) -> None:
-        """Refuse another storage, or one that cannot rewind to these rows; change nothing.
+        """Raise unless ``storage`` is the storage of the checkpoint and can rewind to these rows.
+
+        The method changes nothing.
 
         Args:
             storage: the storage to check.
@@ -114,19 +118,19 @@ class RowsAt:
         if not reader.initialised:
             raise StateMismatch(
                 f"the checkpoint belongs to {self.rows} rows of the storage that was at "
-                f"{self.path}, and there are none at {storage.path}. Open that storage; or save "
-                "with copy_rows=True, which takes them along."
+                f"{self.path}, but {storage.path} has no rows. Open the storage of the checkpoint, "
+                "or save with copy_rows=True to copy the rows into the checkpoint."
             )
         if reader.id != self.id:
             raise StateMismatch(
-                f"the checkpoint belongs to the storage that was at {self.path}, and "
-                f"{storage.path} is another one. Open that one."
+                f"the checkpoint belongs to the storage that was at {self.path}, but "
+                f"{storage.path} is another one. Open the storage of the checkpoint."
             )
         if keep:
             return
         if reader.head < self.rows:
             raise StateMismatch(
-                f"the checkpoint has {self.rows} rows and {storage.path} has {reader.head}. "
+                f"the checkpoint has {self.rows} rows, but {storage.path} has {reader.head}. "
                 "Restore the storage from a copy that is as new as the checkpoint."
             )
         require_not_rewound(reader, self.rows, self.rewinds, "the checkpoint")
@@ -136,8 +140,8 @@ class RowsAt:
         """Rewind the storage to the checkpoint.
 
         Returns:
-            The number of rows taken back, the number of a ring's earlier rows that they had
-            overwritten, and the numbers that never decrease.
+            The number of rows that were taken back, the number of earlier rows of a ring that those
+            rows had overwritten, and the numbers of the run that never decrease.
         """
         if not storage.reader.initialised or not self.id:
             return 0, 0, Since(0)
@@ -182,7 +186,10 @@ def restore_rows(storage: DiskStorage, path: Path) -> bool:
     if storage.reader.initialised or not path.exists():
         return False
     if path.is_symlink():
-        raise StateError(f"{path} is a link, and a checkpoint holds its rows itself")
+        raise StateError(
+            f"{path}: expected the rows of the checkpoint, got a link. Copy the rows into the "
+            "checkpoint."
+        )
     DiskStorageCheckpointer().loads(storage, path)
     return True
 
@@ -192,11 +199,10 @@ _NUMBERS = {"MT19937": 624, "Philox": 4}
 
 def states() -> dict[str, Any]:
     """Return the states of the global random generators."""
-    cpu, *cuda = generator_states(gpus_in_use())
     kind, keys, place, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
-        "torch": cpu,
-        "cuda": cuda,
+        "cuda": [],  # required by earlier releases
+        **saved_generators(),
         "numpy": [kind, keys, place, has_gauss, gauss],
         "python": random.getstate(),
     }
@@ -221,17 +227,14 @@ def require_bits(state: Mapping[str, Any]) -> None:
 
 
 def require_place(kind: str, place: Any) -> None:
-    """Raise ValueError if ``place`` is out of bounds, because NumPy would read there unchecked."""
+    """Raise ValueError if ``place`` is out of bounds, because NumPy does not check it."""
     if type(place) is not int or not 0 <= place <= _NUMBERS[kind]:
-        raise ValueError(f"place {place!r:.40} of {_NUMBERS[kind]} numbers of {kind}")
+        raise ValueError(f"position {place!r:.40} of {_NUMBERS[kind]} numbers of {kind}")
 
 
 def load(found: dict[str, Any]) -> None:
     """Restore a result of :func:`states`, except the states of devices that are absent."""
-    torch.set_rng_state(found["torch"])
-    if torch.cuda.is_available():
-        for device, state in enumerate(found["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(state, device)
+    load_generators(found)
     np.random.set_state(tuple(found["numpy"]))
     version, numbers, gauss = found["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -253,17 +256,17 @@ class Loaded:
     path: Path
     """Path of the checkpoint."""
     transitions: int
-    """Transitions that the run has now."""
+    """Number of transitions that the run has now."""
     rewound: int = 0
-    """Rows that were committed after the checkpoint and taken back."""
+    """Number of rows that were committed after the checkpoint and taken back."""
     kept: int = 0
-    """Rows that were committed after the checkpoint and kept."""
+    """Number of rows that were committed after the checkpoint and kept."""
     gone: int = 0
-    """Rows of a ring at the checkpoint that were overwritten since. They cannot be restored."""
+    """Number of rows of the checkpoint that a ring has overwritten. They cannot be restored."""
     cut: int = 0
-    """Trajectories that were open at the checkpoint.
+    """Number of trajectories that were open at the checkpoint.
 
-    They end as cut, as environments are not saved.
+    They end as cut, because environments are not saved.
     """
     unused: tuple[str, ...] = ()
     """Parts of the checkpoint that the caller did not request."""
@@ -273,7 +276,7 @@ class Loaded:
     def __str__(self) -> str:
         said = [f"{self.transitions:,} transitions from {self.path}"]
         for count, what in (
-            (self.rewound, "later rows taken back"),
+            (self.rewound, "later rows removed"),
             (self.kept, "later rows kept"),
             (self.gone, "earlier rows overwritten since"),
             (self.cut, "open trajectories cut"),
@@ -309,17 +312,18 @@ def save_checkpoint(
         collector: the collector. The checkpoint saves its counts, ids, seeds, policy, generators
             and the transforms of its environments.
         storage: the storage, if the collector has none or there is no collector.
-        every: save only if this many transitions came since the newest checkpoint. None saves now.
+        every: save only if this many transitions were collected since the newest checkpoint. None
+            saves now.
         keep_last: number of checkpoints to keep, including this one. None keeps all.
         copy_rows: copy the rows too, so that the folder can move to another machine. Without a
-            copy, the checkpoint only refers to the rows, which takes no time, but it then needs
-            this storage.
+            copy, the checkpoint only refers to the rows. Saving is then faster, but loading the
+            checkpoint needs this storage.
         **parts: more state to save, by name. A part is an object with ``state_dict()`` and
             ``load_state_dict()``, a generator of torch, NumPy or Python, or a plain value: numbers,
             text, bytes, None, tensors, arrays and scalars of NumPy, and lists, tuples, sets, deques
-            and dicts of these. A value is restored equal and with the same type, in ``values`` of
-            the result of `load_checkpoint`. Tensors are restored on the CPU. A part cannot have the
-            name of an argument of either function.
+            and dicts of these. `load_checkpoint` returns an equal value of the same type in
+            ``values`` of its result. Tensors are restored on the CPU. A part cannot have the name
+            of an argument of either function.
 
     Returns:
         The path of the checkpoint, or None if it was not due.
@@ -327,8 +331,8 @@ def save_checkpoint(
     Raises:
         ArgumentError: a part cannot be saved, or arguments contradict each other. The message names
             the part and the place in it.
-        StateError: a value in a state cannot be restored equal, or another process saves to the
-            folder.
+        StateError: a value in a state cannot be saved and restored unchanged, or another process
+            saves to the folder.
         StorageError: the checkpoint cannot be written, for example because the disk is full. The
             existing checkpoints are unchanged.
     """
@@ -339,9 +343,9 @@ def save_checkpoint(
     storage = _storage_of(collector, storage)
     keep_last = None if keep_last is None else positive("keep_last", keep_last)
     if copy_rows and storage is None:
-        raise ArgumentError("copy_rows=True: expected a storage, and there is none to copy")
+        raise ArgumentError("copy_rows=True: expected a storage to copy, got none")
     if storage is not None and not storage.reader.initialised and collector is None:
-        raise ArgumentError(f"storage: {storage.path} has no rows yet, so that nothing is to save")
+        raise ArgumentError(f"storage: {storage.path} has no rows yet, so there is nothing to save")
     transitions = _transitions(collector, storage)
     if every is not None and not _is_due(place, transitions, positive("every", every)):
         return None
@@ -403,8 +407,8 @@ def load_checkpoint(
         A report. Print it for a summary.
 
     Raises:
-        StateError: there is no checkpoint, or it is damaged or does not fit. Nothing has changed,
-            except parts that were loaded before one that rejects its state.
+        StateError: there is no checkpoint, or the checkpoint is damaged or does not fit. Nothing
+            has changed. However, if a part rejects its state, earlier parts are already loaded.
         StateMismatch: the checkpoint belongs to other rows, or the storage cannot rewind. Nothing
             has changed.
         RunUnderWay: another collector writes to the storage. Nothing has changed.
@@ -425,24 +429,30 @@ def load_checkpoint(
         ) from error
     if missing := sorted(parts.keys() - saved.keys()):
         raise StateError(
-            f"{chosen} has no {', '.join(missing)}; it has {', '.join(sorted(saved)) or 'no parts'}"
+            f"{chosen} has no {', '.join(missing)}. It has "
+            f"{', '.join(sorted(saved)) or 'no parts'}."
         )
     storage = _storage_of(collector, storage)
     at = None if state["storage"] is None else RowsAt.from_state(state["storage"])
     if storage is not None and (at is not None or storage.head):
         if at is None:
-            raise StateError(f"{chosen} was saved without a storage, and one is given")
+            raise StateError(
+                f"{chosen} was saved without a storage, but one is given. Load it without a "
+                "storage."
+            )
         restored = collector is None and restore_rows(storage, chosen / folder.ROWS)
         run = None if collector is None else collector.restarting.stored_run
         at.require_same(storage, run, keep=rows == "keep" and not restored)
     elif at is not None and collector is not None:
         raise StateError(
-            f"{chosen} has {at.rows} rows of the storage at {at.path}, and the collector has no "
-            "storage; give it that one"
+            f"{chosen} has {at.rows} rows of the storage at {at.path}, but the collector has no "
+            "storage. Give the collector that storage."
         )
     if collector is not None:
         if state["collector"] is None:
-            raise StateError(f"{chosen} was saved without a collector, and one is given")
+            raise StateError(
+                f"{chosen} was saved without a collector, but one is given. Leave collector out."
+            )
         collector.restarting.require_fit(state["collector"], keep=rows == "keep")
     for name, part in parts.items():
         _load(name, part, saved[name])
@@ -489,23 +499,24 @@ def _storage_of(collector: Collector | None, storage: DiskStorage | None) -> Dis
     """Return the collector's storage, or the given storage."""
     if collector is not None and not isinstance(collector, Collector):
         raise ArgumentError(
-            f"collector: expected one of tallyroll's collectors, got {type(collector).__name__}. "
+            f"collector: expected a Tallyroll collector, got {type(collector).__name__}. "
             "Pass any other object with a state_dict() as a part, under a keyword of its own."
         )
     if storage is not None and not isinstance(storage, DiskStorage):
         raise ArgumentError(
-            f"storage: expected one of tallyroll's, got {type(storage).__name__}; a replay buffer "
-            "is a part, given by a name of its own"
+            f"storage: expected a storage on disk, got {type(storage).__name__}. Pass a replay "
+            "buffer as a part, under a keyword of its own."
         )
     own = None if collector is None else collector.restarting.storage
     if own is not None and not isinstance(own, DiskStorage):
         raise ArgumentError(
-            "collector: expected one whose rows go to a storage of tallyroll's, which a checkpoint "
-            f"belongs to, got one with a {type(own).__name__}; keep its state_dict() instead"
+            "collector: expected one that writes its rows to a storage on disk, which a checkpoint "
+            f"can restore, got one with a {type(own).__name__}. Save its state_dict() instead."
         )
     if own is not None and storage not in (None, own):
         raise ArgumentError(
-            f"storage: the collector's is {own.path}, got {storage.path}; leave it out"
+            f"storage: expected the storage of the collector, {own.path}, got {storage.path}. "
+            "Leave storage out."
         )
     return own if storage is None else storage
 
@@ -517,7 +528,7 @@ def _transitions(collector: Collector | None, storage: DiskStorage | None) -> in
 
 
 def _is_due(place: Path, transitions: int, every: int) -> bool:
-    # Later checkpoints belong to rows that were taken back.
+    # Checkpoints with more transitions belong to rows that were taken back.
     before = [each.transitions for each in folder.entries_of(place)]
     newest = max((each for each in before if each <= transitions), default=None)
     return newest is None or transitions - newest >= every
@@ -556,8 +567,8 @@ def _plain_part(name: str, part: Any) -> tuple[str, Any]:
         if kind != "value":
             raise
         raise ArgumentError(
-            f"{name}: expected something with state_dict() and load_state_dict(), a generator "
-            f"of random numbers, or plain values, got {type(part).__name__} ({error})"
+            f"{name}: expected an object with state_dict() and load_state_dict(), a generator of "
+            f"random numbers, or plain values, got {type(part).__name__} ({error})"
         ) from error
 
 
@@ -601,7 +612,7 @@ def _require_sound(state: Mapping[str, Any], parts: Mapping[str, Mapping[str, An
     for each in (own["generators"], *streams):
         if each["torch"] is not None or each is own["generators"]:
             torch.Generator().set_state(each["torch"])
-        SlotRng().state = each["actions"]
+        SlotRng().restore(each["actions"])
 
 
 def _require_policy(state: Mapping[str, Any]) -> None:
@@ -640,14 +651,14 @@ def _require_names(parts: Mapping[str, Any]) -> None:
 
 def _not_a_part(name: str) -> ArgumentError:
     return ArgumentError(
-        f"{name}: expected a part of another name, got one of an argument of save_checkpoint or "
-        f"load_checkpoint ({', '.join(_ARGUMENTS)}). Rename the part."
+        f"{name}: expected another name for the part, got that of an argument of save_checkpoint "
+        f"or load_checkpoint ({', '.join(_ARGUMENTS)}). Rename the part."
     )
 
 
 def _not_an_argument(name: str, wanted: str, got: object) -> ArgumentError:
     return ArgumentError(
-        f"{name}: expected {wanted}, got {got!r:.80}. A part needs another name than {name}."
+        f"{name}: expected {wanted}, got {got!r:.80}. A part cannot have the name {name}."
     )
 
 
@@ -655,8 +666,8 @@ def _load(name: str, part: Any, saved: Mapping[str, Any]) -> None:
     kind, state = saved["kind"], saved["state"]
     if kind == "value":
         raise ArgumentError(
-            f"{name}: it was saved as a plain value; read it from .values of what load_checkpoint "
-            "returns"
+            f"{name} was saved as a plain value. Read it from .values of the result of "
+            "load_checkpoint."
         )
     wanted = _kind_of(part)
     if wanted != kind:
@@ -671,10 +682,10 @@ def _load(name: str, part: Any, saved: Mapping[str, Any]) -> None:
             part.setstate((version, tuple(numbers), gauss))
         else:
             part.load_state_dict(state)
-    except Exception as error:  # each kind of part raises its own
+    except Exception as error:  # each kind of part raises its own errors
         raise StateError(
             f"{name}: cannot load the saved state: {error}. Rows and counts are unchanged. "
-            "Construct it with the arguments that the saved one had."
+            "Construct the object with the arguments that the saved object had."
         ) from error
 
 

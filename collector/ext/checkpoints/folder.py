@@ -1,4 +1,4 @@
-"""A folder of checkpoints on disk. Writes are atomic, and only the newest ones are kept."""
+"""A folder of checkpoints on disk. Writes are atomic, and only the newest checkpoints are kept."""
 
 import errno
 import fcntl
@@ -80,7 +80,7 @@ def locked(folder: Path) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     raise StateError(
                         f"another process has been saving a checkpoint to {folder} for "
-                        f"{_PATIENCE_SECONDS:.0f} s; give each run a folder of its own"
+                        f"{_PATIENCE_SECONDS:.0f} s. Give each run a folder of its own."
                     ) from None
                 time.sleep(0.01)
         yield
@@ -100,7 +100,7 @@ def write(
 
     Args:
         folder: folder of checkpoints, created if missing.
-        transitions: number of transitions, part of the checkpoint's name.
+        transitions: number of transitions, which is part of the checkpoint's name.
         state: plain values.
         about: JSON values that describe the checkpoint.
         copy_rows: function that copies the rows to a path. None copies no rows.
@@ -150,7 +150,7 @@ def _save(state: dict[str, Any], path: Path, folder: Path) -> None:
     """
     written = _CheckedFile(open(path, "xb"))  # noqa: SIM115 - closed below, where errors are kept
     try:
-        torch.save(state, cast(IO[bytes], written))  # it needs `write` and `flush`
+        torch.save(state, cast(IO[bytes], written))  # needs `write` and `flush`
     finally:
         written.close()
         if written.error is not None:
@@ -189,7 +189,10 @@ class _CheckedFile:
 
 
 def read(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """Return the checkpoint at a path, or the newest one in a folder: path, about, state.
+    """Read the checkpoint at a path, or the newest checkpoint in a folder.
+
+    Returns:
+        The path of the checkpoint, its description, and its state.
 
     Raises:
         StateError: there is no checkpoint, or it is damaged.
@@ -206,18 +209,18 @@ def read(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
         with os.fdopen(opened, "rb") as file:
             size, nbytes = os.fstat(file.fileno()).st_size, about.get("nbytes")
             if size != nbytes:
-                raise _damaged(chosen, f"{STATE} has {size} bytes, and {nbytes} were written")
+                raise _damaged(chosen, f"expected {nbytes} bytes in {STATE}, got {size}")
             if hashlib.file_digest(file, "sha256").hexdigest() != about.get("sha256"):
-                raise _damaged(chosen, f"{STATE} fails its check")
+                raise _damaged(chosen, f"{STATE} does not match its checksum")
             file.seek(0)
             try:
                 state = torch.load(file, map_location="cpu", weights_only=True)
             except OSError:
                 raise
-            except Exception as error:  # torch has many
+            except Exception as error:  # torch.load raises many types
                 raise _damaged(chosen, f"{STATE} cannot be read ({error})") from error
     if not isinstance(state, dict):
-        raise _damaged(chosen, f"{STATE} holds no mapping")
+        raise _damaged(chosen, f"{STATE} does not hold a mapping")
     return chosen, about, state
 
 
@@ -227,8 +230,8 @@ def _chosen(path: Path) -> Path:
     if entries := entries_of(path):
         return entries[-1].path
     raise StateError(
-        f"{path} holds no checkpoint: expected a folder that save_checkpoint made, or one of those "
-        "in it"
+        f"{path} holds no checkpoint: expected a folder that save_checkpoint made, or a checkpoint "
+        "in that folder"
     )
 
 
@@ -236,22 +239,25 @@ def _about(inside: Inside, chosen: Path) -> dict[str, Any]:
     try:
         about = json.loads(inside.read(inside.root / ABOUT, JSON_LIMIT))
     except (ValueError, RecursionError) as error:
-        raise _damaged(chosen, f"{ABOUT} is no JSON ({error})") from error
+        raise _damaged(chosen, f"{ABOUT} is not valid JSON ({error})") from error
     if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise StateError(f"{chosen} is no checkpoint of Tallyroll: {ABOUT} is another program's")
+        raise StateError(
+            f"{chosen} is not a checkpoint of Tallyroll: another program wrote {ABOUT}"
+        )
     if about.get("version") not in _READ:
         raise StateError(
-            f"{chosen} is a checkpoint of version {about.get('version')!r}, and this Tallyroll "
-            f"reads versions {', '.join(map(str, _READ))}; use the Tallyroll that wrote it"
+            f"{chosen} is a checkpoint of version {about.get('version')!r}, but this "
+            f"version of Tallyroll reads versions {', '.join(map(str, _READ))}. Use the version "
+            "that wrote the checkpoint."
         )
     if not seal_fits(about):
-        raise _damaged(chosen, f"{ABOUT} fails its check")
+        raise _damaged(chosen, f"{ABOUT} does not match its checksum")
     return about
 
 
 def _damaged(path: Path, why: str) -> StateError:
     others = [entry.path.name for entry in entries_of(path.parent) if entry.path != path]
-    older = f"; there are {', '.join(others)} beside it" if others else ""
+    older = f". Other checkpoints in this folder: {', '.join(others)}" if others else ""
     return StateError(f"{path} is damaged: {why}{older}")
 
 

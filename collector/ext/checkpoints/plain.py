@@ -1,7 +1,7 @@
 """Encode state as values that ``torch.load(weights_only=True)`` reads. Pure functions.
 
-A value of another type becomes a dict whose key ``"tallyroll"`` names the type. A user's dict with
-this key is encoded in the same way, so that decoding never mistakes it for an encoded value.
+A value of any other type becomes a dict whose key ``"tallyroll"`` names the type. A user's dict
+with this key is encoded in the same way, so that decoding never mistakes it for an encoded value.
 """
 
 import collections
@@ -17,7 +17,7 @@ from tallyroll.collector.errors import StateError
 _KIND: Final = "tallyroll"
 _NATIVE: Final = (bool, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 _KEYS: Final = (bool, float, str, type(None))
-"""Types of keys with which a dict needs no encoding."""
+"""Types of dict keys that need no encoding."""
 _WORD: Final = range(-(2**63), 2**63)
 _DEEPEST: Final = 100
 """Maximum depth of nested containers in a state."""
@@ -49,10 +49,10 @@ def to_plain(value: Any, where: str, *, mapped: bool = False) -> Any:
     Args:
         value: a state, as ``state_dict()`` returns it.
         where: the name of the object with this state, for messages.
-        mapped: accept memory-mapped tensors, which are decoded as plain tensors.
+        mapped: True to accept memory-mapped tensors, which are decoded as plain tensors.
 
     Raises:
-        StateError: a part of the value cannot be restored equal. The message names it.
+        StateError: a part of the value cannot be restored unchanged. The message names the part.
     """
     return _Encoder(mapped).encode(value, where, 0)
 
@@ -74,22 +74,22 @@ def from_plain(value: Any) -> Any:
         ValueError,
     ) as error:
         raise StateError(
-            f"the checkpoint holds a value that this Tallyroll cannot decode ({error!r:.200}). "
-            "Use the Tallyroll that wrote it."
+            "the checkpoint holds a value that this version of Tallyroll cannot decode "
+            f"({error!r:.200}). Use the version that wrote the checkpoint."
         ) from error
 
 
 class _Encoder:
-    """Encoder of one state. A container that occurs twice in it is encoded once.
+    """Encoder of one state. A container that occurs twice in the state is encoded once.
 
     Args:
-        mapped: as in `to_plain`.
+        mapped: see `to_plain`.
     """
 
     def __init__(self, mapped: bool) -> None:
         self._mapped = mapped
         self._done: dict[int, Any] = {}
-        """Encoded values by the ids of the values, which the state keeps alive."""
+        """Encoded form of each value, by the id of the value. The state keeps the values alive."""
         self._open: set[int] = set()
         """Ids of the containers that enclose the current value."""
         self._in_key = 0
@@ -103,7 +103,9 @@ class _Encoder:
             return value if value in _WORD else {_KIND: "int", "hex": hex(value)}
         id_of = id(value)
         if id_of in self._open:
-            raise StateError(f"{where}: expected values without cycles, got one that holds itself")
+            raise StateError(
+                f"{where}: expected values without cycles, got one that contains itself"
+            )
         if id_of not in self._done:
             if depth > _DEEPEST:
                 raise StateError(
@@ -156,7 +158,7 @@ class _Encoder:
                     f"{', '.join(_FACTORIES)}, got {value.default_factory!r:.80}"
                 )
             found["factory"] = name
-        if attributes := getattr(value, "__dict__", None):  # such as versions of modules
+        if attributes := getattr(value, "__dict__", None):  # such as module versions
             found["attributes"] = self.encode(attributes, f"attributes of {where}", depth)
         return found
 
@@ -180,7 +182,7 @@ class _Decoder:
         self._done: dict[int, Any] = {}
 
     def decode(self, value: Any) -> Any:
-        """Decode a value, which the caller keeps alive."""
+        """Decode a value. The caller must keep it alive, because results are cached by its id."""
         if type(value) not in (dict, list, tuple):
             return value
         if id(value) not in self._done:
@@ -278,7 +280,7 @@ def _array_of(value: dict[str, Any]) -> Any:
 
 
 def _description(dtype: np.dtype[Any]) -> Any:
-    """Return plain values from which `_dtype_of` restores the dtype, or None if it cannot."""
+    """Return plain values from which `_dtype_of` restores a dtype, or None if there are none."""
     if dtype.hasobject or dtype.metadata is not None:
         return None
     found: Any
@@ -326,6 +328,6 @@ def _refused(value: Any, where: str) -> StateError:
     kind = type(value)
     return StateError(
         f"{where}: expected tensors, arrays, numbers, text, bytes, and lists, sets and dicts of "
-        f"these, got {kind.__module__}.{kind.__qualname__}; a checkpoint is read without running "
-        "code, so it holds nothing else: give the part a state_dict() of such values"
+        f"these, got {kind.__module__}.{kind.__qualname__}. A checkpoint is read without running "
+        "code, so it can hold nothing else. Give the part a state_dict() of such values."
     )

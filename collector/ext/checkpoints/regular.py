@@ -23,7 +23,7 @@ class RegularCheckpoints:
     Args:
         folder: the folder of checkpoints. None saves no checkpoints.
         every: number of transitions between two checkpoints. None selects the default.
-        resumes: True if the run continues an earlier one.
+        resumes: True if the run continues an earlier run.
 
     Raises:
         ArgumentError: the run is new, and the folder has checkpoints of another run.
@@ -34,8 +34,8 @@ class RegularCheckpoints:
         self._there = [] if folder is None else entries_of(folder)
         if self._there and not resumes:
             raise ArgumentError(
-                f"--checkpoint: {folder} has checkpoints of another run already; give another "
-                "--checkpoint, or --resume that run"
+                f"--checkpoint: {folder} already has checkpoints of another run. Give another "
+                "--checkpoint, or --resume that run."
             )
 
     def load(self, collector: Collector, rows: Rows, note: Callable[[str], None]) -> None:

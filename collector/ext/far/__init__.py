@@ -1,1 +1,1 @@
-"""Workers that share no memory with their parent; answers carry the rows."""
+"""Workers that share no memory with their parent. Their answers carry the rows."""

@@ -28,10 +28,11 @@ from tallyroll.storage.rows.keys import POLICY_VERSION, VALID
 
 
 class FarBoard:
-    """Board of a worker in another process or host, as far as the parent knows it.
+    """The parent's copy of the board of a worker in another process or on another host.
 
     Args:
-        ordered: callback for a new word of :data:`HALT`. It must be safe in a signal handler.
+        ordered: callback for a change of the :data:`HALT` word. It must be safe in a signal
+            handler.
     """
 
     def __init__(self, ordered: Callable[[], None]) -> None:
@@ -52,7 +53,7 @@ class FarWeights:
 
     Args:
         local: weights of the parent, which check the tensors and keep a copy.
-        publish: sends a version, and the bytes of each tensor, to all workers.
+        publish: function that sends a version, and the bytes of each tensor, to all workers.
     """
 
     def __init__(self, local: Any, publish: Callable[[int, list[NDArray[np.uint8]]], None]) -> None:
@@ -60,7 +61,7 @@ class FarWeights:
 
     @property
     def version(self) -> int:
-        """Version of the last published weights; -1 before the first."""
+        """Version of the last published weights; -1 before the first publication."""
         return int(self._local.version)
 
     def load_into(self, module: object) -> int:
@@ -86,7 +87,7 @@ class FarPlace:
         plan: layout of a slab.
         module: the policy.
         ordered: callback with the index of a worker whose HALT word changed.
-        publish: sends a version of weights, and their bytes, to all workers.
+        publish: function that sends a version of the weights, and their bytes, to all workers.
     """
 
     def __init__(
@@ -132,7 +133,10 @@ class FarPlace:
     # --- contents of questions and answers --------------------------------------------------------
 
     def given(self, worker: int, question: object) -> tuple[int | None, Rows]:
-        """Return the number of filled slots, if this process decides it, and rows of a question."""
+        """Return the number of filled slots, and the rows that a question needs.
+
+        The number is None if this process does not decide it.
+        """
         if self._share.segments or isinstance(question, m.ActionReply):
             return None, {}
         rows: Rows = {}

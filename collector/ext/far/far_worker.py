@@ -1,4 +1,7 @@
-"""Worker without access to its parent's memory. Calls ask it questions; answers carry rows."""
+"""Worker without access to its parent's memory.
+
+The parent asks questions by calling the worker, and the answers carry the rows.
+"""
 
 import threading
 from queue import SimpleQueue
@@ -28,15 +31,15 @@ class Given(NamedTuple):
     weights: int
     """Version of the weights that were sent before the question; -1 if none were."""
     halt: tuple[int, int]
-    """Sequence number of the order, and the HALT word."""
+    """Sequence number of an order, and the HALT word of the order."""
     filled: int | None = None
-    """Number of filled slots, if the parent decides it."""
+    """Number of filled slots; None if the parent does not decide it."""
     rows: Rows | None = None
-    """Memory from the first slot of the question on."""
+    """Rows by key, from the first slot of the question on."""
 
 
 class Answer(NamedTuple):
-    """An answer, with the memory of its slots."""
+    """An answer, with the rows of its slots."""
 
     content: Any
     first: int = 0
@@ -45,7 +48,7 @@ class Answer(NamedTuple):
     words: tuple[int, ...] = ()
     """Words of the board."""
     others: dict[Key, Others] | None = None
-    """Next observations that are not in ``rows`` and do not equal those of another slot."""
+    """Next observations that were removed from ``rows`` and that no other slot has."""
 
 
 class Ended(NamedTuple):
@@ -90,7 +93,7 @@ class _WorkerMemory:
         return None
 
     def rows(self, first: int, stop: int) -> Rows:
-        """Return slots ``[first, stop)``; flowing columns also include the slot ``stop``."""
+        """Return the rows of slots ``[first, stop)``; flowing columns include the slot ``stop``."""
         return {
             key: as_array(piece[first : stop + (key in self._flowing)])
             for key, piece in self.memory.items()
@@ -151,7 +154,7 @@ class _Channel:
                 return words
 
     def halt(self, order: tuple[int, int]) -> None:
-        """Set the HALT word of the newest order. Orders may arrive in any order."""
+        """Set the HALT word, unless a newer order has already arrived."""
         with self._changed:
             if order > self._halt:
                 self._halt = order
@@ -178,13 +181,13 @@ class _Channel:
             self.own.weights.publish_tensors(tensors, version)
 
     def prepare(self, question: object, given: Given) -> None:
-        """Bring the memory to the state of the parent's memory."""
+        """Update the worker's memory from the parent's memory before a question."""
         self.halt(given.halt)
         with self._changed:
             if not self._changed.wait_for(
                 lambda: self._weights[0] >= given.weights, _WEIGHTS_SECONDS
             ):
-                raise TimeoutError(f"weights {given.weights} did not come")
+                raise TimeoutError(f"weights of version {given.weights} did not arrive in time")
         own = self.own
         if own is None or given.filled is None:
             return
@@ -253,7 +256,7 @@ class FarWorker:
 
     @property
     def words(self) -> list[int]:
-        """Progress of the worker: the words of its board."""
+        """The words on the worker's progress board; see `tallyroll.collector.slab.progress`."""
         return self._channel.words
 
     def _next(self) -> Answer:

@@ -16,14 +16,14 @@ from tallyroll.storage.ext.packed.stacks import same_bits
 from tallyroll.storage.rows.keys import NEXT, Key
 
 Rows = dict[Key, NDArray[Any]]
-"""Memory of a slab from some slot on, ``[slot, lane, ...]``."""
+"""Rows of a slab by key, from some slot on, ``[slot, lane, ...]``."""
 
 
 class Others(NamedTuple):
-    """Next observations of one key with which no following slot begins."""
+    """Next observations of one key that the following slot does not contain."""
 
     at: NDArray[np.bool_]
-    """Mask of their places, ``[slot, lane]``."""
+    """Mask of the places of the observations, ``[slot, lane]``."""
     rows: NDArray[Any]
 
 
@@ -59,7 +59,10 @@ def pop_next_rows(rows: Rows, keys: Collection[Key]) -> dict[Key, Others]:
 
 
 def put_back(memory: Rows, first: int, others: Mapping[Key, Others]) -> None:
-    """Restore next observations of slots from ``first`` on, after all other rows."""
+    """Restore the next observations of slots from ``first`` on.
+
+    All other rows must already be in ``memory``.
+    """
     for key, (at, rows) in others.items():
         after = memory[key][first : first + len(at)]
         begins = memory[key[1:]][first + 1 : first + 1 + len(at)]

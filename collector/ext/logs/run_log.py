@@ -42,8 +42,8 @@ class RunLog:
     `Collector.metrics`, the run's ``seed``, and the numbers that the caller passed since the
     previous row. The first :meth:`update` at or after each multiple of ``every`` transitions writes
     a row. :meth:`close` writes the last row. It may repeat the number of transitions of the
-    previous row, with numbers that were added later. A resumed run appends to the existing rows,
-    and first writes a row that a kill prevented.
+    previous row, with numbers that were added later. A resumed run appends to the existing rows. If
+    a kill prevented a row, the log writes that row first.
 
     A name may first appear in any row. Rows without it have an empty cell in a CSV file, and no
     point in TensorBoard or Weights & Biases.
@@ -54,7 +54,7 @@ class RunLog:
     Args:
         collector: the collector, before it collects.
         target: the path of a CSV file, ``"tensorboard:DIR"``, ``"wandb:PROJECT"`` (offline if
-            WANDB_MODE=offline is set), or a function that the log calls with each row, a dict. A
+            WANDB_MODE=offline is set), or a function that the log calls with each row as a dict. A
             CSV file or a TensorBoard folder belongs to one run, which locks it while the log is
             open.
         every: transitions between two rows.
@@ -105,16 +105,16 @@ class RunLog:
             self.update()
 
     def _newest(self) -> Newest | None:
-        """Return the last row of the run to continue; refuse a row of another run."""
+        """Return the last row of the target; raise ArgumentError if another run wrote it."""
         newest, ledger = self._target.newest, self._collector.ledger
         if newest is None:
             return None
         same = ledger.stored and newest.seed in (None, ledger.seed)
         if not same or (newest.frames > ledger.stored and not ledger.incarnation):
             raise ArgumentError(
-                f"log: {self._target.name} has rows of another run already, the last one of "
-                f"{newest.frames:,} transitions, and this run has {ledger.stored:,} so far; give "
-                "another file or folder, or resume that run"
+                f"log: {self._target.name} has rows of another run, up to transition "
+                f"{newest.frames:,}, but this run has {ledger.stored:,} transitions. Give another "
+                "file or folder, or resume the other run."
             )
         if newest.frames > ledger.stored:  # after a power cut
             self._target.forget_after(ledger.stored)
@@ -132,7 +132,7 @@ class RunLog:
             **numbers: numbers by name. A name may be new.
 
         Raises:
-            ArgumentError: a value is not a number, or a name is one of the log's own or has a line
+            ArgumentError: a value is not a number, or a name is reserved for the log or has a line
                 break. The row is written later, without these numbers.
         """
         self._merge(numbers)
@@ -153,11 +153,13 @@ class RunLog:
         checked = {name: _number(name, value) for name, value in numbers.items()}
         if reserved := [name for name in checked if name in self._reserved]:
             raise ArgumentError(
-                f"log: expected names of your own, got {', '.join(reserved)}, which each row has "
-                "already. Choose another name."
+                f"log: expected names that are not reserved, got {', '.join(reserved)}. Choose "
+                "another name."
             )
         if broken := [name for name in checked if len(name.splitlines()) != 1]:
-            raise ArgumentError(f"log: expected names of one line, got {broken[0]!r:.100}")
+            raise ArgumentError(
+                f"log: expected non-empty names without line breaks, got {broken[0]!r:.100}"
+            )
         self._pending |= checked
 
     def _own_numbers(self) -> dict[str, int | float]:
@@ -183,15 +185,15 @@ class RunLog:
             while waiting:
                 self._target.write(waiting[0])
                 waiting.popleft()
-        except Exception as error:  # noqa: BLE001  it must not end the run
+        except Exception as error:  # noqa: BLE001  a failed write must not end the run
             self._warn(error)
 
     def _warn(self, error: Exception) -> None:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self._target.name} cannot be written ({type(error).__name__}: {error}): "
-                "collecting goes on, and its rows are written when that succeeds again",
+                f"{self._target.name} cannot be written ({type(error).__name__}: {error}). "
+                "Collecting continues, and the log writes these rows when writing succeeds again.",
                 LogWarning,
                 stacklevel=4,
             )

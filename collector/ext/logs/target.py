@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.rollout.os_signals import deferred
+from tallyroll.collector.interrupts import defer_signals
 
 Row: TypeAlias = Mapping[str, int | float]
 """Numbers by name, ``frames`` first. An unknown number is NaN."""
@@ -48,7 +48,7 @@ class LogTarget(ABC):
 
     @abstractmethod
     def forget_after(self, frames: int) -> None:
-        """Remove rows with more ``frames``.
+        """Remove rows whose frame count exceeds ``frames``.
 
         Their transitions were lost and will be collected again.
         """
@@ -98,7 +98,7 @@ def open_target(target: Target) -> LogTarget:
         return _opened(os.fspath(target))
     except OSError as error:
         raise ArgumentError(
-            f"log: {target} cannot be opened: {error.strerror}; give another path"
+            f"log: {target} cannot be opened: {error.strerror}. Give another path."
         ) from error
 
 
@@ -106,7 +106,9 @@ def _opened(text: str) -> LogTarget:
     kind, colon, place = text.partition(":")
     if colon and kind in _KINDS:
         if not place:
-            raise ArgumentError(f"log: expected {EXPECTED}, got {text!r}, which names no place")
+            raise ArgumentError(
+                f"log: expected {EXPECTED}, got {text!r} without a folder or project"
+            )
         module, _, name = _KINDS[kind].partition(":")
         opened: LogTarget = getattr(import_module(module), name)(place)
         return opened
@@ -117,7 +119,7 @@ def _opened(text: str) -> LogTarget:
 
 _BEGINNING = b"frames,seconds,"
 _END_NBYTES = 2**16
-"""Number of bytes at the end of a file in which the last line begins."""
+"""Number of bytes at the end of a file that are searched for the last line."""
 
 
 class CsvLog(LogTarget):
@@ -157,11 +159,11 @@ class CsvLog(LogTarget):
                 raise BlockingIOError  # a writer that added columns replaced the file just now
         except (BlockingIOError, FileNotFoundError) as error:
             raise ArgumentError(
-                f"log: another run is writing to {self.name}; give this one a file of its own"
+                f"log: another run is writing to {self.name}. Give this run another file."
             ) from error
 
     def _look(self) -> None:
-        """Find the names and the last line, and truncate an incomplete line."""
+        """Read the column names and the last complete line, and truncate an incomplete line."""
         size = os.fstat(self._file).st_size
         head = os.pread(self._file, _END_NBYTES, 0)
         first, line_end, _ = head.partition(b"\n")
@@ -169,8 +171,8 @@ class CsvLog(LogTarget):
         ours = first.startswith(_BEGINNING) and "seed" in names
         if not ours and (line_end or not _BEGINNING.startswith(first[: len(_BEGINNING)])):
             raise ArgumentError(
-                f"log: {self.name} is no log of a run: its first line is "
-                f"{first[:60].decode(errors='replace')!r}; give another file"
+                f"log: {self.name} is not a log of a run: the first line is "
+                f"{first[:60].decode(errors='replace')!r}. Give another file."
             )
         if not line_end:
             os.ftruncate(self._file, 0)
@@ -191,7 +193,7 @@ class CsvLog(LogTarget):
             return Newest(frames, float(values["seconds"]), seed)
         except (KeyError, ValueError) as error:
             raise ArgumentError(
-                f"log: the last line of {self.name} is damaged: {line[:60]!r}; give another file"
+                f"log: the last line of {self.name} is damaged: {line[:60]!r}. Give another file."
             ) from error
 
     def write(self, row: Row) -> None:
@@ -206,7 +208,7 @@ class CsvLog(LogTarget):
         line = _line([row.get(name, math.nan) for name in names])
         if not self._names:
             line = _line(names) + line
-        with deferred():  # an interrupt in between would write the row twice
+        with defer_signals():  # an interrupt could cause the row to be written twice
             if self._names and len(names) > len(self._names):
                 self._add_columns(names)
             try:
@@ -246,7 +248,7 @@ class CsvLog(LogTarget):
         self._file, self._end, self._names = file, len(content), names
 
     def forget_after(self, frames: int) -> None:
-        """Truncate the rows with more ``frames``."""
+        """Truncate the file before the first row with more than ``frames`` transitions."""
         content = os.pread(self._file, self._end, 0)
         keep = last = content.index(b"\n") + 1
         for line in content[keep:].splitlines(keepends=True):

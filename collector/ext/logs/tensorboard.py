@@ -1,7 +1,7 @@
 """Log target that writes TensorBoard event files.
 
-The module uses torch's writer directly. TorchRL's `TensorboardLogger`, which wraps it, has no
-option for the step from which an earlier file no longer counts.
+The module uses torch's writer directly. TorchRL's `TensorboardLogger` wraps that writer, but has no
+option for ``purge_step``, the step from which TensorBoard hides the points of earlier files.
 """
 
 import fcntl
@@ -15,11 +15,13 @@ from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.ext.logs.target import LogTarget, Newest, Row
 
 _LEFT_OUT = ("frames", "seed")
-"""Names without a curve; the first one is the axis."""
+"""Names without a curve. ``frames`` is the axis of all curves."""
 
 
 class TensorboardLog(LogTarget):
-    """Curves by number of transitions, in event files in a folder that the writer locks.
+    """Curves over the number of transitions, in the event files of a folder.
+
+    The log locks the folder while it is open.
 
     Args:
         path: path of the folder, created if missing.
@@ -42,13 +44,13 @@ class TensorboardLog(LogTarget):
         except BlockingIOError as error:
             self.close()
             raise ArgumentError(
-                f"log: another run is writing to {path}; give this one a folder of its own"
+                f"log: another run is writing to {path}. Give this run another folder."
             ) from error
         self.newest = _newest_in(path)
         self._after: int | None = None if self.newest is None else self.newest.frames + 1
 
     def write(self, row: Row) -> None:
-        """Write a point of each curve, except for unknown numbers."""
+        """Add a point to each curve, except for unknown numbers."""
         if self._writer is None:
             self._writer = self._make(self._path, purge_step=self._after)
         for name, value in row.items():
@@ -57,7 +59,7 @@ class TensorboardLog(LogTarget):
         self._writer.flush()
 
     def forget_after(self, frames: int) -> None:
-        """Make TensorBoard hide points with more ``frames``."""
+        """Make TensorBoard hide the points after ``frames`` transitions."""
         self._after = frames + 1
 
     def close(self) -> None:

@@ -1,4 +1,6 @@
-"""Log target that writes a run of Weights & Biases; set WANDB_MODE=offline to work offline.
+"""Log target that writes a run of Weights & Biases.
+
+Set WANDB_MODE=offline to work offline.
 
 The module uses the wandb library directly. TorchRL's `WandbLogger` adds packages and local paths.
 """
@@ -52,19 +54,19 @@ class WandbLog(LogTarget):
             self._run = wandb.init(project=project, resume="allow", settings=settings)
         except (wandb.errors.Error, OSError) as error:
             raise ArgumentError(
-                f"log: {self.name} cannot begin: {error}; log in by `wandb login`, or set "
-                "WANDB_MODE=offline"
+                f"log: {self.name} cannot start a run: {error}. Log in with `wandb login`, or set "
+                "WANDB_MODE=offline."
             ) from error
         if self._run.resumed and self._run.step:
             self.newest = Newest(self._run.step - 1)
 
     def write(self, row: Row) -> None:
-        """Log a row without unknown numbers; its step is the number of transitions."""
+        """Log a row without its unknown numbers. Its number of transitions is the step."""
         known = {name: value for name, value in row.items() if not math.isnan(value)}
         self._run.log(known, step=row["frames"])
 
     def forget_after(self, frames: int) -> None:
-        """Do nothing: wandb cannot go back a step, and drops rows that it has."""
+        """Do nothing: wandb cannot go back to an earlier step, and drops rows that it has."""
 
     def close(self) -> None:
         """Finish the run."""

@@ -84,6 +84,6 @@ def _require_same(here: dict[str, str]) -> None:
     ]
     if differing:
         raise ArgumentError(
-            f"expected the driver's packages on every node, got on node {platform.node()}: "
-            f"{', '.join(differing)}; install the same versions there"
+            f"expected the driver's package versions on every node, got {', '.join(differing)} on "
+            f"node {platform.node()}. Install the same versions on that node."
         )

@@ -1,4 +1,4 @@
-"""Heartbeats of actors, because Ray takes a minute to declare a frozen node dead."""
+"""Heartbeats of actors. Without them, Ray takes a minute to declare a frozen node dead."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from tallyroll.collector.ext.ray.links import RayLink
 
 BEATS = 5
-"""Number of consecutive heartbeats that an actor may miss."""
+"""Number of consecutive missed heartbeats after which the link to an actor is given up."""
 
 
 class Heart:
@@ -29,10 +29,10 @@ class Heart:
         self._out: dict[RayLink, tuple[Any, int]] = {}
         """The unanswered heartbeat of each actor, and the number of missed beats."""
         self.heard: dict[RayLink, list[int]] = {}
-        """The last words of each actor, until the transport takes them."""
+        """The last board words of each actor, until the transport takes them."""
 
     def order(self, index: int) -> None:
-        """Send a worker the word on its board. Safe in a signal handler."""
+        """Queue the HALT word of a worker's board to be sent. Safe in a signal handler."""
         self._orders.put(index)
 
     def stop(self) -> None:
@@ -76,6 +76,6 @@ class Heart:
                 self._out[link] = ref, missed
             if missed >= BEATS:
                 link.lose(
-                    f"answered no heartbeat for {BEATS * self._seconds:g} seconds (its node is "
-                    "frozen or cut off, or a step keeps the interpreter busy that long)"
+                    f"did not answer a heartbeat for {BEATS * self._seconds:g} seconds (the node "
+                    "is frozen or disconnected, or a step kept the interpreter busy that long)"
                 )

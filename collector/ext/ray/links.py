@@ -31,7 +31,7 @@ class RayLink:
         index: index of the worker.
         start: function that starts an actor with the job of the worker. If its second argument is
             True, it may use a spare actor.
-        place: function that returns the memory, once there is one.
+        place: function that returns the parent's memory. It is called only after the memory exists.
         weights: function that returns the version of the newest weights and their object reference.
         due: collection to which the link adds itself when an answer is available.
     """
@@ -54,7 +54,7 @@ class RayLink:
         self.facts: Facts | None = None
         """Location of the actor, known once its environment was made."""
         self.lost = ""
-        """Reason why the link was given up, although its actor may be alive."""
+        """Reason why the link was given up; empty if it was not. The actor may still be alive."""
         self.answered = False
         """True if an answer arrived since the last heartbeat.
 
@@ -118,7 +118,7 @@ class RayLink:
         self._due.add(self)
 
     def send(self, question: object) -> None:
-        """Send a question; if the actor is gone, `hear` reports it later."""
+        """Send a question. If the actor is gone, `hear` reports this later."""
         if self._ended:
             self._due.add(self)
             return
@@ -127,7 +127,7 @@ class RayLink:
         if self._bound:
             version, weights = self._newer_weights()
             place = self._place()
-            number = next(_orders)  # read first: the word may be newer than its number
+            number = next(_orders)  # first, so that the word is never older than its number
             word = place.board(self.index)[HALT]
             given = Given(version, (number, word), *place.given(self.index, question))
         # Send bytes, because Ray's own pickling of arguments takes many times as long.
@@ -136,7 +136,7 @@ class RayLink:
         self._await(self._ask.remote(content, *more), question)
 
     def send_weights(self) -> None:
-        """Send the newest weights if the actor lacks them; it may be answering a question."""
+        """Send the newest weights if the actor lacks them, even while it answers a question."""
         if self._bound and not self._ended:
             version, weights = self._newer_weights()
             if weights is not None:
@@ -171,7 +171,7 @@ class RayLink:
         return False
 
     def hear(self) -> object:
-        """Return the next answer after its rows are in place, or the way the actor ended.
+        """Store the rows of the next answer and return its content, or return how the actor ended.
 
         An answer is never returned twice. If an answer is lost, the link kills the actor, and none
         of the slots that the actor filled count.
@@ -222,5 +222,5 @@ def _how(error: RayError) -> tuple[str, str]:
     said = " ".join(str(error).split())
     kind = type(error).__name__
     if isinstance(error, OutOfMemoryError):
-        return "was killed by Ray, for its node was out of memory", f" ({said:.300})"
+        return "was killed by Ray because the node ran out of memory", f" ({said:.300})"
     return f"ended ({kind}: {said:.300})", ""

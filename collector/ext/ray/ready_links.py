@@ -18,7 +18,7 @@ L = TypeVar("L", bound=Says)
 
 
 class ReadyLinks(Generic[L]):
-    """Set of links with answers. The cost of a wait does not depend on their number.
+    """Set of links with answers. The cost of a wait does not depend on the number of links.
 
     Any thread may add links. One thread waits for them, and calls :meth:`heard` after it has read
     an answer. A link stays due until then, so that an exception during a wait loses nothing.
@@ -40,7 +40,7 @@ class ReadyLinks(Generic[L]):
     def heard(self, link: L) -> None:
         """Remove the due mark of a link, unless another answer is available."""
         self._links.discard(link)
-        if link.says:  # it may have been marked since
+        if link.says:  # another answer may have marked the link before
             self._links.add(link)
 
     def forget(self, link: L) -> None:
@@ -56,7 +56,7 @@ class ReadyLinks(Generic[L]):
             self._asked_for, self._wanted = links, {*links}
         until = time.monotonic() + seconds
         while True:
-            while not self._added.empty():  # before the search: later marks still wake it
+            while not self._added.empty():  # before the search, so that later marks wake it
                 self._added.get_nowait()
             found = [link for link in self._links.copy() if link in self._wanted and link.says]
             if found:

@@ -46,14 +46,14 @@ def connect(address: str | None, cpus: int) -> bool:
         cpus: number of CPUs of a local cluster.
 
     Raises:
-        ArgumentError: no cluster answers at the address, or it has other versions.
+        ArgumentError: no cluster answers at the address, or the cluster has other versions.
     """
     if ray.is_initialized():
         if address is None:
             return False
         raise ArgumentError(
-            f"address: expected None where this process is connected to Ray already, got "
-            f"{address!r}; leave it out, or call ray.shutdown() before"
+            "address: expected None, because this process is already connected to Ray, got "
+            f"{address!r}. Omit the argument, or call ray.shutdown() first."
         )
     if address in (None, "local"):
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -75,8 +75,8 @@ def connect(address: str | None, cpus: int) -> bool:
     except (ConnectionError, RuntimeError, ValueError, TimeoutError, RayError) as error:
         said = " ".join(str(error).split())
         raise ArgumentError(
-            f"address: expected a Ray cluster at {address!r}, got {type(error).__name__}: {said}; "
-            'start one with `ray start --head`, or use address="local"'
+            f"address: expected a Ray cluster at {address!r}, got {type(error).__name__}: {said}. "
+            'Start a cluster with `ray start --head`, or use address="local".'
         ) from error
     return True
 
@@ -91,12 +91,12 @@ def _require_answer(address: str) -> None:
             at.sendall(_HELLO)
             answer = at.recv(4)
         if answer[3:] != bytes([_SETTINGS]):
-            raise OSError("something that is no Ray cluster")
+            raise OSError("a server that is not a Ray cluster")
     except (OSError, OverflowError) as error:
         raise ArgumentError(
             f"address: expected a Ray cluster that answers at {address!r} within "
-            f"{_ANSWER_SECONDS:g} seconds, got {error}; start one with `ray start --head`, or "
-            'use address="local"'
+            f"{_ANSWER_SECONDS:g} seconds, got {error}. Start a cluster with `ray start --head`, "
+            'or use address="local".'
         ) from error
 
 
@@ -131,14 +131,14 @@ class RayTransport:
         self._weights: tuple[int, Any] = (-1, None)
         self._made_place: FarPlace | None = None
         self._in_lease = False
-        """True if new weights act within a lease. Otherwise they act from the next question on."""
+        """True if new weights take effect within a lease, not only from the next question on."""
         links = self.links
         self._heart = Heart(actors.heartbeat, lambda: [links[index] for index in sorted(links)])
         threading.Thread(target=self._heart.run, name="tallyroll-ray", daemon=True).start()
         self._stop = weakref.finalize(self, _stop, self._heart, self._spares)
 
     def start(self, index: int) -> RayLink:
-        """Start an actor with its job, or give the job to a spare actor."""
+        """Start an actor with the job of a worker, or give the job to a spare actor."""
         before = self.links.get(index)
         if before is not None and before.lost and before.facts is not None:
             self._frozen.add(before.facts.node)
@@ -208,7 +208,7 @@ class RayTransport:
         return self._made_place
 
     def place(self, share: Share, plan: SlabPlan, module: object) -> FarPlace:
-        """Return memory of this process; actors allocate their own."""
+        """Allocate the memory of this process. Each actor allocates its own memory."""
         self._in_lease = share.segments > 0
         self._made_place = FarPlace(share, plan, module, self._heart.order, self._publish)
         self._fill_up()
@@ -227,7 +227,7 @@ class RayTransport:
         return [each.host for each in facts if each is not None]
 
     def close(self) -> None:
-        """End the spares, and the connection if this object made it. Idempotent."""
+        """Kill the spare actors, and end the connection if this object made it. Idempotent."""
         self._stop()
         connected, self._connected = self._connected, False
         if connected:

@@ -16,8 +16,8 @@ Table = np.ndarray[Any, Any]
 
 FIRST_ID = "first_id"
 
-_UNKNOWN = "its environment was called before its end, {}, which cannot be done again: {}"
-_ALL_LEFT_OUT = "the storage lacks calls of its environment that the run made"
+_UNKNOWN = "the run called the environment during the trajectory, and {} cannot be repeated: {}"
+_ALL_LEFT_OUT = "the storage does not contain all calls of the environment that the run made"
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Call:
         return json.dumps([self.way, self.name, self.args, self.kwargs], sort_keys=True)
 
     def position(self, rows: Array, ids: Array, steps: Array) -> int:
-        """Return the number of rows ``[n]`` of a lane, in order, that come before the call."""
+        """Return how many of a lane's rows, ``[n]`` in order, come before the call."""
         if self.first is None:
             return int(np.count_nonzero(rows < self.row))
         id, step = self.first
         return int(np.count_nonzero((ids < id) | ((ids == id) & (steps < step))))
 
     def changes(self, line: Table) -> bool:
-        """Return True if rows of a trajectory, a line of the table, come after the call."""
+        """Return True if a trajectory, given by its line of the table, has rows after the call."""
         if self.first is None:
             return bool(self.row <= line["last_row"])
         id, step = self.first
@@ -61,7 +61,8 @@ class Call:
 
         Args:
             line: line of the trajectory.
-            previous: line of the lane's previous trajectory, None for the first one of the run.
+            previous: line of the lane's previous trajectory; None if the trajectory is the first of
+                the run.
             ended: True if the previous trajectory terminated or was truncated, so that the lane was
                 reset in that step.
         """
@@ -103,7 +104,7 @@ def _each(entry: Mapping[str, Any], lane: int) -> Iterator[Call]:
         lanes, row = event["lanes"], event["row"]
         failed = event.get("failed")
         if isinstance(failed, list) and lane in failed:
-            yield _unknown(event, "it raised")
+            yield _unknown(event, "the call raised in the run")
         elif lanes is None or lane in lanes:
             yield _call(event, lane if lanes is None else lanes.index(lane))
     if entry.get(LEFT_OUT):
@@ -118,18 +119,18 @@ def _unknown(event: Mapping[str, Any], why: str) -> Call:
 def _call(event: Mapping[str, Any], place: int) -> Call:
     args, name = event["args"], event["name"]
     if args is None:
-        return _unknown(event, "its arguments are no JSON values, or too many")
+        return _unknown(event, "the arguments were too many, or not JSON values")
     if not name.isidentifier() or name.startswith("_"):
-        return _unknown(event, "a storage reaches public names alone")
+        return _unknown(event, "a replay calls only public names")
     if event["call"] == "env_set":
         if len(args) != 1 or (isinstance(args[0], list) and place >= len(args[0])):
-            return _unknown(event, "it has no value for the lane")
+            return _unknown(event, "the call has no value for the lane")
         args = [args[0][place] if isinstance(args[0], list) else args[0]]
     first = event.get("first")
     found: tuple[int, int] | None = None
     if isinstance(first, list):
         if place >= len(first) or not _is_pair(first[place]):
-            return _unknown(event, "its event is damaged")
+            return _unknown(event, "the stored call is damaged")
         found = (first[place][0], first[place][1])
     return Call(event["call"], name, tuple(args), event["kwargs"], event["row"], found)
 

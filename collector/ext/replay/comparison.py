@@ -115,7 +115,7 @@ def _octets(value: Array, at: tuple[int, ...]) -> str:
 
 
 def same_bits(one: Array, other: Array) -> Array:
-    """Return a mask of equal bits in two arrays of one shape and dtype."""
+    """Return a mask of the equal elements of two arrays with the same shape and dtype."""
     if one.dtype.kind in "biu" and one.dtype.itemsize <= 8:
         same: Array = one == other
         return same
@@ -156,7 +156,7 @@ class Comparison:
     """Results of all comparisons: rows, first differences by trajectory, largest differences.
 
     Args:
-        atol: floats that differ by at most this are equal.
+        atol: largest difference of two floats that count as equal.
     """
 
     def __init__(self, atol: float = 0.0) -> None:

@@ -19,20 +19,20 @@ from tallyroll.storage.files.run_events import without_events
 
 Entry = Mapping[str, Any]
 
-NO_RUN = "no collector's run made its rows, so that nothing says how it began"
+NO_RUN = "no run of a collector made the rows, so the start of the trajectory is unknown"
 _NOT_SAID = (
-    "its rows were copied, and the copy does not say which runs made them: replay the storage that "
-    "they came from"
+    "the rows were copied, and the copy does not record which runs made them. Replay the original "
+    "storage"
 )
 _SEVERAL = (
-    "its rows were copied from among those of several runs that were made differently, and which "
-    "of them made it is not stored: replay the storage that they came from"
+    "the rows were copied from several runs with different settings, and the copy does not record "
+    "which run made them. Replay the original storage"
 )
 _PART = (
-    "its rows have no seed of their own, and are copied or packed without all rows of their run, "
-    "from whose seed it would be stepped again: replay the storage that they came from"
+    "the rows have no reset seeds, so a replay would start at the beginning of the run, but the "
+    "copied or packed storage does not contain all rows of the run. Replay the original storage"
 )
-OLD = "its lane has no rows left from the run's beginning, from which it would be stepped again"
+OLD = "the lane has no rows left from the beginning of the run, where a replay would start"
 _REPLAYED = (
     *("max_frames_per_traj", "info_keys", "rename", "frame_skip", "finals", "reset_slots"),
     *("surplus", "resets", "reward_dtype"),
@@ -51,7 +51,7 @@ class Maker:
     own_seeds_only: str = ""
     """Reason why trajectories without their own seeds cannot be replayed; empty if they can."""
     counted: bool = True
-    """True if losses of the run are known wherever it recorded them. A copy does not keep them."""
+    """True if the losses that the run recorded are known. A copy does not keep them."""
 
 
 def makers_of(runs: Sequence[Entry], stop: int) -> list[Maker]:
@@ -90,10 +90,10 @@ def _copied(entry: Entry, first: int, stop: int) -> Iterator[Maker]:
 
 
 def _whole(entry: Entry, first: int, there: range, runs: Sequence[Entry]) -> Iterator[Maker]:
-    """Yield the makers of a complete range of rows of the other storage.
+    """Yield the makers of a complete range of rows of the storage that was copied.
 
     The copy keeps the rows of each run together even if it orders rows by trajectory. Trajectories
-    follow in the order of their first rows, and none continues in another run.
+    follow in the order of their first rows, and no trajectory continues in another run.
     """
     if not runs or runs[0]["first_row"] > there.start:
         yield Maker(first, entry, refused=_NOT_SAID)
@@ -113,7 +113,7 @@ def _whole(entry: Entry, first: int, there: range, runs: Sequence[Entry]) -> Ite
 
 
 def _part(entry: Entry, first: int, runs: Sequence[Entry]) -> Maker:
-    """Return the maker of a selection of a storage's rows, which do not name their run."""
+    """Return the maker of rows selected from a storage. Such rows do not name their run."""
     made = [*_leaves(runs)]
     if not made or runs_left_out(entry):
         return Maker(first, entry, refused=_NOT_SAID)
@@ -134,7 +134,7 @@ def _runs_of(entry: Entry) -> list[Entry]:
 
 
 def _leaves(runs: Sequence[Entry]) -> Iterator[Entry]:
-    """Yield the entries of runs, and for a copy the entries of the runs that made it."""
+    """Yield the entry of each run; for a copy, yield the entries of the runs that made its rows."""
     for run in runs:
         if is_copied(run):
             inner = _runs_of(run)

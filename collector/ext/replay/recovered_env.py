@@ -29,7 +29,7 @@ from tallyroll.storage.storages import open_storage
 _INDIRECT = ("GymV21Environment", "GymV26Environment")
 """Gymnasium ids that import code named in their arguments."""
 _BY_MODULE = "pettingzoo"
-"""System whose names may be module paths, unless its registry has them."""
+"""System whose environment names may be module paths if its registry lacks them."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,20 @@ def recovered(
     env_kwargs: Mapping[str, Any] | None = None,
     resets: Resets | None = None,
 ) -> RecoveredEnv:
-    """Read the entry of a run. Arguments override its values.
+    """Read how to make and drive the environment of a run. Arguments override the entry.
 
     Raises:
         EnvironmentUnknown: the entry names no environment that may be made, and ``create_env_fn``
-            is None.
+            is None; or a `Recorder` stored the run.
         CorruptStorage: the entry is damaged.
     """
     environment = _part(entry, "environment")
     call = _part(entry, "call")
+    if "recorded" in call:
+        raise EnvironmentUnknown(
+            "expected a run of a collector, got one that a Recorder stored. Its loop chose seeds "
+            "and resets that are not in the storage"
+        )
     create, kwargs = create_env_fn, dict(env_kwargs or {})
     if create is None:
         create = _safe_id(environment)
@@ -72,8 +77,8 @@ def recovered(
     lanes, workers = entry.get("lanes"), call.get("num_workers", 1)
     if type(lanes) is not int or type(workers) is not int or not 0 < workers <= lanes:
         raise CorruptStorage(
-            f"expected a run of some lanes, got lanes={lanes!r} and num_workers={workers!r} in the "
-            "manifest; `tallyroll verify` says what else is wrong"
+            f"manifest: expected at least one lane for each worker, got lanes={lanes!r} and "
+            f"num_workers={workers!r}. Run `tallyroll verify` to find other damage."
         )
     shares = [lanes // workers + (part < lanes % workers) for part in range(workers)]
     given, unknown = _resets(call) if resets is None else (resets, "")
@@ -91,18 +96,20 @@ def recovered(
             ),
         }
     except (ArgumentError, AttributeError, TypeError, ValueError) as error:
-        raise CorruptStorage(f"the entry of the run says what no call can be: {error}") from error
+        raise CorruptStorage(
+            f"manifest: the entry of the run has invalid arguments: {error}"
+        ) from error
     return RecoveredEnv(create, kwargs, tuple(shares), options, given, unknown)
 
 
 def _require_arguments(environment: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise `EnvironmentUnknown` for an argument that the entry describes but does not contain."""
+    """Raise `EnvironmentUnknown` for an argument that the entry names but does not contain."""
     names = environment.get(NOT_JSON)
     lacking = [name for name in names if name not in given] if isinstance(names, list) else []
     if lacking:
         raise EnvironmentUnknown(
-            f"the run's environment was made with {', '.join(map(str, lacking))}, which the "
-            "manifest cannot hold; pass env_kwargs= with it, or create_env_fn="
+            f"the manifest does not contain the arguments {', '.join(map(str, lacking))} of the "
+            "run's environment. Pass them in env_kwargs=, or pass create_env_fn=."
         )
 
 
@@ -120,29 +127,28 @@ def _safe_id(environment: Mapping[str, Any]) -> str:
         EnvironmentUnknown: there is no id, or it names a module.
     """
     name = environment.get("id")
-    way_out = (
-        "pass what makes it: create_env_fn= (in a shell --env ID or --env-factory module:function)"
-    )
+    way_out = "pass create_env_fn= (on the command line --env ID or --env-factory module:function)"
     if not isinstance(name, str) or not name or "kwargs" not in environment:
         kind = environment.get("type")
         of = f" ({kind})" if isinstance(kind, str) else ""
         raise EnvironmentUnknown(
-            f"the run's environment{of} came from a factory or was an instance, which no storage "
-            f"can tell how to make; {way_out}"
+            f"the run's environment{of} came from a factory or was an instance, so the storage "
+            f"does not record how to make it. To make the environment, {way_out}"
         )
     system, colon, rest = name.partition(":")
     if not colon:
         if system.startswith(_INDIRECT):
             raise EnvironmentUnknown(
-                f"the run's environment {name!r} imports what its arguments name, and what a "
-                f"storage names is never imported; {way_out}"
+                f"the run's environment {name!r} imports modules that its arguments name, and "
+                "Tallyroll never imports modules named by a storage. To make the environment, "
+                f"{way_out}"
             )
         return name
     modules = ":" in rest or (system == _BY_MODULE and pettingzoo.registered(rest) is None)
     if system not in registry.names() or modules:
         raise EnvironmentUnknown(
-            f"the run's environment {name!r} names a module, and a module that a storage names is "
-            f"never imported; if you trust it, {way_out}"
+            f"the run's environment {name!r} names a module, and Tallyroll never imports modules "
+            f"named by a storage. If you trust the module, {way_out}"
         )
     return name
 
@@ -167,12 +173,12 @@ def _resets(call: Mapping[str, Any]) -> tuple[Resets, str]:
         return Resets(sampler=draws, seeds=seeds), ""
     except (ArgumentError, AttributeError, TypeError) as error:
         raise CorruptStorage(
-            f"the entry of the run draws resets as nothing can: {error}"
+            f"manifest: the entry of the run has invalid draws of resets: {error}"
         ) from error
 
 
 def options_for(found: RecoveredEnv, num_envs: int | None, resets: Resets | None = None) -> Options:
-    """Return the options of a collector that would make the environment."""
+    """Return collector options with which the environment of ``found`` can be made again."""
     return Options.of(
         {
             "frames_per_batch": 1,
@@ -191,6 +197,7 @@ def options_for(found: RecoveredEnv, num_envs: int | None, resets: Resets | None
             "devices": None,
             "resets": resets,
             "shard": None,
+            "progress": False,
             "storage": None,
             "replay_buffer": None,
             "more": {},
@@ -234,10 +241,10 @@ def recover_env(
 ) -> EnvBase:
     """Make the environment of a stored run again from its provenance.
 
-    The result is set up as a collector drives it. Only registered ids can be recovered, those of
-    Gymnasium or of an environment system. The function never imports or calls code that a storage
-    names. Factories and ids of the form ``"module:Env-v0"`` cannot be recovered; make these
-    environments yourself.
+    The environment is set up as a collector would set it up. Only ids that are registered with
+    Gymnasium or with an environment system can be recovered. The function never imports or calls
+    code that a storage names. Factories and ids of the form ``"module:Env-v0"`` cannot be
+    recovered; make these environments yourself.
 
     Args:
         path: path of the storage.
@@ -279,7 +286,9 @@ def entry_of(runs: Sequence[Mapping[str, Any]], run: int, path: str) -> Mapping[
     try:
         entry = runs[run]
     except (IndexError, TypeError):
-        raise ArgumentError(f"run: {path} has {len(runs)} runs, got {run!r}") from None
+        raise ArgumentError(
+            f"run: expected the index of one of the {len(runs)} runs in {path}, got {run!r}"
+        ) from None
     if not is_collected(entry):
-        raise ArgumentError(f"run: expected a collector's run, and entry {run} of {path} is none")
+        raise ArgumentError(f"run: expected a run that a collector made, got entry {run} of {path}")
     return entry

@@ -47,6 +47,7 @@ from tallyroll.collector.policies.trial import generators_restored
 from tallyroll.collector.user_code import user_code
 from tallyroll.storage.errors import ColumnsMissing, UnknownTrajectory
 from tallyroll.storage.ext.joined.union import UnionReader
+from tallyroll.storage.files.excluded_columns import excluded_by
 from tallyroll.storage.files.run_record import RunRecord
 from tallyroll.storage.package.versions import versions
 from tallyroll.storage.rows.keys import COLLECTOR, CONTEXT, RESET_SEED, Key, format_key
@@ -54,7 +55,8 @@ from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.storages import DiskStorage, open_storage
 
 _RESETS_DIFFER = (
-    "it differs, and its environment does not begin alike when it is reset again with the same seed"
+    "the trajectory differs, and two resets of the environment with the same seed give different "
+    "observations"
 )
 
 PathOf = str | PathLike[str]
@@ -78,23 +80,25 @@ def replay(
     If the run had ``Resets(seeds=True)``, a trajectory restarts from the seed and the context in
     its rows. Otherwise each lane starts where its run, or the resumption of its run, seeded it. The
     replay then steps the lane through all its earlier stored rows, and compares these too. It
-    compares observations, including those after each step, rewards and ends with the stored values.
+    compares observations, next observations, rewards and episode ends with the stored values.
     Equality is only guaranteed on the same machine with the same versions.
 
     Args:
         path: path of the storage. With several paths or a pattern, each storage is replayed
             separately.
         trajectories: an id, several ids, or ``"all"``. None selects a ``sample``.
-        sample: number of trajectories in a sample, spread over all that can be replayed.
+        sample: number of trajectories in a sample, spread over all trajectories that can be
+            replayed.
         create_env_fn: an id, or a function that makes the environment, as for a collector. None
             makes it from the run's provenance, as :func:`recover_env` does.
         env_kwargs: keyword arguments for an id, in addition to those of the run.
-        resets: how the run drew its resets, if a function drew them.
-        atol: floats that differ by at most this are equal.
+        resets: the resets of the run, needed if a function drew them. None uses the recorded
+            resets.
+        atol: largest difference of two floats that count as equal.
         video: path of an MP4 file that shows the trajectories one after the other. It needs the
             extra ``video``, and an environment that renders.
         progress: function called with the number of rows compared and the total.
-        accept_copy: as in `open_storage`.
+        accept_copy: see `open_storage`.
 
     Raises:
         ArgumentError: an argument is invalid.
@@ -144,20 +148,21 @@ def _require(sample: int, atol: float, create: object) -> None:
     if type(sample) is not int or sample < 1:
         raise ArgumentError(f"sample: expected a whole number above 0, got {sample!r}")
     if isinstance(atol, bool) or not isinstance(atol, (int, float)) or not 0 <= atol < np.inf:
-        raise ArgumentError(f"atol: expected a finite number from 0 on, got {atol!r}")
+        raise ArgumentError(f"atol: expected a finite number of at least 0, got {atol!r}")
     if isinstance(create, (EnvBase, VectorEnv, System)) or not (
         create is None or isinstance(create, str) or callable(create)
     ):
         raise ArgumentError(
-            f"create_env_fn: expected an id, or a function that makes the environment, got "
-            f"{type(create).__name__}: several may be needed"
+            "create_env_fn: expected an id, or a function that makes the environment, got "
+            f"{type(create).__name__}. A replay may need several environments."
         )
 
 
 def _runs_of(storage: DiskStorage) -> list[dict[str, Any]]:
     """Return the runs of a storage.
 
-    If it joins several storages, trajectory ids in calls are shifted as they are in the rows.
+    If the storage joins several storages, trajectory ids in calls are shifted like those in the
+    rows.
     """
     reader = storage.reader
     if not isinstance(reader, UnionReader):
@@ -205,7 +210,9 @@ class _Replay:
         }
         table = storage.trajectories.table
         if not len(table):
-            raise ColumnsMissing(f"{storage.path}: no row says which trajectory it belongs to")
+            raise ColumnsMissing(
+                f"{storage.path}: no row has a trajectory id, so no trajectory can be replayed"
+            )
         self._history = History(
             table,
             storage.span,
@@ -250,8 +257,8 @@ class _Replay:
                 raise ArgumentError(f"trajectories: expected whole numbers, got {id!r}")
             if id not in self._storage.trajectories:
                 raise UnknownTrajectory(
-                    f"{self._storage.path} has no rows of trajectory {id}; `tallyroll inspect "
-                    "--trajectories` lists those that there are"
+                    f"{self._storage.path} has no rows of trajectory {id}. `tallyroll inspect "
+                    "--trajectories` lists the existing ids."
                 )
         if not given and several:
             raise ArgumentError("trajectories: expected at least one id, got none")
@@ -291,13 +298,13 @@ class _Replay:
         seeds = self._rows.take(RESET_SEED, firsts)
         contexts = {name: self._rows.take(key, firsts) for name, key in self._contexts.items()}
         resets = found.resets
-        if contexts and resets.sampler is None:  # a function drew them, or it is unknown how
+        if contexts and resets.sampler is None:  # a function drew them, or the draws are unknown
             sampler = {name: Constant(values[0].tolist()) for name, values in contexts.items()}
             resets = Resets(sampler=sampler, seeds=True)
         if found.unknown_sampler:
             self._notes[
-                f"the function {found.unknown_sampler} drew what resets are given, and options "
-                "of it that are no numbers are not known here: resets= has it draw them again"
+                f"the function {found.unknown_sampler} drew the options of resets, and options "
+                "that are not numbers are not stored. Pass resets= to draw them again"
             ] = None
         for same, before, after in self._called_alike(group):
             alone = self._film is not None or bool(after)
@@ -343,8 +350,8 @@ class _Replay:
         entry = self._history.makers[group.maker].entry
         if found.unknown_sampler:
             raise ArgumentError(
-                f"the function {found.unknown_sampler} drew what resets are given, and no seed of "
-                "them is stored: pass it, resets=Resets(sampler=...)"
+                f"the function {found.unknown_sampler} drew the options of resets, and their seeds "
+                "are not stored. Pass the function in resets=Resets(sampler=...)."
             )
         first, call = 0, entry.get("call")
         workers = len(found.lanes) > 1 or (isinstance(call, dict) and "num_workers" in call)
@@ -358,8 +365,8 @@ class _Replay:
                 with self._stage(found, count, found.resets) as stage:
                     if stage.lanes != count:
                         raise ArgumentError(
-                            f"expected an environment with {count} lanes, as the run had, got "
-                            f"{stage.lanes}"
+                            f"expected an environment with {count} lanes, as in the run, got "
+                            f"{stage.lanes} lanes"
                         )
                     stage.seed_run(
                         entry["seed"], entry["incarnation"], lanes, worker if workers else None
@@ -371,7 +378,7 @@ class _Replay:
                     self._round(stage, group, lines, tell)
 
     def _all_lanes(self, group: Group, lanes: range, some: list[Line]) -> list[Line]:
-        """Return lines of all lanes, because the other lanes influence those of ``some``."""
+        """Return the lines of all lanes. Other lanes influence the lanes of ``some``."""
         asked = {line.lane: line for line in some}
         plan = plan_of(self._history, self._history.table["id"].tolist())
         every = next(each for each in plan.groups if each.maker == group.maker)
@@ -390,7 +397,10 @@ class _Replay:
         tell: Callable[[], None],
         calls: Sequence[Call] | None = None,
     ) -> None:
-        """Replay lines after a reset; ``calls`` are those of lines with their own seeds."""
+        """Replay lines after a reset.
+
+        ``calls`` has the calls of lines with their own seeds. None reads them from the run's entry.
+        """
         entry = self._history.makers[group.maker].entry
         lanes = [
             Lane(
@@ -411,8 +421,8 @@ class _Replay:
             self._plan.refused[id] = group.doubt
         for id, before in round.unreached.items():
             self._plan.refused[id] = (
-                f"its lane ended trajectory {before} elsewhere than it is stored, and goes on from "
-                "another state"
+                f"the lane ended trajectory {before} at another step than in the stored rows, so "
+                "the lane continues from another state"
             )
         self._compared |= round.compared
 
@@ -441,6 +451,7 @@ class _Replay:
             left_out=self._left_out,
             versions=self._versions,
             not_compared=tuple(rest),
+            excluded=tuple(excluded_by(self._storage.runs)),
             notes=tuple(self._notes),
             frames=0 if self._film is None else self._film.frames,
             seconds=seconds,

@@ -16,21 +16,19 @@ from tallyroll.storage.trajectories.episodes import END_TERMINATED, END_TRUNCATE
 Table = np.ndarray[Any, Any]
 """Lines of trajectories, as in ``storage.trajectories.table``."""
 
-_GONE = "rows of it are gone, which a ring has overwritten, or which a run or a copy left out"
-_NO_SEED = "neither it nor its run has a seed"
-_NOT_FIRST = (
-    "its lane's first trajectory of the run is not stored, and it would be stepped again from there"
-)
+_GONE = "rows of the trajectory are missing: a ring overwrote them, or a run or a copy omitted them"
+_NO_SEED = "neither the trajectory nor its run has a seed"
+_NOT_FIRST = "the lane's first trajectory of the run is not stored, and a replay would start there"
 _DISCARDS = (
-    "it differs, and the run threw transitions away, so that it may have begun in mid-episode"
+    "the trajectory differs, and it may begin in mid-episode, because the run discarded transitions"
 )
 _UNCOUNTED = (
-    "it differs, and may not begin where the trajectory before it ended: the run had workers, and "
-    "a copy does not say what a run lost"
+    "the trajectory differs, and it may not begin where the previous one ended, because the run "
+    "had workers, and a copy does not record the transitions that a run lost"
 )
 _RESTARTED = (
-    "it differs, and may not begin where the trajectory before it ended: the run lost or threw "
-    "away transitions, or reset lanes"
+    "the trajectory differs, and it may not begin where the previous one ended, because the run "
+    "lost or discarded transitions, or reset lanes"
 )
 
 
@@ -54,14 +52,14 @@ class Group:
     """True if each line begins from the seed in its rows."""
     lines: tuple[Line, ...]
     doubt: str = ""
-    """Reason why a trajectory may begin in a different state; empty if none may."""
+    """Reason why a trajectory may begin in a different state; empty without a reason."""
     first_too: bool = False
     """True if the doubt also applies to the first trajectory of each line."""
 
 
 @dataclass
 class ReplayPlan:
-    """The lines to replay, and the reasons against the others."""
+    """The lines to replay, and the reasons why other trajectories cannot be replayed."""
 
     groups: list[Group] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
@@ -194,7 +192,7 @@ def calls_around(history: History, at: int, lone: Line) -> tuple[list[Call], lis
 
 
 def _unbroken(lines: Sequence[Table], first: int, lanes: int) -> tuple[list[int], str]:
-    """Return the ids that follow one another from ``first``, and why later ids do not."""
+    """Return the ids of a lane from ``first`` to the first gap, and the reason for the gap."""
     found: list[int] = []
     whole, before = True, -1
     for line in lines:
@@ -205,9 +203,8 @@ def _unbroken(lines: Sequence[Table], first: int, lanes: int) -> tuple[list[int]
             return found, _NOT_FIRST
         if found and not (whole and id == before + lanes):
             return found, (
-                f"trajectory {before} of its lane was left before its end, or the one after it "
-                "was, and what the lane did then is not stored: the run lost it, threw it away, or "
-                "reset the lane"
+                f"the stored rows of the lane have a gap during or after trajectory {before}, "
+                "because the run lost or discarded transitions, or reset the lane"
             )
         found.append(id)
         whole, before = line["end"] in (END_TERMINATED, END_TRUNCATED), id

@@ -18,12 +18,15 @@ Array = np.ndarray[Any, Any]
 
 
 class ReplayedDraws(ResetDraws):
-    """Reset draws with seeds and contexts that the caller sets. They repeat until set again.
+    """Reset draws with seeds and contexts that the caller sets.
+
+    Each reset repeats them until the caller sets new ones.
 
     Args:
         system: the system that receives the draws.
         columns: contexts by name, as values ``[n, ...]``, for example of stored rows.
-        resets: used to draw, from the seed, the options that no column provides.
+        resets: the resets of the run. They draw, from the seed, the options that no column
+            provides.
     """
 
     def __init__(self, system: System, columns: Mapping[str, Array], resets: Resets) -> None:
@@ -41,8 +44,8 @@ class ReplayedDraws(ResetDraws):
         self.told = None
         if self._context.keys() != self._next.keys() and self._context:
             raise ArgumentError(
-                f"expected an environment with the contexts {sorted(self._next)} that the rows "
-                f"have, got {sorted(self._context)}"
+                f"expected an environment with the contexts {sorted(self._next)} of the rows, got "
+                f"{sorted(self._context)}"
             )
 
     def seed(self, seed: int, incarnation: int, lanes: Sequence[int]) -> list[int]:
@@ -88,13 +91,14 @@ def give_draws(env: Any, columns: Mapping[str, Array], resets: Resets) -> Replay
         kind = type(env).__name__ if base is None else base.kind
         why = "" if base is None else f" ({base.system.why_no_resets})"
         raise EnvironmentRefused(
-            f"{kind} takes no seed at the reset of a lane{why}, and the rows say that the run's "
-            "environment did; pass the environment that the run had"
+            f"{kind} does not accept a seed at the reset of a lane{why}, but the rows have reset "
+            "seeds. Pass the environment that the run had."
         )
     if columns and not (d.context or d.options):
         raise EnvironmentRefused(
-            f"{base.kind} takes no options at the reset of a lane ({base.system.why_no_resets}), "
-            "and the rows have contexts; pass the environment that the run had"
+            f"{base.kind} does not accept options at the reset of a lane "
+            f"({base.system.why_no_resets}), but the rows have contexts. Pass the environment that "
+            "the run had."
         )
     draws = ReplayedDraws(base.system, columns, resets)
     base.stepper.contexts.take(draws)

@@ -9,19 +9,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tallyroll.collector.ext.replay.comparison import Difference
+from tallyroll.storage.rows.pages import Page, PageSource
+
+_SHOWN = 10
 
 
 @dataclass(frozen=True)
-class ReplayReport:
+class ReplayReport(PageSource):
     """The result of :func:`replay`: counts of replayed trajectories, and their differences."""
 
     path: str
     equal: int
-    """Trajectories equal to the stored ones bit for bit, or within ``atol``."""
+    """Number of trajectories equal to the stored ones bit for bit, or within ``atol``."""
     rows: int
     """Number of rows compared."""
     atol: float
-    """Floats that differ by at most this are equal."""
+    """Largest difference of two floats that count as equal."""
     largest: Mapping[str, float]
     """Largest difference in each compared column; infinite if only one of two values is NaN."""
     differing: Mapping[str, int]
@@ -36,6 +39,8 @@ class ReplayReport:
     """Packages whose version differs from the run's: the run's version and the installed one."""
     not_compared: tuple[str, ...]
     """Columns that the environment does not produce, such as those of a policy."""
+    excluded: tuple[str, ...] = ()
+    """Columns that the run did not store and the replay did not compare, without ``next``."""
     notes: tuple[str, ...] = ()
     frames: int = 0
     """Number of frames in the video; 0 without a video."""
@@ -85,6 +90,7 @@ class ReplayReport:
             "left_out": dict(self.left_out),
             "versions": {name: [*pair] for name, pair in self.versions.items()},
             "not_compared": [*self.not_compared],
+            "excluded": [*self.excluded],
             "notes": [*self.notes],
             "frames": self.frames,
             "seconds": self.seconds,
@@ -103,6 +109,60 @@ class ReplayReport:
         if self.versions:
             said += f"; other versions: {', '.join(self.versions)}"
         return f"ReplayReport({said})"
+
+    def _show_on_(self, page: Page) -> None:
+        show_replay(self, page)
+
+
+def show_replay(found: ReplayReport, page: Page, video: str | None = None) -> None:
+    """Write a report to a page; ``video`` is the path of the video."""
+    within = f" within {found.atol:g}" if found.atol else ""
+    if found.replayed:
+        page.print(
+            f"{'equal' if not found.differences else 'different'}{within}: {found.equal:,} of "
+            f"{found.replayed:,} trajectories are equal, {found.rows:,} rows compared, "
+            f"{found.seconds:.1f} s"
+        )
+    else:
+        page.print("nothing was replayed")
+    if found.differences:
+        page.head("First differences")
+        for each in found.differences[:_SHOWN]:
+            page.print(f"  {each}")
+        if more := len(found.differences) - _SHOWN:
+            page.print(f"  and of {more:,} more trajectories" if more > 0 else "")
+        page.head("Columns that differ (rows, largest difference)")
+        for name, count in found.differing.items():
+            page.print(f"  {name}: {count:,}, {found.largest[name]:g}")
+    elif found.atol and found.largest:
+        page.print(f"largest difference: {max(found.largest.values()):g}")
+    for why, ids in found.not_replayed.items():
+        page.print(f"not replayed: {_named(ids)}: {why}")
+    for why, count in found.left_out.items():
+        page.print(f"not chosen, because they cannot be replayed: {count:,} trajectories: {why}")
+    if found.versions:
+        said = ", ".join(
+            f"{name} {run}, here {here}" for name, (run, here) in found.versions.items()
+        )
+        page.print(f"made with other versions: {said}")
+    if found.not_compared and found.replayed:
+        page.print(
+            "not compared, because the environment does not make them: "
+            f"{', '.join(found.not_compared)}"
+        )
+    if found.excluded and found.replayed:
+        page.print(f"not compared, for the run excluded them: {', '.join(found.excluded)}")
+    for note in found.notes:
+        page.print(f"note: {note}")
+    if found.frames:
+        page.print(f"{video or 'video'}: {found.frames:,} frames")
+
+
+def _named(ids: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, ids[:_SHOWN]))
+    more = len(ids) - _SHOWN
+    noun = "trajectory" if len(ids) == 1 else f"{len(ids):,} trajectories:"
+    return f"{noun} {shown}" + (f" and {more:,} more" if more > 0 else "")
 
 
 def _number(value: Any) -> Any:

@@ -15,6 +15,7 @@ from tallyroll.collector.ext.replay.replay_plan import Line, Table
 from tallyroll.collector.ext.replay.stage import BeforeStep, Stage
 from tallyroll.collector.ext.replay.video import EpisodeVideo
 from tallyroll.storage.errors import Overrun
+from tallyroll.storage.files.excluded_columns import excluded_by
 from tallyroll.storage.rows.keys import (
     COLLECTOR,
     DONE,
@@ -24,6 +25,7 @@ from tallyroll.storage.rows.keys import (
     TRUNCATED,
     Key,
     format_key,
+    without_next,
 )
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.trajectories.episodes import END_TERMINATED, END_TRUNCATED
@@ -44,12 +46,17 @@ class StoredRows:
 
     def __init__(self, storage: DiskStorage, table: Table) -> None:
         self._storage, self._reader = storage, storage.reader
+        self._excluded = excluded_by(storage.runs)
         self._lines = {int(id): at for at, id in enumerate(table["id"].tolist())}
         self._table = table
         self.schema = storage.schema
 
+    def lacks(self, key: Key) -> bool:
+        """Return True if a column is not stored, and no run excluded it."""
+        return key not in self.schema and format_key(without_next(key)) not in self._excluded
+
     def of(self, id: int) -> Array:
-        """Return the row numbers of a trajectory that existed when the replay was planned."""
+        """Return a trajectory's row numbers, without rows added since the replay was planned."""
         rows = self._storage.trajectories.rows_of(id)
         return rows[: int(self._table["length"][self._lines[id]])]
 
@@ -71,8 +78,8 @@ class StoredRows:
         found: Array = self._reader.column(key).take(rows)
         if len(rows) and rows.min() < self._storage.span.start:
             raise Overrun(
-                f"{self._storage.path}: its writer overwrote rows while they were replayed; replay "
-                "fewer of them, or newer ones"
+                f"{self._storage.path}: the writer overwrote rows during the replay. Replay fewer "
+                "or newer trajectories."
             )
         return found
 
@@ -96,7 +103,7 @@ class Lane:
 
 @dataclass
 class _Schedule:
-    """Rows ``[slot, lane]`` of a round with ids and steps; -1 if the lane waits."""
+    """Row numbers, trajectory ids and steps of a round, ``[slot, lane]``; -1 if the lane waits."""
 
     rows: Array
     ids: Array
@@ -172,9 +179,9 @@ class Round:
         self.keys = [key for key in stage.keys if key in stored.schema]
         """Columns that are compared."""
         self.doubtful: list[int] = []
-        """Trajectories that began in a different state than the stepped one."""
+        """Trajectories that differ, but may have begun in a different state."""
         self.unreached: dict[int, int] = {}
-        """Trajectories that were not compared, and the trajectory at which the lane diverged."""
+        """For each trajectory that was not compared, the trajectory at which its lane diverged."""
         self.compared: set[int] = set()
         """Trajectories that were compared."""
         self._require_columns()
@@ -195,23 +202,24 @@ class Round:
     def _require_columns(self) -> None:
         """Refuse an environment whose columns differ from the stored ones."""
         layout, schema = self._stage.plan.layout, self._stored.schema
-        lacking = [key for key in layout if key[0] not in (COLLECTOR,) and key not in schema]
+        lacking = [key for key in layout if key[0] != COLLECTOR and self._stored.lacks(key)]
         if lacking:
             raise ArgumentError(
-                "the environment makes columns that are not stored, "
-                f"{[*map(format_key, lacking)]}; make it as the run did (create_env_fn=)"
+                "the environment makes columns that are not stored: "
+                f"{[*map(format_key, lacking)]}. Make the environment as the run did "
+                "(create_env_fn=)."
             )
         for column in schema.columns:
             made = layout.get(column.key)
             if made is not None and (made.dtype, made.shape) != (column.dtype, column.shape):
                 raise ArgumentError(
-                    f"{format_key(column.key)}: stored as {column.dtype} {[*column.shape]}, and "
-                    f"the environment makes {made.dtype} {[*made.shape]}; make it as the run did "
-                    "(create_env_fn=)"
+                    f"{format_key(column.key)}: expected {column.dtype} {[*column.shape]} as "
+                    f"stored, got {made.dtype} {[*made.shape]} from the environment. Make the "
+                    "environment as the run did (create_env_fn=)."
                 )
 
     def blocks(self) -> Iterator[None]:
-        """Step and compare; yield after each block."""
+        """Step and compare the lanes; yield after each block."""
         stage, schedule = self._stage, self._schedule
         length = len(schedule.rows)
         for start in range(0, length, stage.slots):
@@ -266,13 +274,13 @@ class Round:
         of_observation = key[0] == NEXT and key[1:] in self._stage.plan.layout
         if of_observation and NEXT_VALID in self._stored.schema:
             kept = np.flatnonzero(self._stored.take(NEXT_VALID, rows))
-        # Both have zeros for lost observations of agents.
+        # For lost observations of agents, stored and replayed values are both zeros.
         return stored[kept], replayed[kept], kept
 
     def _without_doubtful(
         self, start: int, at: tuple[Array, Array], rows: Array
     ) -> tuple[tuple[Array, Array], Array]:
-        """Drop trajectories that differ and may begin in a different state, and later ones."""
+        """Drop doubtful trajectories that differ, and the later trajectories of their lanes."""
         some = np.flatnonzero(self._schedule.doubtful[at[0] + start, at[1]])
         if not len(some):
             return at, rows
@@ -285,7 +293,7 @@ class Round:
             if start + slot < self._stop[lane]:
                 self._stop[lane] = start + slot
                 self.doubtful += self._ids_from(start + slot, lane)
-        return self._kept(start, at, rows)
+        return self._before_stop(start, at, rows)
 
     def _until_broken(
         self, start: int, at: tuple[Array, Array], rows: Array
@@ -299,9 +307,9 @@ class Round:
                 slot, lane = start + int(at[0][index]), int(at[1][index])
                 if slot + 1 < self._stop[lane]:
                     self._stop[lane] = slot + 1
-        return self._kept(start, at, rows)
+        return self._before_stop(start, at, rows)
 
-    def _kept(
+    def _before_stop(
         self, start: int, at: tuple[Array, Array], rows: Array
     ) -> tuple[tuple[Array, Array], Array]:
         keep = start + at[0] < self._stop[at[1]]

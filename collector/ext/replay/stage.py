@@ -81,14 +81,14 @@ class Stage:
             3 if worker is not None else 1
         )
         torch.manual_seed(int(words[0]))
-        if worker is not None:  # a worker is its own process
+        if worker is not None:  # a worker seeds its own process
             np.random.seed(int(words[1]))
             random.seed(int(words[2]))
         base = system_of(self.env)
         takes = base is None or base.stepper.takes_seeds or base.stepper.contexts.resets is not None
         if not takes:
             raise EnvironmentRefused(
-                f"{self.kind} takes no seed, so that it cannot begin again where the run began"
+                f"{self.kind} does not accept seeds, so a replay cannot start where the run started"
             )
         seed_env(self.env, seed, incarnation, lanes)
 
@@ -98,7 +98,7 @@ class Stage:
         if self._driver is None:
             self._prepare(first)
         driver = self.driver
-        driver.used = 0
+        driver.seek(0)
         driver.start_from(first)
         driver.begin()
 
@@ -121,7 +121,8 @@ class Stage:
         self.plan: SlabPlan = plan_slab(self.env, None, first, self._options)
         if self.plan.arrivals:
             raise EnvironmentRefused(
-                f"{self.kind} returns lanes in any order, and in which one is not stored"
+                f"{self.kind} returns lanes in any order, and the storage does not record the "
+                "order of the run"
             )
         row = sum(
             torch.empty(column.shape, dtype=column.dtype).nbytes
@@ -153,7 +154,7 @@ class Stage:
             before: hook called before each slot.
         """
         driver = self.driver
-        driver.used = 0
+        driver.seek(0)
         if len(at[0]) == slots * self.lanes and before is None:
             self._put(actions, at, slice(None))
             driver.stepped.step(0, slots)
@@ -229,8 +230,8 @@ class Stage:
         for outcome in reach_env(self.env, asked, [lane]):
             if outcome.error is not None:
                 raise EnvironmentRefused(
-                    f"{asked}, which the run had called, raised {type(outcome.error).__name__} in "
-                    f"the environment here: {outcome.error}; make it as the run did"
+                    f"{asked} succeeded in the run, but raised {type(outcome.error).__name__} "
+                    f"here: {outcome.error}. Make the environment as the run did."
                 ) from outcome.error
 
     def close(self) -> None:

@@ -18,12 +18,12 @@ from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.setup.traits import system_of
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra
 from tallyroll.collector.ext.replay.comparison import Difference
+from tallyroll.storage.errors import MissingLibrary
+from tallyroll.storage.ext.notebook.film import Mp4
 
 Array = np.ndarray[Any, Any]
 
-_RATE = 30
 _MODE = 'make the environment with render_mode="rgb_array"'
-_CODECS = ("libx264", "mpeg4")
 
 
 class EpisodeVideo:
@@ -42,10 +42,6 @@ class EpisodeVideo:
         self._path = path
         if not path.endswith(".mp4"):
             raise ArgumentError(f"video: expected a file that ends in .mp4, got {path!r}")
-        self._container: Any = None
-        self._stream: Any = None
-        self.frames = 0
-        """Number of frames written."""
 
     def __enter__(self) -> Self:
         try:
@@ -54,7 +50,7 @@ class EpisodeVideo:
             raise ArgumentError(
                 f"video: {self._path} cannot be written: {error.strerror}"
             ) from error
-        self._container = self._av.open(self._file, "w", format="mp4")
+        self._encoder = Mp4(self._av, self._file)
         return self
 
     def __exit__(
@@ -64,9 +60,7 @@ class EpisodeVideo:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if self._stream is not None:
-                self._container.mux(self._stream.encode(None))
-            self._container.close()
+            self._encoder.close()
         finally:
             self._file.close()
             if not self.frames:
@@ -78,26 +72,15 @@ class EpisodeVideo:
 
     def add(self, image: Array) -> None:
         """Add an image, uint8 ``[height, width, 3]``."""
-        height, width = (size + size % 2 for size in image.shape[:2])
-        if self._stream is None:
-            self._stream = self._begun(width, height)
-        wanted = (self._stream.height, self._stream.width)
-        if (height, width) != wanted:
-            raise EnvironmentRefused(
-                f"frames of a film have one size, got {[height, width]} after {[*wanted]}"
-            )
-        padded = np.pad(image, [(0, image.shape[0] % 2), (0, image.shape[1] % 2), (0, 0)])
-        frame = self._av.VideoFrame.from_ndarray(np.ascontiguousarray(padded), format="rgb24")
-        self._container.mux(self._stream.encode(frame))
-        self.frames += 1
+        try:
+            self._encoder.add(image)
+        except (ValueError, MissingLibrary) as error:
+            raise EnvironmentRefused(str(error)) from error
 
-    def _begun(self, width: int, height: int) -> Any:
-        codec = next((name for name in _CODECS if name in self._av.codecs_available), None)
-        if codec is None:
-            raise EnvironmentRefused(f"PyAV here has none of the encoders {', '.join(_CODECS)}")
-        stream = self._container.add_stream(codec, rate=_RATE)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        return stream
+    @property
+    def frames(self) -> int:
+        """Number of frames written."""
+        return self._encoder.frames
 
 
 def rendered(env: EnvBase, lane: int) -> Array:
@@ -113,7 +96,8 @@ def rendered(env: EnvBase, lane: int) -> Array:
     vector = getattr(inner, "unwrapped", None)
     if not isinstance(vector, SyncVectorEnv):
         raise EnvironmentRefused(
-            f"{kind} cannot be filmed: expected a Gymnasium environment by its id, or by a factory"
+            f"{kind} cannot be filmed: expected a Gymnasium environment, given by its id or by a "
+            "factory"
         )
     try:
         image = vector.envs[lane].render()
@@ -124,8 +108,8 @@ def rendered(env: EnvBase, lane: int) -> Array:
     found = np.asarray(image)
     if found.dtype != np.uint8 or found.ndim != 3 or found.shape[-1] != 3:
         raise EnvironmentRefused(
-            "expected an image of render(), uint8 [height, width, 3], got "
-            f"{type(image).__name__}; {_MODE}"
+            f"render(): expected an image, uint8 [height, width, 3], got {type(image).__name__}; "
+            f"{_MODE}"
         )
     return found
 
@@ -138,7 +122,8 @@ def write_picture(difference: Difference, path: str) -> None:
     """
     if not difference.is_image:
         raise ArgumentError(
-            f"{difference.column} is no image (uint8, height and width): there is no picture of it"
+            f"{difference.column} is not an image (uint8, height and width), so no picture can be "
+            "drawn"
         )
     images = [_coloured(each) for each in (difference.stored, difference.replayed)]
     apart = np.abs(images[0].astype(np.int16) - images[1].astype(np.int16)).max(axis=-1)

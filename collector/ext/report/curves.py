@@ -48,8 +48,8 @@ def mean_of_last(
         ended_at: transition of the run at which each episode ended, ascending, [episode].
         returns: returns of the episodes, [episode].
         at: numbers of transitions, [at].
-        window: number of episodes. If there are fewer, the mean is over all of them; without any it
-            is NaN.
+        window: number of episodes. If there are fewer, the mean is over all of them; without
+            episodes it is NaN.
     """
     stop = np.searchsorted(ended_at, at, side="right")
     start = np.maximum(0, stop - window)
@@ -63,7 +63,7 @@ def group_curve(strata: Sequence[Sequence[Scores]], at: NDArray[np.int64]) -> Cu
     """Return the curve of a group.
 
     Args:
-        strata: values of the runs of each environment, [at] each; NaN where a run has none.
+        strata: values of the runs of each environment, [at] each; NaN where a run has no value.
         at: numbers of transitions, [at].
     """
     scores = [np.stack(runs, axis=-1) for runs in strata]

@@ -28,24 +28,26 @@ def require_report(path: str, *, force: bool = False) -> None:
     except FileNotFoundError:
         folder = os.path.dirname(os.path.realpath(path))
         if not os.access(folder, os.W_OK | os.X_OK):
-            why = "may not be written to" if os.path.isdir(folder) else "is no folder"
+            why = "is not writable" if os.path.isdir(folder) else "is not a folder"
             raise ArgumentError(f"the report cannot be written to {path}: {folder} {why}") from None
         return
     if not stat.S_ISREG(mode):
-        raise ArgumentError(f"expected a file for the report, and {path} is none; give another")
+        raise ArgumentError(
+            f"expected a regular file for the report, but {path} is not one. Give another path."
+        )
     if force:
         return
     with open(path, "rb") as file:
         head = file.read(_HEAD_NBYTES)
     if head and MARK.encode() not in head and not head.startswith(CSV_BEGINNING.encode()):
         raise ArgumentError(
-            f"{path} is there and is no report: give another path, or --force (force=True) to "
-            "replace it"
+            f"{path} exists and is not a report. Give another path, or --force (force=True) to "
+            "replace the file."
         )
 
 
 def write_report(path: str, text: str, *, force: bool = False) -> None:
-    """Write a report's file atomically; raise as `require_report`."""
+    """Write a report's file atomically; see `require_report` for errors."""
     require_report(path, force=force)
     place = os.path.realpath(path)
     file, aside = tempfile.mkstemp(prefix=".report-", suffix=".tmp", dir=os.path.dirname(place))

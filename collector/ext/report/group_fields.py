@@ -1,4 +1,4 @@
-"""Fields that decide which runs form a group, that is, are seeds of the same experiment."""
+"""Fields that decide which runs form a group, as seeds of the same experiment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tallyroll.storage.package.near_names import did_you_mean
 FIELDS: Final = ("environment", "label", "folder", "policy")
 DEFAULT: Final = ("environment", "label")
 NOTHING: Final = "-"
-"""Shown if a run has no value."""
+"""Text that is shown if a run has no value."""
 
 _MOST_LETTERS = 200
 _SUFFIXES = (".h5", ".hdf5", ".zarr")
@@ -40,7 +40,7 @@ def label_of(path: str) -> str:
 
 
 def value_of(field: str, path: str, environment: str, entry: Mapping[str, Any]) -> str | None:
-    """Return a run's value for a group field, or None if it has none.
+    """Return a run's value for a group field, or None if the run has no value.
 
     Args:
         field: one of `FIELDS`, or the name of a value in a run's entry, such as
@@ -93,8 +93,8 @@ def require_known(fields: Sequence[str], entries: Iterable[Mapping[str, Any]]) -
             continue
         known = sorted({*FIELDS, *(name for run in runs for name in _names_in(run))})
         raise ArgumentError(
-            f"group_by: no run says its {field!r}; expected {', '.join(FIELDS)}, or the name of a "
-            f"value in a run's entry, such as call.frames_per_batch{did_you_mean(field, known)}"
+            f"group_by: expected {', '.join(FIELDS)}, or the name of a value in a run's entry, "
+            f"such as call.frames_per_batch, got {field!r}{did_you_mean(field, known)}"
         )
 
 

@@ -20,7 +20,7 @@ from tallyroll.collector.ext.report.statistics import (
 )
 
 Scale = Mapping[str, tuple[float, float]]
-"""The returns of an environment, by name, that are scaled to 0 and 1."""
+"""The two returns of each environment that are scaled to 0 and 1, by environment name."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,10 @@ def groups_of(
     window: int,
     problem: Callable[[str, str], object],
 ) -> list[Group]:
-    """Group runs, ordered by group name; call ``problem`` with a group name and a sentence."""
+    """Group runs, and order the groups by name.
+
+    ``problem`` is called with the name of a group, and a sentence about the group.
+    """
     values = [
         tuple(value_of(field, run.place, run.environment, run.entry) or NOTHING for field in fields)
         for run in runs
@@ -75,8 +78,9 @@ def groups_of(
         scaled, why = len(environments) > 1, ""
         if scaled and (lacking := [each for each in environments if each not in scale]):
             why = (
-                f"it has runs of {', '.join(environments)}, whose returns have no common mean: add "
-                f"environment to --group-by, or give --scale for {', '.join(lacking)}"
+                f"the group has runs of {', '.join(environments)}, and their returns have no "
+                "common mean. Add environment to --group-by, or give --scale for "
+                f"{', '.join(lacking)}"
             )
             problem(name, why)
         scores = {run.path: _scaled(score_of(run, window), run, scale, scaled) for run in there}
@@ -103,7 +107,7 @@ def groups_of(
 
 
 def _ends(groups: Sequence[Sequence[Run]]) -> dict[tuple[str, ...], int]:
-    """Return the largest number of transitions of the runs with the same environments."""
+    """Return the largest number of transitions of a run, by the environments of its group."""
     ends: dict[tuple[str, ...], int] = {}
     for group in groups:
         environments = tuple(sorted({run.environment for run in group}))
@@ -127,7 +131,7 @@ def _curve(
     scale: Scale,
     scaled: bool,
 ) -> Curve | None:
-    """Return the curve of runs that have returns, as far as the shortest run."""
+    """Return the curve of runs that have returns, up to the end of the shortest run."""
     if not len(at):
         return None
 

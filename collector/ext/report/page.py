@@ -112,7 +112,7 @@ def common_folder(paths: Sequence[str]) -> str:
 
 
 def short_name(group: Group) -> str:
-    """Return the name of a group among others of the same environment."""
+    """Return the name of a group without its environment, which the panel's title shows."""
     names = [value for field, value in group.fields.items() if field != "environment"]
     return " · ".join(names) or group.name
 

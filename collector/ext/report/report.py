@@ -8,13 +8,14 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.ext.report.figure import report_figure
 from tallyroll.collector.ext.report.files import write_report
 from tallyroll.collector.ext.report.group_fields import (
     DEFAULT,
@@ -27,10 +28,15 @@ from tallyroll.collector.ext.report.page import render
 from tallyroll.collector.ext.report.run_reader import COUNTS, Run, read_runs
 from tallyroll.collector.ext.report.storage_search import distinct, storages_at
 from tallyroll.collector.ext.report.stored_runs import part, whole_number
+from tallyroll.collector.ext.report.text import show_runs
 from tallyroll.storage.errors import StorageError
 from tallyroll.storage.ext.joined.shards import SHARD, recorded_shard
+from tallyroll.storage.rows.pages import Page, PageSource
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.storages import open_storage
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Note = Callable[[str, str], object]
 """Callback with the name of a run, and a sentence about it."""
@@ -55,7 +61,7 @@ def with_shards_joined(runs: Sequence[Run], problem: Note, note: Note) -> list[R
         if index in there:
             problem(
                 run.path,
-                f"it is shard {index} of {of}, as {there[index].path} is, which counts alone",
+                f"shard {index} of {of} is also in {there[index].path}, and only that one counts",
             )
         else:
             there[index] = run
@@ -157,7 +163,7 @@ class Problem:
 
 
 @dataclass(frozen=True, repr=False)
-class RunsReport:
+class RunsReport(PageSource):
     """A report over many runs, made by `report`."""
 
     groups: tuple[Group, ...]
@@ -176,7 +182,7 @@ class RunsReport:
 
     @cached_property
     def table(self) -> list[dict[str, Any]]:
-        """One dict per run, as ``pandas.DataFrame`` accepts them. Unknown values are None."""
+        """One dict per run, in a form for ``pandas.DataFrame``. Unknown values are None."""
         return [self._line(group, run) for group in self.groups for run in group.runs]
 
     def _line(self, group: Group, run: Run) -> dict[str, Any]:
@@ -240,7 +246,7 @@ class RunsReport:
         return text.getvalue()
 
     def to_csv(self, path: Path, *, force: bool = False) -> None:
-        """Write the table as CSV, atomically; raise as `to_html`."""
+        """Write the table as CSV, atomically; see `to_html` for arguments and errors."""
         write_report(os.fspath(path), self.as_csv(), force=force)
 
     def to_html(self, path: Path, *, force: bool = False) -> None:
@@ -256,6 +262,14 @@ class RunsReport:
         """
         write_report(os.fspath(path), render(self), force=force)
 
+    def plot(self) -> Figure:
+        """Draw the learning curves of the groups with their intervals, with Matplotlib.
+
+        Raises:
+            MissingExtra: Matplotlib is not installed.
+        """
+        return report_figure(self.groups)
+
     def __repr__(self) -> str:
         lines = [f"RunsReport({_count(len(self.runs), 'run')}, {_count(len(self.groups), 'group')}"]
         if self.problems:
@@ -267,6 +281,9 @@ class RunsReport:
                 shown += f" [{found.low:.5g}, {found.high:.5g}]"
             lines.append(f"  {group.name}: {_count(len(group.runs), 'run')}, return {shown}")
         return ",\n".join(lines) + ")"
+
+    def _show_on_(self, page: Page) -> None:
+        show_runs(self, page)
 
 
 def report(
@@ -291,7 +308,7 @@ def report(
             (the name of the storage without the seed at its end, or for ``ppo/3`` the name of the
             folder), ``"folder"``, ``"policy"``, or the name of a value in the run's entry, such as
             ``"call.frames_per_batch"``.
-        window: number of episodes, also for each point of a learning curve.
+        window: number of last episodes in a mean, also at each point of a learning curve.
         scale: the two returns of each environment that are scaled to 0 and 1. A group of several
             environments has no common mean without a scale.
         progress: function called with the number of rows read and the total.
@@ -373,7 +390,7 @@ def _problem(path: str, error: Exception) -> Problem:
 
 
 def _each_once(runs: Sequence[Run], problems: list[Problem]) -> list[Run]:
-    """Return the runs without copies of earlier ones, which would count as other seeds."""
+    """Return the runs without copies of earlier runs, which would count as other seeds."""
     known: dict[Any, Run] = {}
     kept = []
     for run in runs:
@@ -382,7 +399,10 @@ def _each_once(runs: Sequence[Run], problems: list[Problem]) -> list[Run]:
             kept.append(run)
         else:
             problems.append(
-                Problem(run.path, f"it is a copy of the run in {first.path}, which counts alone")
+                Problem(
+                    run.path,
+                    f"the run is a copy of the run in {first.path}, and only that one counts",
+                )
             )
     return kept
 
@@ -395,21 +415,24 @@ def _notes(groups: Iterable[Group]) -> Iterable[Problem]:
                 by_seed.setdefault((run.environment, run.seed), []).append(run.path)
             if run.begins_late:
                 yield Problem(
-                    run.path, "its oldest rows were overwritten: its curve begins with those left"
+                    run.path,
+                    "the oldest rows were overwritten, so the curve begins with the remaining rows",
                 )
             if run.unversioned:
                 yield Problem(run.path, run.unversioned)
             if run.state in ("stopped", "killed", "running"):
                 asked = run.asked if run.asked is not None else run.asked_episodes
                 unit = "transitions" if run.asked is not None else "episodes"
-                wanted = "" if asked is None else f", and was asked for {asked:,} {unit}"
-                yield Problem(run.path, f"{run.state}: it has {run.stored:,} transitions{wanted}")
+                wanted = "" if asked is None else f", and its budget is {asked:,} {unit}"
+                yield Problem(
+                    run.path, f"{run.state}: the run has {run.stored:,} transitions{wanted}"
+                )
         for (_, seed), paths in by_seed.items():
             if len(paths) > 1:
                 yield Problem(
                     group.name,
-                    f"{', '.join(paths)} have the same seed, {seed}: where all is deterministic, "
-                    "they are one run and not several",
+                    f"{', '.join(paths)} have the same seed, {seed}. If everything is "
+                    "deterministic, they are one run and not several",
                 )
 
 

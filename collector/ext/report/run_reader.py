@@ -55,7 +55,7 @@ class Run:
     """Key that is equal for two runs if one is a copy of the other."""
     seed: int | None
     asked: int | None
-    """Requested transitions; None with any other budget, or without a budget."""
+    """Number of requested transitions; None if the budget has another unit or is absent."""
     asked_episodes: int | None
     stored: int
     """Stored transitions, including those that a ring has overwritten."""
@@ -69,13 +69,13 @@ class Run:
     state: str
     """State of the run.
 
-    ``"complete"``, ``"stopped"`` before that, ``"running"``, ``"killed"``, or ``"closed"`` if the
-    run had no budget.
+    ``"complete"``, ``"stopped"`` before the budget was met, ``"running"``, ``"killed"``, or
+    ``"closed"`` if the run had no budget.
     """
     episodes: int
     """Number of complete episodes in the rows that exist."""
     ended_at: NDArray[np.int64]
-    """Number of each episode's last row among those of the run, counted from 1, ascending.
+    """Number of each episode's last row among the rows of the run, counted from 1, ascending.
 
     Rows of a batch may be ordered by lane. The number is then in the same batch as
     `Episode.ended_at`, but may differ from it.
@@ -87,7 +87,7 @@ class Run:
     begins_late: bool = False
     """True if a ring has overwritten the oldest rows of the run."""
     unversioned: str = ""
-    """Sentence about weights that changed without a new policy version; empty if none did."""
+    """Sentence about weights that changed without a new policy version; empty without any."""
 
 
 def read_runs(
@@ -103,44 +103,54 @@ def read_runs(
         path: path of the storage.
         progress: function called with the number of rows read so far.
         problem: function called with a sentence for each item that cannot be read.
-        accept_copy: as in `open_storage`.
+        accept_copy: see `open_storage`.
 
     Raises:
         StorageError: the storage cannot be opened or read.
     """
     with open_storage(path, accept_copy=accept_copy) as storage:
-        span = storage.span
-        # Entries are shown to others, so they omit the host, as in other formats.
-        runs = runs_of([exported(run) for run in storage.runs], span)
-        if not storage.head:
-            problem("no rows are in it yet")
-        elif not runs:
-            problem("its manifest names no run that made its rows")
-        lines, why = _episodes(storage, span, progress)
-        record = RunRecord.parse(storage.record)
-        last_state = _state(storage)
-        for number, run in enumerate(runs):
-            stop = runs[number + 1]["first_row"] if number + 1 < len(runs) else span.stop
-            last = number + 1 == len(runs)
-            if is_copied(run) or LEFT_OUT in run:
-                problem(
-                    f"rows {run['first_row']:,} to {stop - 1:,} were copied from other storages: "
-                    "give those"
-                )
-                continue
-            own = record if last and record and record.first_row == run["first_row"] else None
-            yield _run_of(
-                path if len(runs) == 1 else f"{path} (run {number})",
-                path,
-                str(storage.manifest["id"]),
-                run,
-                stop,
-                own,
-                last_state if last else "stopped",
-                lines[(lines["first_row"] >= run["first_row"]) & (lines["first_row"] < stop)],
-                why,
-                begins_late=run["first_row"] < span.start,
+        yield from runs_in(storage, path, progress, problem)
+
+
+def runs_in(
+    storage: DiskStorage,
+    path: str,
+    progress: Callable[[int], object],
+    problem: Callable[[str], object],
+) -> Iterator[Run]:
+    """Yield the runs of an open storage; see `read_runs`."""
+    span = storage.span
+    # Entries are shown to others, so they omit the host, as in other formats.
+    runs = runs_of([exported(run) for run in storage.runs], span)
+    if not storage.head:
+        problem("the storage has no rows yet")
+    elif not runs:
+        problem("the manifest does not contain the run that made the rows")
+    lines, why = _episodes(storage, span, progress)
+    record = RunRecord.parse(storage.record)
+    last_state = _state(storage)
+    for number, run in enumerate(runs):
+        stop = runs[number + 1]["first_row"] if number + 1 < len(runs) else span.stop
+        last = number + 1 == len(runs)
+        if is_copied(run) or LEFT_OUT in run:
+            problem(
+                f"rows {run['first_row']:,} to {stop - 1:,} were copied from other storages. "
+                "Give the original storages"
             )
+            continue
+        own = record if last and record and record.first_row == run["first_row"] else None
+        yield _run_of(
+            path if len(runs) == 1 else f"{path} (run {number})",
+            path,
+            str(storage.manifest["id"]),
+            run,
+            stop,
+            own,
+            last_state if last else "stopped",
+            lines[(lines["first_row"] >= run["first_row"]) & (lines["first_row"] < stop)],
+            why,
+            begins_late=run["first_row"] < span.start,
+        )
 
 
 def _episodes(
@@ -149,19 +159,19 @@ def _episodes(
     """Return the lines of complete episodes, and the reason why they lack returns, or ""."""
     reader = storage.reader
     if not storage.head:
-        return storage.trajectories.table[:0], "it has no rows"
+        return storage.trajectories.table[:0], "the storage has no rows"
     try:
         reader.trajectory_index.episodes(reader, progress)
         table, whole = table_of(storage.trajectories.table, span)
     except ColumnsMissing:
         nothing = np.zeros(0, [("first_row", "i8"), ("last_row", "i8"), ("length", "i8")])
-        return nothing, "its rows have no trajectory ids"
+        return nothing, "the rows have no trajectory ids"
     lines = table[whole]
     lines = lines[np.argsort(lines["last_row"])]
     if REWARD not in storage.schema:
-        return lines, "its rows have no column next/reward"
+        return lines, "the rows have no column next/reward"
     if lines["return"].ndim > 1:
-        return lines, "its rows have several rewards each"
+        return lines, "the rows have several rewards each"
     return lines, ""
 
 
@@ -194,7 +204,7 @@ def _run_of(
         episodes = _count(call, "total_episodes")
     done = counts.get("episodes_complete", 0) if counts else len(lines)
     done_frames = asked is not None and stored >= asked
-    if call.get("budget_unit") == "agent_transitions":  # the report has no column for it
+    if call.get("budget_unit") == "agent_transitions":  # the report has no column for them
         agents = counts.get("agent_transitions", 0) if counts else 0
         done_frames = asked is not None and agents >= asked
     if asked is None and episodes is None:
@@ -202,11 +212,11 @@ def _run_of(
     elif (done_frames if asked is not None else done >= (episodes or 0)) and state != "running":
         state = "complete"
     if not why and not len(lines):
-        why = "no episode of it has ended whole"
+        why = "the run has no complete episode"
     ended = len(lines)
     returns = np.empty(0) if why else lines["return"].astype(np.float64)
     if strange := int(np.count_nonzero(~np.isfinite(returns))):
-        why = f"{strange:,} of {len(returns):,} returns are no finite numbers"
+        why = f"{strange:,} of {len(returns):,} returns are not finite numbers"
     lines = lines[: 0 if why else None]
     returns = returns[: 0 if why else None]
     seed = whole_number(run, "seed", -1)

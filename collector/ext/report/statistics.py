@@ -44,7 +44,8 @@ def mean(*strata: Scores, axis: int = -1) -> Any:
 def interquartile_mean(*strata: Scores, axis: int = -1) -> Any:
     """Return the mean without the ``int(n / 4)`` lowest and highest of n scores, along ``axis``.
 
-    It is ``scipy.stats.trim_mean(scores, 0.25)``. For one to three scores it is the mean.
+    The result equals ``scipy.stats.trim_mean(scores, 0.25)``. For one to three scores it is the
+    mean.
     """
     return needs("scipy.stats", "report", "reports").trim_mean(
         np.concatenate(strata, axis), _CUT, axis
@@ -57,7 +58,7 @@ def bounds(
     """Return the bounds of the 95 % percentile bootstrap interval of a statistic.
 
     Args:
-        statistic: function of one array per stratum, along their last axis.
+        statistic: function of one array per stratum. It reduces their last axis.
         strata: scores [..., run] of each stratum. All scores of a run are drawn together.
         draws: number of bootstrap samples. They are the same in each call.
 

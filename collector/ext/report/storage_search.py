@@ -18,8 +18,8 @@ def storages_at(
 ) -> Iterator[tuple[str, StorageError | OSError | None]]:
     """Yield each storage at ``path`` or below it, with the error if it cannot be opened.
 
-    A folder that is not a storage is searched. Files in it count if their suffix is that of a
-    storage.
+    A folder that is not a storage is searched. Files in the folder count if they have the suffix of
+    a storage file.
     """
     refused = _refusal(path, accept_copy)
     if not isinstance(refused, NotAStorage) or not os.path.isdir(path):
@@ -32,7 +32,7 @@ def storages_at(
 def _below(
     folder: str, depth: int, seen: set[str], accept_copy: bool
 ) -> Iterator[tuple[str, StorageError | OSError | None]]:
-    """Yield the storages in a folder; ``seen`` are folders that were searched already."""
+    """Yield the storages in a folder; ``seen`` has the folders that were already searched."""
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
@@ -52,7 +52,7 @@ def _below(
 
 
 def _refusal(path: str, accept_copy: bool) -> StorageError | OSError | None:
-    """Return why no storage can be opened at a path, or None if one can."""
+    """Return the error of opening a storage at a path; None if the storage can be opened."""
     try:
         open_storage(path, accept_copy=accept_copy).close()
     except (StorageError, OSError) as error:
@@ -61,7 +61,7 @@ def _refusal(path: str, accept_copy: bool) -> StorageError | OSError | None:
 
 
 def distinct(paths: Iterable[str]) -> list[str]:
-    """Return the paths without duplicates of the same place."""
+    """Return the paths, without those that lead to the same place as an earlier path."""
     places: dict[str, str] = {}
     for path in paths:
         places.setdefault(os.path.realpath(path), path)

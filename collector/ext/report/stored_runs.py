@@ -35,9 +35,9 @@ def whole_number(run: Mapping[str, Any], name: str, default: int = 0) -> int:
 def runs_of(entries: Sequence[Mapping[str, Any]], span: range) -> list[dict[str, Any]]:
     """Return one entry per run, with the entries that a resume added merged into it.
 
-    ``rows`` is the number of rows of ``span`` that the run wrote, ``resumed`` is how often it
-    resumed, and ``resumed_at`` are the rows at which it did. ``events`` has the events of all
-    entries, if there are any.
+    ``rows`` is the number of rows of ``span`` that the run wrote. ``resumed`` is the number of
+    times that the run resumed, and ``resumed_at`` has the rows at which it resumed. ``events`` has
+    the events of all entries, if there are any.
     """
     runs: list[dict[str, Any]] = []
     for entry in entries:
@@ -92,7 +92,7 @@ def lines_of(storage: DiskStorage, span: range) -> tuple[Table, Table] | None:
 def table_of(table: Table, span: range) -> tuple[Table, Table]:
     """Return the lines of ``table`` with rows in ``span``, and a mask of complete episodes."""
     table = table[(table["first_row"] < span.stop) & (table["last_row"] >= span.start)]
-    # A writer may have committed more rows since; those trajectories were open.
+    # A writer may have added rows after ``span``. Trajectories with such rows were still open.
     table["end"][table["last_row"] >= span.stop] = END_OPEN
     ended = np.isin(table["end"], (END_TERMINATED, END_TRUNCATED))
     return table, ended & (table["first_row"] >= span.start) & (table["first_step"] == 0)

@@ -27,7 +27,7 @@ class AleSystem(GymnasiumSystem):
 
     Args:
         env: the environment. The system closes it.
-        others: as for `GymnasiumSystem`.
+        others: see `GymnasiumSystem`.
 
     Raises:
         EnvironmentRefused: the environment is asynchronous.
@@ -42,16 +42,16 @@ class AleSystem(GymnasiumSystem):
         if base.batch_size != base.num_envs:
             raise EnvironmentRefused(
                 f"AtariVectorEnv with batch_size={base.batch_size} of num_envs={base.num_envs} is "
-                "asynchronous: its lanes come back in any order; leave batch_size out"
+                "asynchronous and returns lanes in any order. Leave batch_size out."
             )
         masks = True if reset_masks is None else reset_masks
         super().__init__(env, reset_masks=masks, **others)
         if self._rules.at_end == "final" and masks:
-            self._takes, self.why_no_resets = [True, False], "its resets take no options of a game"
+            self._takes, self.why_no_resets = [True, False], "its resets accept no options"
         else:
             self.why_no_resets = (
-                'it resets lanes within its step; in NEXT_STEP mode reset_slots="avoid" lets each '
-                "reset take a seed, and none takes options of a game"
+                'it resets lanes within its step; in NEXT_STEP mode, reset_slots="avoid" lets each '
+                "reset accept a seed, but not options"
             )
         self.declares = self._declared()
 
@@ -77,7 +77,7 @@ class AleSystem(GymnasiumSystem):
         games = needs("ale_py.roms", "atari").get_all_rom_ids()
         if name not in games:
             raise ArgumentError(
-                f"ale: expected the name of a game, as 'pong' or 'ms_pacman', got {name!r}"
+                f"ale: expected the name of a game, such as 'pong' or 'ms_pacman', got {name!r}"
             )
         kind = needs("ale_py.vector_env", "atari").AtariVectorEnv
         try:

@@ -53,8 +53,8 @@ class BraxSystem(Functional):
         wrappers = {type(each).__name__ for each in _chain(env)}
         if found := sorted(name for name in wrappers if "Vmap" in name or "AutoReset" in name):
             raise EnvironmentRefused(
-                f"{', '.join(found)}: {type(self).__name__} makes lanes and resets them itself, "
-                "so that final observations are kept; pass env.unwrapped"
+                f"{type(self).__name__}: expected an environment without wrappers that make or "
+                f"reset lanes, got {', '.join(found)}. Pass env.unwrapped."
             )
         if episode_length is not None and episode_length < 1:
             raise ArgumentError(f"episode_length: expected at least 1 step, got {episode_length}")
@@ -72,14 +72,14 @@ class BraxSystem(Functional):
         before, steps = state
         after = self._varied(self._env, context).step(before, action[0])
         steps, done = steps + 1, after.done > 0.5
-        cut = done & (after.info.get("truncation", 0.0) > 0.5)  # by an EpisodeWrapper
+        cut = done & (after.info.get("truncation", 0.0) > 0.5)  # set by an EpisodeWrapper
         terminated = done & ~cut
         if self._length is not None:
             cut |= ~terminated & (steps >= self._length)
         return StepOutcome((after, steps), after.obs, [after.reward], terminated, cut)
 
     def _varied(self, env: Any, context: Context) -> Any:
-        """Return ``env`` with parameters that are arguments of the compiled call."""
+        """Return ``env`` with the parameters of ``context``, arguments of the compiled call."""
         if not context:
             return env
         env = copy.copy(env)
@@ -100,8 +100,8 @@ class BraxSystem(Functional):
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
         """Make the environment of ``brax:name``.
 
-        ``kwargs`` are the environment's own and ``episode_length``. ``context`` lists the fields of
-        its ``sys`` to draw at each reset.
+        ``kwargs`` are the environment's own arguments and ``episode_length``. ``context`` lists the
+        fields of its ``sys`` to draw at each reset.
         """
         length, names = kwargs.pop("episode_length", 1000), kwargs.pop("context", ())
         envs = needs("brax.envs", cls.extra)
@@ -109,7 +109,7 @@ class BraxSystem(Functional):
         system = getattr([*_chain(env)][-1], cls.parameters)
         found = {each: _field(system, each) for each in names}
         context = contexts(
-            names, found, f'{name} (fields of its {cls.parameters}, as "opt.gravity")'
+            names, found, f'{name} (fields of its {cls.parameters}, such as "opt.gravity")'
         )
         return cls(env, lanes, episode_length=length, context=context)
 
@@ -121,7 +121,7 @@ class BraxSystem(Functional):
 
 
 def _field(parameters: Any, name: str) -> Any:
-    """Return the field ``name``, as ``"opt.gravity"``; None if there is none."""
+    """Return the field ``name``, such as ``"opt.gravity"``; None if the field is missing."""
     for part in name.split("."):
         parameters = getattr(parameters, part, None)
     return parameters

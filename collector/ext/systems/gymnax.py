@@ -51,8 +51,8 @@ class GymnaxSystem(Functional):
         self._fields = vars(self._params)
         if unknown := {*(context or {})} - {*self._fields}:
             raise ArgumentError(
-                f"context: {sorted(unknown)} are no parameters; expected some of "
-                f"{sorted(self._fields)}"
+                f"context: expected some of the parameters {sorted(self._fields)}, got "
+                f"{sorted(unknown)}"
             )
         super().__init__(
             lanes,
@@ -74,7 +74,7 @@ class GymnaxSystem(Functional):
         observation, state_after, reward, done, _ = step(key, state, action[0], params)
         terminated = done
         if _LIMIT in self._fields:
-            # Once both are compiled, only the differing parts of this second call remain.
+            # After compilation, only the parts that differ from the first call are computed.
             terminated = (
                 done & step(key, state, action[0], params.replace(**{_LIMIT: 2**31 - 1}))[3]
             )
@@ -93,15 +93,16 @@ class GymnaxSystem(Functional):
         """Make the environment of ``gymnax:name``.
 
         In ``kwargs``, ``params`` replaces parameters by name, ``context`` lists the parameters to
-        draw at each reset, and ``unbounded`` is as for the class. The other arguments are the
-        environment's own.
+        draw at each reset, and ``unbounded`` is an argument of the class. The other arguments are
+        the environment's own.
         """
         unbounded, changed = kwargs.pop("unbounded", ()), kwargs.pop("params", {})
         names = kwargs.pop("context", ())
         env, params = made(name, kwargs, needs("gymnax", cls.extra).make)
         if unknown := {*changed} - {*vars(params)}:
             raise ArgumentError(
-                f"params: {name} has no {sorted(unknown)}; expected some of {sorted(vars(params))}"
+                f"params: expected some of the parameters {sorted(vars(params))} of {name}, got "
+                f"{sorted(unknown)}"
             )
         params = params.replace(**changed)
         context = contexts(names, vars(params), f"{name} ({', '.join(vars(params))})")

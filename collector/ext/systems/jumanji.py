@@ -21,10 +21,11 @@ from tallyroll.storage.rows.keys import Key
 class JumanjiSystem(Functional):
     """Lanes of a Jumanji environment, without its auto-reset wrappers.
 
-    A last step whose discount is 0 is terminated; with several agents, all their discounts must be
-    0. Any other last step is truncated. This follows Jumanji's own definition, and most of its time
-    limits have discount 0. Rewards are ``[agent]`` if the environment returns one per agent. Random
-    actions respect ``action_mask``, which masks the choices of each agent or whole combinations.
+    A last step is terminated if its discount is 0. With several agents, all their discounts must be
+    0. Any other last step is truncated. This follows Jumanji's own definition. Most of Jumanji's
+    time limits have discount 0. Rewards are ``[agent]`` if the environment returns one per agent.
+    Random actions respect ``action_mask``, which masks the choices of each agent or whole
+    combinations.
 
     Args:
         env: a ``jumanji.env.Environment``.
@@ -35,7 +36,7 @@ class JumanjiSystem(Functional):
 
     package, extra = "jumanji", "jumanji"
     about = "discount 0 is terminated; finals kept, lanes reset by mask; a seed a lane"
-    why_no_resets = "its reset takes a key alone, which a seed gives"
+    why_no_resets = "its reset accepts only a key, which a seed determines"
 
     def __init__(self, env: Any, lanes: int, *, unbounded: Sequence[str] = ()) -> None:
         convert = needs("jumanji.specs", self.extra).jumanji_specs_to_gym_spaces
@@ -65,7 +66,10 @@ class JumanjiSystem(Functional):
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
-        """Make the environment of ``jumanji:name`` with its own ``kwargs`` and ``unbounded``."""
+        """Make the environment of ``jumanji:name``.
+
+        ``kwargs`` are the environment's own arguments and ``unbounded``.
+        """
         unbounded = kwargs.pop("unbounded", ())
         env = made(name, kwargs, needs("jumanji", cls.extra).make)
         return cls(env, lanes, unbounded=unbounded)

@@ -11,13 +11,13 @@ from tallyroll.collector.ext.systems.kinds.functional_specs import made
 class PlaygroundSystem(BraxSystem):
     """Lanes of a ``mujoco_playground.MjxEnv``; see `BraxSystem`.
 
-    Contexts are fields of its ``mjx_model``: ``"opt.gravity"``, ``"body_mass"``.
+    Contexts are fields of its ``mjx_model``, such as ``"opt.gravity"`` and ``"body_mass"``.
     """
 
     package, extra = "mujoco_playground", "playground"
     where = ("mujoco_playground._src.mjx_env", "MjxEnv")
     parameters = "mjx_model"
-    names_contexts = False  # a factory can pass them
+    names_contexts = False  # a factory can pass contexts
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:

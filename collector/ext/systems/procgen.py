@@ -20,9 +20,10 @@ from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, Missin
 class ProcgenSystem(InfoSystem):
     """A ``gym3.Env``.
 
-    When an episode ends, the environment returns the first observation of the next one and never
-    the final one. It does not distinguish a time limit from a termination. It cannot be reset. All
-    lanes share one seed, that of the first lane, which is set when the environment is made.
+    When an episode ends, the environment returns the first observation of the next episode and
+    never the final observation. It does not distinguish a time limit from a termination. It cannot
+    be reset. All lanes share one seed, that of the first lane, which is set when the environment is
+    made.
 
     Args:
         env: an environment that was not stepped yet. The system closes it.
@@ -39,7 +40,7 @@ class ProcgenSystem(InfoSystem):
         "refuses."
     )
     about = "finals are lost, and flagged in next_valid; seeds when made"
-    why_no_resets = "a gym3 environment cannot be reset, and takes one seed when it is made"
+    why_no_resets = "a gym3 environment cannot be reset, and accepts one seed when it is made"
 
     def __init__(self, env: Any) -> None:
         self.env = env
@@ -59,8 +60,8 @@ class ProcgenSystem(InfoSystem):
             package = needs("procgen.env", "procgen")
         except MissingExtra as error:
             raise MissingExtra(
-                f"{error}, and then: pip install --no-deps gym3 procgen-mirror (they ask for "
-                "NumPy 1, and work with 2)"
+                f"{error}, and then: pip install --no-deps gym3 procgen-mirror (both require NumPy "
+                "1, but work with NumPy 2)"
             ) from error
         if name not in package.ENV_NAMES:  # Procgen would terminate the process
             raise ArgumentError(f"procgen: expected one of {package.ENV_NAMES}, got {name!r}")
@@ -103,13 +104,13 @@ class ProcgenSystem(InfoSystem):
         _, observation, first = self.env.observe()
         if not np.all(first):
             raise EnvironmentRefused(
-                "a gym3 environment cannot be reset, and this one was stepped already; pass a "
-                "new one, or a factory"
+                "a gym3 environment cannot be reset, and this one was stepped already. Pass a new "
+                "environment, or a factory."
             )
         values = [get(observation) for get in self._getters]
-        return [*values, *self._first_infos(self._told(), None)] if self._looks else values
+        return [*values, *self._first_infos(self._present_infos(), None)] if self._looks else values
 
-    def _told(self) -> dict[str, Any]:
+    def _present_infos(self) -> dict[str, Any]:
         """Return the infos of the current observation; the last step of an episode has none."""
         return vector_info(self.env.get_info(), self._read)
 
@@ -119,7 +120,7 @@ class ProcgenSystem(InfoSystem):
         reward, observation, first = self.env.observe()
         values = [get(observation) for get in self._getters]
         if self._infos:
-            told = self._told()
+            told = self._present_infos()
             values += self._next_infos(told, told, first)
         return self._without_masks(Step(values, (reward,), first, self._never))
 

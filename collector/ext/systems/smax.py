@@ -31,7 +31,7 @@ class SmaxSystem(Functional):
 
     package, extra = "jaxmarl", "smax"
     about = "a lane ends when a team died; masks say who lives; finals kept; a seed a lane"
-    why_no_resets = "its reset takes a key alone, which a seed gives"
+    why_no_resets = "its reset accepts only a key, which a seed determines"
 
     def __init__(self, env: Any, lanes: int, *, unbounded: Sequence[str] = ()) -> None:
         self._env = env
@@ -93,7 +93,7 @@ class SmaxSystem(Functional):
         )
 
     def _alive(self, state: Any) -> dict[str, Any]:
-        units = getattr(state, "state", state).unit_alive  # nested if it plays the enemies
+        units = getattr(state, "state", state).unit_alive  # nested in the enemy variants
         return {"allies": units[: self._env.num_allies], "enemies": units[self._env.num_allies :]}
 
     def _stacked(self, agents: Sequence[str], values: Any) -> Any:
@@ -119,8 +119,8 @@ class SmaxSystem(Functional):
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
         """Make the scenario of ``smax:name``, such as ``3m``, against JaxMARL's heuristic.
 
-        In ``kwargs``, ``self_play=True`` makes the enemies agents too, and ``unbounded`` is as for
-        the class. The other arguments are the environment's own.
+        In ``kwargs``, ``self_play=True`` makes the enemies agents too, and ``unbounded`` is an
+        argument of the class. The other arguments are the environment's own.
         """
         jaxmarl = needs("jaxmarl", cls.extra)
         smax = needs("jaxmarl.environments.smax.smax_env", cls.extra)

@@ -13,8 +13,8 @@ from tallyroll.collector.errors import EnvironmentRefused
 
 FINAL = "terminal_observation"
 _STEPPED_ON = (
-    ", and SuperSuit's vectors would go on stepping it; pass the PettingZoo environment itself, "
-    "without SuperSuit's vector, to the collector"
+    ", but SuperSuit's vectors would continue to step such agents. Pass the PettingZoo environment "
+    "itself, without SuperSuit's vector, to the collector."
 )
 
 
@@ -34,7 +34,9 @@ class SuperSuitSystem(System):
     package = "supersuit"
     extra = "supersuit"
     about = "resets in the step of an end, finals kept; uneven ends refused"
-    why_no_resets = "it resets environments of several lanes within its step, with neither"
+    why_no_resets = (
+        "it resets environments of several lanes within its step, without seeds or options"
+    )
 
     def __init__(self, env: Any) -> None:
         self.env, lanes = env, int(env.num_envs)
@@ -44,7 +46,7 @@ class SuperSuitSystem(System):
         self._lacking = [
             each for each in (env, *getattr(env, "vec_envs", ())) if getattr(each, "black_death", 0)
         ]
-        """Environments that continue to step without absent agents; the others raise."""
+        """Environments that continue to step without absent agents. Other environments raise."""
         action = action_leaf(env.action_space, lanes)
         self.declares = Declares(
             lanes=lanes,
@@ -102,7 +104,7 @@ class SuperSuitSystem(System):
         return ticks_of_objects(getattr(self.env, "vec_envs", [self.env]))
 
     def describe(self) -> dict[str, Any]:
-        """Return the name of the first environment in reach."""
+        """Return the name in the vector's metadata, and the kind of vector."""
         name = self.env.metadata.get("name")
         return {"id": None if name is None else str(name), "type": type(self.env).__name__}
 

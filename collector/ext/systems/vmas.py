@@ -26,10 +26,10 @@ from tallyroll.collector.ext.systems.kinds.old_gym import as_gymnasium
 class VmasSystem(System):
     """A batched VMAS environment. All agents of a lane end together.
 
-    VMAS draws for all lanes from one generator. The system seeds it with the first lane's seed, and
-    keeps a separate generator state for this environment, whereas VMAS shares one among all
-    environments of a process. If all lanes end in the same step, one call resets them. Otherwise
-    each lane is reset by its own call.
+    VMAS draws for all lanes from one generator. The system seeds it with the first lane's seed.
+    VMAS shares one generator state among all environments of a process, but the system keeps a
+    separate state for this environment. If all lanes end in the same step, one call resets them.
+    Otherwise each lane is reset by its own call.
 
     Args:
         env: an environment made with ``terminated_truncated=True``.
@@ -46,14 +46,16 @@ class VmasSystem(System):
     package = "vmas"
     extra = "vmas"
     about = "time limits truncate, agents end together; one seed for all lanes, at a reset"
-    why_no_resets = "lanes draw from one generator in steps too, so that no seed is one lane's"
+    why_no_resets = (
+        "all lanes draw from one generator, also in steps, so no lane has a seed of its own"
+    )
     conflicts = "it brings the old gym, which changes what TorchRL refuses; install it apart"
 
     def __init__(self, env: Any, groups: Groups | None = None, name: str | None = None) -> None:
         if not env.terminated_truncated:
             raise EnvironmentRefused(
-                "VMAS would report time limits as ends like any other; make the environment with "
-                "terminated_truncated=True"
+                "VMAS would report time limits as terminations. Make the environment with "
+                "terminated_truncated=True."
             )
         self.env, self.name = env, name or type(env.scenario).__name__
         self._random = list(env.vmas_random_state)
@@ -138,7 +140,7 @@ class VmasSystem(System):
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
         """Make ``vmas:SCENARIO``.
 
-        ``kwargs`` are passed to ``vmas.make_env``, such as ``max_steps``.
+        ``kwargs``, such as ``max_steps``, are passed to ``vmas.make_env``, except for ``groups``.
         """
         vmas: Any = needs("vmas", "vmas")
         given = {"terminated_truncated": True, **kwargs}

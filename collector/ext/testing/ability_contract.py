@@ -28,7 +28,9 @@ class AbilityContract(SystemCase):
         for index, value in enumerate(whole_step.obs):
             got = np.asarray(first.obs[index]).copy()
             got[1:] = np.asarray(rest.obs[index])[1:]
-            assert np.array_equal(got, np.asarray(value)), "parts and a whole step differ"
+            assert np.array_equal(got, np.asarray(value)), (
+                "stepping the lanes in two parts differs from stepping them all"
+            )
         return self.close(one.system, other.system)
 
     def test_a_context_is_copied_when_it_is_used(self) -> None:
@@ -54,7 +56,9 @@ class AbilityContract(SystemCase):
             return self.close(one.system, other.system)
         for lanes in ([self.lanes - 1], list(range(self.lanes))[::-1]):
             outcomes = list(reached(EnvCall("env_get", "an_attribute_that_no_one_has"), lanes))
-            assert len(outcomes) == len(lanes), "reached: an outcome for each lane that is asked"
+            assert len(outcomes) == len(lanes), (
+                "reached: expected an outcome for each requested lane"
+            )
             for outcome in outcomes:
                 missing = isinstance(outcome.error, AttributeError)
                 assert missing, f"an unknown attribute gave {outcome!r:.200}"
@@ -82,7 +86,7 @@ class AbilityContract(SystemCase):
             lanes = np.asarray(out.lanes)
             assert len(lanes) == d.arrivals, f"declared {d.arrivals} arrivals, got {len(lanes)}"
             assert (away[lanes] == 1).all(), f"lanes {lanes.tolist()} were not all sent"
-            assert len(set(lanes.tolist())) == len(lanes), "a lane came twice in one call"
+            assert len(set(lanes.tolist())) == len(lanes), "a call returned a lane twice"
             ended = as_flags(out.terminated) | as_flags(out.truncated)
             if d.at_end == "final" and ended.any():
                 mask = np.zeros(d.lanes, np.bool_)
@@ -127,10 +131,10 @@ class AbilityContract(SystemCase):
             ended = as_flags(out.terminated) | as_flags(out.truncated)
             for group, size in groups.items():
                 flags = [as_flags(each) for each in out.agents[group][:2]]
-                assert flags[0].shape == (hand.d.lanes, size), "agents' flags are [lane, agent]"
+                assert flags[0].shape == (hand.d.lanes, size), "expected flags [lane, agent]"
                 over = flags[0] | flags[1]
                 was_dead = ~alive[group] & executed[:, None]
-                assert not (over & was_dead).any(), f"{group}: an agent ended that was dead"
+                assert not (over & was_dead).any(), f"{group}: an agent that was dead ended again"
                 if self.agents_come_back:
                     continue
                 dead[group] = (~alive[group] | over) & ~ended[:, None]

@@ -29,7 +29,7 @@ from tallyroll.storage.rows.keys import (
 
 
 class CollectedContract(SystemCase):
-    """Tests that collected rows equal those of another instance that is stepped by hand."""
+    """Tests that collected rows equal the results of another instance that is stepped by hand."""
 
     def env(self, seeds: Sequence[int] | None = None) -> SystemEnv:
         """Return the environment that a collector drives."""
@@ -44,7 +44,7 @@ class CollectedContract(SystemCase):
             self.env, None, frames_per_batch=self.frames, total_frames=self.frames, seed=SEED
         ) as collector:
             (rows,) = list(collector)
-        assert rows.numel() == self.frames, f"{self.frames} rows were wanted, got {rows.numel()}"
+        assert rows.numel() == self.frames, f"expected {self.frames} rows, got {rows.numel()}"
         if self.repeatable and self.make(self.lanes, None).declares.seeds != "none":
             self._compare(rows)
 

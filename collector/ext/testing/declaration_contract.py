@@ -24,7 +24,9 @@ class DeclarationContract(SystemCase):
         """Check that the declaration does not contradict itself."""
         system = self.make(self.lanes, lane_seeds(SEED, self.lanes, 0))
         require_consistent(system.declares)
-        assert system.declares.lanes == self.lanes, "make(lanes, …) makes so many lanes"
+        assert system.declares.lanes == self.lanes, (
+            "make(lanes, …): expected as many lanes as requested"
+        )
         self.close(system)
 
     def test_values_are_as_declared(self) -> None:
@@ -42,7 +44,7 @@ class DeclarationContract(SystemCase):
                 got = tuple(as_tensor(reward, torch.device("cpu")).shape)
                 assert got == wanted, f"reward: declared {wanted}, got {got}"
             for flags in (out.terminated, out.truncated):
-                assert as_flags(flags).shape == (d.lanes,), "flags are [lane]"
+                assert as_flags(flags).shape == (d.lanes,), "expected flags [lane]"
         self.close(hand.system)
 
     def _require_declared(self, values: Values, specs: Mapping[Key, Any], lanes: int) -> None:
@@ -69,16 +71,18 @@ class DeclarationContract(SystemCase):
             runs = np.where(ended, runs + executed, 0)
             longest = np.maximum(longest, runs)
             assert not (ended & ~executed).any(), "an episode ended in the slot that resets it"
-        assert (ends >= 2).all(), f"so few episodes ended in {self.steps} steps: {ends.tolist()}"
+        assert (ends >= 2).all(), f"too few episodes ended in {self.steps} steps: {ends.tolist()}"
         assert (longest < ends).all() or (ends < 3).any(), (
-            "a lane ends in every step after its first end, so it is not reset: "
+            "a lane ends in every step after its first end, so it is not reset. Correct the "
             f'declared at_end="{hand.d.at_end}"'
         )
-        assert hand.d.truncation or not truncated.any(), "truncated, and declared truncation=False"
+        assert hand.d.truncation or not truncated.any(), (
+            "an episode was truncated, but truncation=False was declared"
+        )
         self.close(hand.system)
 
     def test_a_final_observation_is_not_the_next_first_one(self) -> None:
-        """Check that a system that declares to wait for resets does not reset itself."""
+        """Check that final observations are not the first observations of the next episodes."""
         hand = self.hand()
         if hand.d.finals == "lost":
             return self.close(hand.system)
@@ -100,7 +104,7 @@ class DeclarationContract(SystemCase):
                 )
         assert not (ends >= 3 and same == ends and varied), (
             f"each of {ends} final observations is the first one of the next episode, so the "
-            f'system resets itself within its step; declared at_end="{hand.d.at_end}", '
-            f'finals="{hand.d.finals}"'
+            f'system resets itself within its step. Correct the declared at_end="{hand.d.at_end}" '
+            f'and finals="{hand.d.finals}"'
         )
         return self.close(hand.system)

@@ -15,11 +15,11 @@ Values: TypeAlias = list[NDArray[Any]]
 
 
 class Hand:
-    """A system stepped by hand: all lanes at a time, with ends handled as it declares.
+    """A system stepped by hand: all lanes at a time, with ends handled as the system declares.
 
     Args:
         system: the system.
-        seeds: seeds of its first reset, if it accepts any.
+        seeds: seeds of the system's first reset, if the system accepts seeds.
         draw: function that draws a context from a generator. Each lane has a generator, and
             contexts are drawn one reset ahead.
     """
@@ -41,7 +41,7 @@ class Hand:
         self._redraw(np.ones(self.d.lanes, np.bool_))
 
     def _redraw(self, lanes: Mask) -> None:
-        """Draw the seeds and contexts of the resets that follow those of ``lanes``."""
+        """Draw the seeds and contexts of the next resets of ``lanes``, which were just reset."""
         self._draw_contexts(lanes)
 
     def _draw_contexts(self, lanes: Mask) -> None:

@@ -47,11 +47,11 @@ class ResetContract(SystemCase):
         declared = one.d.at_end
         if declared == "reset_slot":
             assert not differs, (
-                'declared at_end="reset_slot", and the action after an end had an effect'
+                'declared at_end="reset_slot", but the action after an end had an effect'
             )
         else:
             assert differs or ends < 5 or not self._acts(one), (
-                f'declared at_end="{declared}", and the actions after {ends} ends had no effect: '
+                f'declared at_end="{declared}", but the actions after {ends} ends had no effect: '
                 "is the step after an end a reset slot?"
             )
         self.close(one.system, other.system)
@@ -61,7 +61,10 @@ class ResetContract(SystemCase):
         self._require_executed_after_resets("mask")
 
     def test_lanes_that_were_all_reset_execute_their_next_actions(self) -> None:
-        """Check the same with resets of all lanes, unless the system refuses them after ends."""
+        """Check that a lane does not reset itself again after a reset of all lanes.
+
+        The test ends early if the system refuses such a reset.
+        """
         self._require_executed_after_resets("all")
 
     def _require_executed_after_resets(self, how: str) -> None:
@@ -89,9 +92,9 @@ class ResetContract(SystemCase):
         return self.close(one.system, other.system)
 
     def _twins(self, one: Hand, other: Hand) -> Iterator[tuple[bool, Mask]]:
-        """Step both with different actions after ends.
+        """Step two instances, with different actions after ends.
 
-        Yield whether they agree, and the new ends.
+        Yield whether their observations agree, and a mask of the new ends.
         """
         after_end = np.zeros(one.d.lanes, np.bool_)
         others = self.actions(one.system, self.steps, seed=1)
@@ -137,7 +140,7 @@ class ResetContract(SystemCase):
     def test_an_episode_is_repeated_by_what_its_reset_was_given(self) -> None:
         """Check with ``reset_seeds`` that seed and context determine the start of an episode.
 
-        The test replays the last complete episode of each lane, which had others before it, as the
+        The test replays the last complete episode of each lane, but never its first episode, as the
         first episode of a new instance.
         """
         seeds = lane_seeds(SEED, self.lanes, 0)
@@ -163,9 +166,9 @@ class ResetContract(SystemCase):
         return self.close(hand.system, again.system)
 
     def _last_whole_episodes(self, hand: SeededHand) -> dict[int, "Episode"]:
-        """Step the system.
+        """Step the system, and return the last complete episode of each lane.
 
-        Return by lane the last complete episode, excluding each lane's first.
+        The first episode of a lane does not count.
         """
         found: dict[int, Episode] = {}
         under_way, begun = [Episode.of(hand, lane) for lane in range(self.lanes)], [0] * self.lanes

@@ -1,4 +1,4 @@
-"""Instances of a system that its contract tests step, and actions for them."""
+"""System instances for the contract tests, and actions with which to step them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -32,7 +32,7 @@ class SystemCase:
     def make(self, lanes: int, seeds: Sequence[int] | None) -> System:
         """Return a new instance.
 
-        ``seeds`` has one per lane, for systems that need them when made.
+        ``seeds`` has one seed per lane, for systems that need seeds when they are made.
         """
         raise NotImplementedError
 

@@ -17,36 +17,47 @@ from tallyroll.collector.workers.worker_options import WorkerOptions
 
 NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "trust_policy": (False, "a policy is tried out once on a copy, trusted or not"),
-    "use_buffers": (None, "steps are always written in place, into memory that is used again"),
-    "return_same_td": (False, "each batch is one of its own, which nothing writes to later"),
-    "no_cuda_sync": (False, "devices are synchronised by the copies between them alone"),
-    "track_traj_ids": (True, "every row has its trajectory's id; the column may be left unread"),
-    "preemptive_threshold": (None, "batches are always full: no rollout is broken off"),
-    "local_init_rb": (True, "this process alone writes: a buffer is ready with its first batch"),
+    "use_buffers": (None, "steps are always written in place, into reused memory"),
+    "return_same_td": (False, "each batch is a new TensorDict, and nothing writes to it later"),
+    "no_cuda_sync": (False, "only the copies between devices synchronise them"),
+    "track_traj_ids": (
+        True,
+        "every row has the id of its trajectory; ignore the column if you do not need it",
+    ),
+    "preemptive_threshold": (None, "batches are always full: no rollout is interrupted"),
+    "local_init_rb": (True, "only this process writes: a buffer is ready with its first batch"),
 }
-"""Arguments that have no effect with any value: the default, and the reason."""
+"""Default of each argument that never has an effect, and the reason."""
 
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "reset_when_done": ((True,), "lanes whose episode ended are always reset; leave it out"),
-    "collector_class": ((None,), "workers have no collectors of their own; leave it out"),
+    "reset_when_done": (
+        (True,),
+        "lanes whose episode ended are always reset. Leave reset_when_done out.",
+    ),
+    "collector_class": (
+        (None,),
+        "workers have no collectors of their own. Leave collector_class out.",
+    ),
     "auto_register_policy_transforms": (
         (None, True),
-        "the states of a recurrent policy are added wherever the environment lacks them; wrap the "
-        "environment yourself, and nothing is added",
+        "the states of a recurrent policy are added if the environment lacks them. To avoid this, "
+        "wrap the environment yourself.",
     ),
     "weight_recv_schemes": (
         (None,),
-        "there is no collector above that sends weights; call update_policy_weights_(weights)",
+        "no other collector sends weights to this one. Call update_policy_weights_(weights).",
     ),
 }
 """Accepted values of arguments. Other values raise an error that names an alternative."""
 
-_IN_WORKERS = "TorchRL calls it in the workers, where nothing is put together here; use postproc="
+_IN_WORKERS = (
+    "TorchRL calls it in the workers, but here the workers assemble no batches. Use postproc=."
+)
 REFUSED_OF_MANY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     **REFUSED,
     "pre_collect_hook": ((None,), _IN_WORKERS),
     "post_collect_hook": ((None,), _IN_WORKERS),
-    "interruptor": ((None,), "batches of workers are always full; use Collector, or stop()"),
+    "interruptor": ((None,), "batches of workers are always full. Use Collector, or stop()."),
 }
 
 _DEVICES = ("device", "policy_device", "env_device", "storing_device")
@@ -126,7 +137,7 @@ def resolve(given: Mapping[str, Any], *, many: bool) -> tuple[dict[str, Any], Wi
         if isinstance(value, int) and value < 0:
             values[name] = None
     if "frames_per_batch" not in values:
-        raise TypeError("frames_per_batch is missing: transitions a batch")
+        raise TypeError("frames_per_batch is missing. Pass the number of transitions in a batch.")
     frames, random = values.get("total_frames"), values.get("init_random_frames") or 0
     wishes = Wishes(
         total_frames=float("inf") if frames is None else frames,
@@ -178,17 +189,17 @@ def _check(wishes: Wishes) -> None:
     if wishes.traj_format is not None:
         one_of("traj_format", wishes.traj_format, Literal["padded", "cat"])
         if wishes.trajs_per_batch is None:
-            raise ArgumentError("traj_format goes with trajs_per_batch; give both or neither")
+            raise ArgumentError("traj_format needs trajs_per_batch. Give both or neither.")
     if wishes.replay_write_mode is not None:
         _check_write_mode(wishes, wishes.replay_write_mode)
     if wishes.whole_trajectories and wishes.set_truncated:
         by = "replay_write_mode" if wishes.trajs_per_batch is None else "trajs_per_batch"
-        raise ArgumentError(f"{by} gives whole trajectories; leave set_truncated out")
+        raise ArgumentError(f"{by} gives whole trajectories. Leave set_truncated out.")
     alone = wishes.postproc, wishes.interruptor
     if not wishes.extend_buffer and (alone != (None, None) or wishes.whole_trajectories):
         raise ArgumentError(
-            "extend_buffer=False adds single steps; postproc, interruptor, trajs_per_batch and "
-            "replay_write_mode go with whole batches: leave extend_buffer out"
+            "extend_buffer=False adds single steps, but postproc, interruptor, trajs_per_batch and "
+            "replay_write_mode need whole batches. Leave extend_buffer out."
         )
     cat = wishes.cat_results
     if cat not in (None, "stack") and (isinstance(cat, bool) or not isinstance(cat, int)):
@@ -196,8 +207,8 @@ def _check(wishes: Wishes) -> None:
     version = getattr(wishes.track_policy_version, "version_type", int)
     if version not in (int, "int"):
         raise ArgumentError(
-            "track_policy_version: expected integers, got a PolicyVersion of another type; "
-            "versions are counted: pass True"
+            "track_policy_version: expected integer versions, got a PolicyVersion of another type. "
+            "Pass True."
         )
 
 
@@ -205,19 +216,19 @@ def _check_write_mode(wishes: Wishes, mode: str) -> None:
     one_of("replay_write_mode", mode, Literal["rollout", "trajectory"])
     if wishes.replay_buffer is None:
         raise ArgumentError(
-            f"replay_write_mode={mode!r} says how a replay buffer is written; give replay_buffer="
+            f"replay_write_mode={mode!r} needs a replay buffer. Give replay_buffer=."
         )
     if wishes.trajs_per_batch is not None:
         raise ArgumentError(
-            f"replay_write_mode={mode!r} and trajs_per_batch contradict each other; leave "
-            "trajs_per_batch out, which is for trajectories that are yielded"
+            f"replay_write_mode={mode!r} and trajs_per_batch contradict each other, because "
+            "trajs_per_batch is for yielded trajectories. Leave trajs_per_batch out."
         )
     if mode == "rollout" and wishes.trajs_per_write is not None:
-        raise ArgumentError('trajs_per_write goes with replay_write_mode="trajectory"')
+        raise ArgumentError('trajs_per_write needs replay_write_mode="trajectory"')
 
 
 def _written_before(buffer: ReplayBuffer | None, most: int) -> int:
-    """Return how many rows in ``buffer`` replace random ones, as TorchRL counts them."""
+    """Return how many rows in ``buffer`` replace random transitions, as TorchRL counts them."""
     return 0 if buffer is None else min(most, int(buffer.write_count))
 
 
@@ -226,7 +237,8 @@ def _one_device(name: str, value: Any) -> Any:
         return value
     if len(set(map(str, value))) != 1:
         raise ArgumentError(
-            f"{name}: expected one device for all workers, got {list(value)}; workers step on one"
+            f"{name}: expected one device for all workers, got {list(value)}. All workers step on "
+            "the same device."
         )
     return value[0]
 

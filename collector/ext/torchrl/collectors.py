@@ -31,8 +31,9 @@ def one_env(create: Any, kwargs: Mapping[str, Any] | None) -> Any:
     if isinstance(create, (list, tuple)):
         if len(create) != 1:
             raise ArgumentError(
-                f"create_env_fn: expected one factory, got {len(create)}; pass num_collectors="
-                f"{len(create)}, or MultiSyncCollector, which have a process for each"
+                f"create_env_fn: expected one factory, got {len(create)}. Pass "
+                f"num_collectors={len(create)}, or use MultiSyncCollector: both have a process for "
+                "each factory."
             )
         create = create[0]
     if not kwargs:
@@ -40,13 +41,14 @@ def one_env(create: Any, kwargs: Mapping[str, Any] | None) -> Any:
     if isinstance(create, EnvBase):
         if not hasattr(create, "update_kwargs"):
             raise ArgumentError(
-                f"create_env_kwargs: {type(create).__name__} was made already; pass what makes it"
+                f"create_env_kwargs: expected a factory, got a {type(create).__name__}, which was "
+                "made already"
             )
         with user_code("create_env_kwargs"):
             create.update_kwargs(kwargs)
         return create
     if isinstance(create, str):
-        raise ArgumentError("create_env_kwargs go with a factory; with an id they are env_kwargs")
+        raise ArgumentError("create_env_kwargs needs a factory. With an id, use env_kwargs.")
     return partial(create, **kwargs)
 
 
@@ -57,7 +59,9 @@ def many_envs(create: Any, workers: int | None, kwargs: Any, init: Any) -> Any:
     """
     if isinstance(create, str):
         if kwargs or init is not None:
-            raise ArgumentError("create_env_kwargs and init_fn go with factories; use env_kwargs")
+            raise ArgumentError(
+                "create_env_kwargs and init_fn need factories. With an id, use env_kwargs."
+            )
         return create
     listed = list(create) if isinstance(create, Sequence) else [create] * (workers or 1)
     if kwargs is None or isinstance(kwargs, Mapping):
@@ -93,8 +97,8 @@ def policy_of(policy: Any, factory: Any) -> Any:
     if isinstance(factory, (list, tuple)):
         if len({id(each) for each in factory}) > 1:
             raise ArgumentError(
-                "policy_factory: expected one for all workers, got several; all rows of a run are "
-                "of one policy: make a collector for each"
+                "policy_factory: expected one for all workers, got several. All rows of a run "
+                "come from one policy. Make a collector for each policy."
             )
         factory = factory[0] if factory else None
     if factory is not None:
@@ -102,15 +106,16 @@ def policy_of(policy: Any, factory: Any) -> Any:
             policy = factory()
     if are_several(policy):
         raise ArgumentError(
-            f"policy: expected one, as TorchRL's collectors take it, got "
-            f"{type(policy).__name__}; give several to SyncCollector or MultiprocessCollector"
+            "policy: expected one policy, as in TorchRL's collectors, got "
+            f"{type(policy).__name__}. Give several policies to SyncCollector or "
+            "MultiprocessCollector."
         )
     if isinstance(policy, RandomPolicy) and policy.action_spec is None:
         return None
     return policy
 
 
-def asked_for(given: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def pop_compile_options(given: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Remove ``compile_policy`` and ``cudagraph_policy`` from ``given``; return their keywords."""
     wanted = {}
     for name in ("compile", "cudagraph"):
@@ -206,8 +211,8 @@ class Collector(TorchRLNames, SyncCollector):
         number, sync = whole(given.pop("num_collectors", None)), given.pop("sync", None)
         if backend not in _BACKENDS:
             raise ArgumentError(
-                f'backend: expected "direct" or "process", got {backend!r}: this library collects '
-                "on one machine"
+                f'backend: expected "direct" or "process", got {backend!r}. This collector runs on '
+                "one machine."
             )
         backend = _BACKENDS[backend]
         if backend == "process" or (backend is None and number is not None):
@@ -215,8 +220,8 @@ class Collector(TorchRLNames, SyncCollector):
             return kind(*args, num_workers=number, **given, **options)
         if options or sync is not None or number not in (None, 1):
             raise ArgumentError(
-                "sync, backend_options and num_collectors go with processes: pass num_collectors "
-                'and leave backend="direct" out'
+                "sync, backend_options and num_collectors need processes. Pass num_collectors and "
+                'leave backend="direct" out.'
             )
         return super().__new__(cls)
 
@@ -228,7 +233,7 @@ class Collector(TorchRLNames, SyncCollector):
         factory = given.pop("policy_factory", None)
         if policy is not None and factory is not None:
             raise ArgumentError("policy and policy_factory: expected one of them, got both")
-        asked = asked_for(given)
+        asked = pop_compile_options(given)
         ours, self._wishes = resolve(given, many=False)
         acting = compiled(policy_of(policy, factory), asked, ours.get("policy_device"))
         super().__init__(env, acting, **ours, **self._of_the_run())
@@ -257,10 +262,10 @@ class Collector(TorchRLNames, SyncCollector):
 
 
 class SeededByMaker(OwnEnvironment):
-    """Environment source that lets a TorchRL environment keep the seeds of its maker."""
+    """A TorchRL environment that keeps the seeds with which the user made it."""
 
     def seed(self, seed: int, incarnation: int, asked: bool) -> list[int]:
-        """Seed the lanes, or leave them as they were made."""
+        """Seed the lanes. At the first start without a requested seed, keep the user's seeds."""
         if not asked and incarnation == 0 and system_of(self._env) is None:
             return []
         return super().seed(seed, incarnation, asked)
@@ -297,19 +302,20 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
         if isinstance(frames, (list, tuple)):
             if len(set(frames)) > 1:
                 raise ArgumentError(
-                    f"frames_per_batch: expected as many of each worker, got {list(frames)}"
+                    "frames_per_batch: expected the same number for each worker, got "
+                    f"{list(frames)}"
                 )
             number = len(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else workers
             if len(frames) != number:
                 raise ArgumentError(
-                    f"frames_per_batch: expected one for each of {number} workers, got "
+                    f"frames_per_batch: expected one number for each of {number} workers, got "
                     f"{len(frames)}"
                 )
             given["frames_per_batch"] = sum(frames)
         kwargs, init = given.pop("create_env_kwargs", None), given.pop("init_fn", None)
         envs = many_envs(create_env_fn, workers, kwargs, init)
         factory = given.pop("policy_factory", None)
-        asked, threads = asked_for(given), given.get("num_sub_threads", 1)
+        asked, threads = pop_compile_options(given), given.get("num_sub_threads", 1)
         said = getattr(given.get("processes"), "said", ())
         if given.get("transport") != "thread" and "threads_per_worker" not in said:
             given["num_sub_threads"] = threads
@@ -318,7 +324,7 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
         if factory is not None and policy is not None:
             self._weights_of = policy
         if self._mode_of_kind == "async" and self._wishes.cat_results not in (None, "stack"):
-            raise ArgumentError("cat_results goes with MultiSyncCollector; leave it out")
+            raise ArgumentError("cat_results needs MultiSyncCollector. Leave cat_results out.")
         super().__init__(envs, acting, mode=self._mode_of_kind, **ours, **self._of_the_run())
         try:
             self._take_over(self._wishes)
@@ -326,8 +332,8 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
             items = self._wishes.replay_buffer is not None and not self._wishes.extend_buffer
             if items and self._startup.planned.plan.batched:
                 raise ArgumentError(
-                    "extend_buffer=False: workers fill whole batches, whose rows alone can be "
-                    "added; with environments of several lanes leave it out"
+                    "extend_buffer=False: expected environments of one lane, got environments of "
+                    "several lanes, which add only whole batches. Leave extend_buffer out."
                 )
         except BaseException:
             self.shutdown()
@@ -363,8 +369,8 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
         """
         if workers != "aggregate":
             raise ArgumentError(
-                f'workers: expected "aggregate", got {workers!r}: counts are of all workers; see '
-                '("collector", "lane") of the rows for who made them'
+                f'workers: expected "aggregate", got {workers!r}. Counts are sums over all '
+                'workers. See the column ("collector", "lane") for the lane of each row.'
             )
         alive = sum(link.alive for link in self._links)
         return {**super().stats(), "workers": self.num_workers, "workers_alive": alive}
@@ -389,22 +395,30 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
 
     def map_fn(self, method_name: str, list_of_args: Any = None, list_of_kwargs: Any = None) -> Any:
         """Raise ArgumentError: workers have no collectors."""
-        raise ArgumentError(f"map_fn: workers have no collectors; call {method_name} here")
+        raise ArgumentError(
+            f"map_fn: workers have no collectors. Call {method_name} on this collector."
+        )
 
     def get_distant_attr(self, attr: str) -> Any:
         """Raise ArgumentError: workers have no collectors."""
-        raise ArgumentError(f"get_distant_attr: workers have no collectors; read {attr} here")
+        raise ArgumentError(
+            f"get_distant_attr: workers have no collectors. Read {attr} from this collector."
+        )
 
     def getattr_env(self, attr: str) -> Any:
         """Raise AttributeError: environments are in the workers."""
-        raise AttributeError(f"{attr}: environments are in the workers; read it with env_get")
+        raise AttributeError(
+            f"{attr}: environments are in the workers. Read the attribute with env_get."
+        )
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
         """Shut down as :class:`Collector` does; workers always close their environments."""
         if not close_env:
-            raise ArgumentError("close_env: workers end with their environments; leave it out")
+            raise ArgumentError(
+                "close_env: workers always close their environments. Leave close_env out."
+            )
         super().shutdown(timeout, close_env, raise_on_error)
 
 

@@ -24,7 +24,7 @@ from tallyroll.collector.batches.stored.buffer_items import extend_buffer, requi
 from tallyroll.collector.batches.stored.sinks import takes_rows
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.ext.torchrl.arguments import Wishes
-from tallyroll.collector.rollout.os_signals import deferred
+from tallyroll.collector.interrupts import defer_signals
 from tallyroll.collector.user_code import user_code
 from tallyroll.storage.rows.keys import CUT, MASK, NEXT, POLICY_VERSION, as_key, is_done
 
@@ -40,7 +40,10 @@ class WholeTrajectories:
         return len(self._whole)
 
     def add(self, rows: TensorDictBase, *, ends_all: bool) -> None:
-        """Add the rows of a batch. If ``ends_all``, drop the trajectories that it leaves open."""
+        """Add the rows of a batch.
+
+        If ``ends_all``, drop the trajectories that the batch leaves open.
+        """
         pieces = split_trajectories(rows, out="offsets")
         lengths = np.diff(pieces.offsets.numpy()).tolist()
         for key, piece in zip(pieces.traj_ids.tolist(), pieces.rows.split(lengths), strict=True):
@@ -65,9 +68,9 @@ class WholeTrajectories:
 
 
 def own_ends(rows: TensorDictBase) -> TensorDictBase:
-    """Return ``rows`` with the environment's own done.
+    """Return ``rows`` with the done flags of the environment.
 
-    It is False where only the batch ended.
+    They are False where only the batch ended.
     """
     cut = rows.get(CUT)
     if not bool(cut.any()):
@@ -81,7 +84,7 @@ def own_ends(rows: TensorDictBase) -> TensorDictBase:
 
 
 def laid_out(trajectories: Sequence[TensorDictBase], form: str | None) -> TensorDictBase:
-    """Lay out as ``[trajectory, time]`` with a mask, or one after the other with ``"cat"``."""
+    """Lay out trajectories as ``[trajectory, time]`` with a mask; ``"cat"`` concatenates them."""
     rows = torch.cat(list(trajectories))
     if form == "cat":
         return rows
@@ -148,8 +151,9 @@ def joined(pieces: Sequence[TensorDictBase]) -> TensorDictBase:
     """
     if any(piece.get(MASK, None) is not None for piece in pieces):
         raise StateError(
-            "interruptor: expected steps of all lanes, got one of some; make frames_per_batch and "
-            "total_frames multiples of the lanes, and use an environment without reset slots"
+            "interruptor: expected steps of all lanes, got a step of some lanes. Make "
+            "frames_per_batch and total_frames multiples of the lanes, and use an environment "
+            "without reset slots."
         )
     batch: TensorDictBase = torch.cat(list(pieces), -1)
     batch.refine_names(..., "time")
@@ -175,7 +179,7 @@ _running: "weakref.WeakSet[Background]" = weakref.WeakSet()
 
 
 class _Request:
-    """An action that one thread requests another to perform."""
+    """An action that one thread asks another thread to perform."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
@@ -322,8 +326,9 @@ class Background:
         self.wait(seconds)
         if self.alive:
             raise StateError(
-                f"the thread that collects has not ended within {seconds:g} s: a step of the "
-                "environment, or the policy, takes longer; shut down again with a larger timeout="
+                f"the thread that collects has not ended within {seconds:g} s, because a step of "
+                "the environment or the policy takes longer. Shut down again with a larger "
+                "timeout=."
             )
 
 
@@ -338,7 +343,7 @@ def _end_all() -> None:
 
 
 class BatchIteration(Collector):
-    """A collector that yields batches, or adds them to a replay buffer, as TorchRL's do."""
+    """A collector that yields batches, or adds them to a replay buffer, as in TorchRL."""
 
     _wishes: Wishes
     _background: Background | None = None
@@ -347,7 +352,7 @@ class BatchIteration(Collector):
     """True if the collector has workers."""
     _batches_made = 0
     _close_env: bool | None = None
-    """Whether to close the environment; None closes it only if the collector made it."""
+    """True closes the environment. None closes it only if the collector made it."""
 
     def _begin_run(self, lanes: int, envs: Environments) -> None:
         self._fill_rectangles(lanes)
@@ -372,8 +377,8 @@ class BatchIteration(Collector):
         frames = self._options.frames_per_batch
         if frames != wishes.frames_per_batch:
             warnings.warn(
-                f"frames_per_batch={wishes.frames_per_batch} is not as many for each lane: batches "
-                f"have {frames}, as TorchRL's have; total_frames stays exact",
+                f"frames_per_batch={wishes.frames_per_batch} is not a multiple of the lanes: "
+                f"batches have {frames} transitions, as in TorchRL. total_frames stays exact",
                 stacklevel=5,
             )
         self._hooked = self._in_pieces or self._options.postproc is not None
@@ -493,9 +498,9 @@ class BatchIteration(Collector):
     def _done_with_it(self, outputs: list[Any] | None = None, *made: Any) -> None:
         """Add the outputs ``made`` from the ready batch to ``outputs``, and drop the batch.
 
-        Both happen together. After an earlier exception, the ready batch is still the next one.
+        Signals are deferred meanwhile, so that no batch is lost or repeated.
         """
-        with deferred():
+        with defer_signals():
             if outputs is not None:
                 outputs.extend(made)
             self._ready.clear()
@@ -543,7 +548,7 @@ class BatchIteration(Collector):
             if not self._adds_steps:
                 self.collect(min(self.lanes, left))
             elif (step := self._raw(min(self.lanes, left))) is not None:
-                with deferred(), user_code("the replay buffer"):
+                with defer_signals(), user_code("the replay buffer"):
                     buffer.add(self._process(step).squeeze(-1))
                     self._ready.clear()
             left -= self.lanes
@@ -562,7 +567,7 @@ class BatchIteration(Collector):
             return None
         if self._wishes.whole_trajectories:  # trajectories go to the buffer once they are complete
             return joined(self._pieces)
-        with deferred():
+        with defer_signals():
             batch = self._process(joined(self._pieces))
             if self.replay_buffer is not None:
                 extend(self.replay_buffer, batch)
@@ -576,7 +581,7 @@ class BatchIteration(Collector):
             if len(self._whole) >= self.trajs_per_batch:
                 taken = self._whole.first(self.trajs_per_batch)
                 batch = self._process(laid_out(taken, self.traj_format))
-                with deferred():
+                with defer_signals():
                     self._outputs.append(batch)
                     self._whole.drop(len(taken))
                 return True
@@ -593,14 +598,14 @@ class BatchIteration(Collector):
         """Collect a batch and add it to the open trajectories."""
         made, batch = self._next_batch(yields=True)
         if made:
-            with deferred():
+            with defer_signals():
                 self._whole.add(flat(batch), ends_all=self.reset_at_each_iter)
                 self._done_with_it()
 
     def _extend_whole(self, buffer: ReplayBuffer) -> None:
         while len(self._whole):
             taken = self._whole.first(self.trajs_per_write or len(self._whole))
-            with deferred():
+            with defer_signals():
                 extend(buffer, self._process(laid_out(taken, "cat")))
                 self._whole.drop(len(taken))
 
@@ -623,7 +628,7 @@ class BatchIteration(Collector):
         """
         if not self._writer.stores and self.replay_buffer is None:
             raise ArgumentError(
-                "start() collects into a replay buffer: give the collector a replay_buffer="
+                "start() collects into a replay buffer. Give the collector a replay_buffer=."
             )
         self._raise_of_thread()
         if self.is_running():
@@ -645,7 +650,7 @@ class BatchIteration(Collector):
             StateError: no thread is collecting.
         """
         if self._background is None or not self.is_running():
-            raise StateError("pause: no thread is collecting; call start() first")
+            raise StateError("pause: no thread is collecting. Call start() first.")
         with self._background.hold():
             yield
 

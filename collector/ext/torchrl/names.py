@@ -14,28 +14,28 @@ from tallyroll.collector.ext.torchrl.weight_updates import WeightUpdates
 from tallyroll.collector.options.checks import one_of
 
 _OURS = "tallyroll"
-"""Key of a state dict that only Tallyroll's collectors have."""
+"""Key that only the state dicts of Tallyroll's collectors have."""
 
 REFUSED_NAMES: Mapping[str, str] = {
-    "buffers": "batches are put together in this process, and yielded",
-    "cascade_execute": "there are no collectors within this one; call what you mean",
+    "buffers": "batches are assembled in this process and yielded",
+    "cascade_execute": "there are no collectors inside this one; call the method directly",
     "disable_profile": "use torch.profiler around the loop over the collector",
     "enable_profile": "use torch.profiler around the loop over the collector",
-    "fake_tensordict": "take the first batch, or of env.fake_tensordict(), for its keys and shapes",
-    "get_cached_weights": "no weights are cached: those of the policy are used",
-    "frames_per_worker": "how many frames a worker gives is the ledger's; see ledger",
-    "get_weights_fn": "see policy, which has the weights",
-    "out_buffer": "batches are put together in this process, and yielded",
-    "out_tensordicts": "batches are put together in this process, and yielded",
-    "pipes": "messages to workers are not for others; see update_policy_weights_ and worker_pids",
-    "policy_weights": "see policy, which has the weights",
+    "fake_tensordict": "use the first batch, or env.fake_tensordict(), for keys and shapes",
+    "get_cached_weights": "no weights are cached; the collector uses the weights of the policy",
+    "frames_per_worker": "workers have no fixed number of frames; see ledger for the counts",
+    "get_weights_fn": "use policy, which has the weights",
+    "out_buffer": "batches are assembled in this process and yielded",
+    "out_tensordicts": "batches are assembled in this process and yielded",
+    "pipes": "messages to workers are internal; see update_policy_weights_ and worker_pids",
+    "policy_weights": "use policy, which has the weights",
     "procs": "see worker_pids",
-    "queue_out": "rows come by shared memory; iterate over the collector",
-    "receive_weights": "there is no collector above; call update_policy_weights_(weights)",
+    "queue_out": "rows arrive through shared memory; iterate over the collector",
+    "receive_weights": "nothing sends weights here; call update_policy_weights_(weights)",
     "profile_config": "use torch.profiler around the loop over the collector",
-    "register_scheme_receiver": "there is no collector above; call update_policy_weights_(weights)",
-    "worker_policy_versions": "each row says by which it was chosen: track_policy_version=True",
-    "running": "see is_running(), of start(); workers in async mode are always ahead",
+    "register_scheme_receiver": "nothing sends weights here; call update_policy_weights_(weights)",
+    "worker_policy_versions": "each row can have its version; pass track_policy_version=True",
+    "running": "use is_running() after start(); in async mode, workers always run ahead",
 }
 """TorchRL attributes and methods that raise AttributeError, with an alternative."""
 
@@ -68,7 +68,9 @@ class TorchRLNames(WeightUpdates):
 
     def __getattr__(self, name: str) -> Any:
         if name in REFUSED_NAMES:
-            raise AttributeError(f"{name}: not of our collectors: {REFUSED_NAMES[name]}")
+            raise AttributeError(
+                f"{name}: Tallyroll's collectors do not have this attribute: {REFUSED_NAMES[name]}"
+            )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # --- state ------------------------------------------------------------------------------------
@@ -81,8 +83,8 @@ class TorchRLNames(WeightUpdates):
         """
         if index is not None or kwargs:
             raise ArgumentError(
-                "reset: expected no arguments, got some: all lanes are reset, each from its seed; "
-                "reset some of them through the environment, before the collector is made"
+                "reset: expected no arguments, got some. All lanes are reset, each from its seed. "
+                "To reset only some, reset the environment before you make the collector."
             )
         self._guard.restart()
         self._whole.forget()
@@ -113,12 +115,13 @@ class TorchRLNames(WeightUpdates):
         """
         if not strict:
             raise ArgumentError(
-                "load_state_dict: a part of a state does not make a run; strict=True"
+                "load_state_dict: expected strict=True, because a run needs its whole state"
             )
         if _OURS not in state_dict:
             raise StateError(
                 "load_state_dict: expected a state of this collector, got one with "
-                f"{sorted(map(str, state_dict))}; load its weights into the policy, and begin again"
+                f"{sorted(map(str, state_dict))}. Load its weights into the policy, and start a "
+                "new run."
             )
         ours = {**state_dict[_OURS], "env": state_dict["env_state_dict"]}
         if ours["policy"] is not None:
@@ -165,7 +168,7 @@ class TorchRLNames(WeightUpdates):
     def getattr_rb(self, attr: str) -> Any:
         """Return an attribute of the replay buffer.
 
-        First raise the exception of :meth:`start`'s thread, if there is one.
+        If the thread of :meth:`start` raised an exception, the method raises that exception.
         """
         self._raise_of_thread()
         return getattr(self.replay_buffer, attr)
@@ -184,6 +187,9 @@ class TorchRLNames(WeightUpdates):
         calls = max(len(list_of_args or ()), len(list_of_kwargs or ()), 1)
         args, kwargs = list_of_args or [()] * calls, list_of_kwargs or [{}] * calls
         if len(args) != len(kwargs):
-            raise ArgumentError(f"map_fn: got {len(args)} of list_of_args, {len(kwargs)} of kwargs")
+            raise ArgumentError(
+                f"map_fn: expected list_of_args and list_of_kwargs of one length, got {len(args)} "
+                f"of args and {len(kwargs)} of kwargs"
+            )
         method = attrgetter(method_name)(self)
         return [method(*one, **other) for one, other in zip(args, kwargs, strict=True)]

@@ -49,7 +49,7 @@ class WeightUpdates(BatchIteration):
 
         Args:
             policy_or_weights, weights, policy, policy_weights: a TensorDict of parameters, a state
-                dict or a module, under one of these names. None uses the current weights of the
+            dict or a module, passed as one of these arguments. None uses the current weights of the
                 policy given at construction.
             worker_ids: must be None, because all workers receive the same weights.
             model_id, weights_dict: ``"policy"`` is the only model.
@@ -64,8 +64,8 @@ class WeightUpdates(BatchIteration):
         taken = w.one_of_forms(forms, model_id, weights_dict)
         if worker_ids is not None:
             raise ArgumentError(
-                "worker_ids: expected None: all workers act with the same weights, so that a row's "
-                "policy_version says which"
+                "worker_ids: expected None, because all workers act with the weights that "
+                "policy_version names"
             )
         background = self._background
         if background is None or not self._waits_for_steps:
@@ -109,7 +109,7 @@ class WeightUpdates(BatchIteration):
         self._count_version()
 
     def _announce(self) -> None:
-        """Announce the version to workers; there are none in this process."""
+        """Announce the version to workers. A collector without workers has nothing to announce."""
 
     def get_policy_version(self) -> int:
         """Return the number of updates of the policy's weights; -1 if actions are random."""

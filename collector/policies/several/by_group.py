@@ -1,8 +1,8 @@
-"""Policies by group of agents, combined: each gets the TensorDict of its group, or all of it."""
+"""Several policies, one per group of agents, combined into one policy."""
 
 from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from tallyroll.storage.rows.keys import POLICY_VERSIONS, RANDOM_VERSION, Key, as
 
 
 class JointByGroup(Joint):
-    """Policies of which each acts for one group of agents, in all lanes.
+    """Policies that each act for one group of agents, in all lanes.
 
     Args:
         parts: the policies; their ids are names of groups.
@@ -39,19 +39,17 @@ class JointByGroup(Joint):
     def __init__(self, parts: Sequence[PolicyPart]) -> None:
         super().__init__(parts)
         self.relative: list[bool] = []
-        """``[part]``: True if it gets the TensorDict of its group, and not the whole one."""
+        """For each part, True if it gets the TensorDict of its group instead of the whole one."""
         self.actions: list[tuple[Key, ...]] = []
-        """``[part]``: the actions of its group."""
+        """For each part, the action keys of its group."""
         self.owner: dict[Key, int] = {}
-        """The part that writes each key."""
+        """The number of the part that writes each key."""
         self.lanes = 0
 
-    def remade(self, parts: Sequence[PolicyPart]) -> "JointByGroup":
-        """Return a module of this kind with other ``parts``."""
-        made = type(self)(parts)
-        made.relative, made.actions, made.owner = self.relative, self.actions, self.owner
-        made.lanes = self.lanes
-        return made
+    def bind_like(self, other: Self) -> None:
+        """Act in the same lanes and groups as ``other``."""
+        self.relative, self.actions, self.owner = other.relative, other.actions, other.owner
+        self.lanes = other.lanes
 
     def bind(self, own: range, lanes: int) -> None:
         """Act in all lanes of ``own``."""
@@ -64,7 +62,7 @@ class JointByGroup(Joint):
 
     @property
     def acts_in(self) -> Mask:
-        """``[part, lane]``: True, because each part acts in all lanes."""
+        """Marks ``[part, lane]``, all True, because each part acts in all lanes."""
         return np.ones((len(self.parts), self.lanes), np.bool_)
 
     @property
@@ -77,13 +75,16 @@ class JointByGroup(Joint):
         return RANDOM_VERSION if self._draws.all() else version
 
     def rows_of(self, drawn: Mask, version: int) -> tuple[Mask, Any]:
-        """Return ``drawn``, and the versions of rows: -1 where all groups act at random."""
+        """Return ``drawn``, and the version of each lane's row.
+
+        The version is -1 in lanes where all groups act at random.
+        """
         wholly = (drawn | self._draws[:, None]).all(axis=0)
         return drawn, np.where(wholly, RANDOM_VERSION, self.row_versions(version))
 
     def of_key(self, key: Key, random_lanes: Mask) -> Mask:
         """Return the lanes in which the group that writes ``key`` acts at random."""
-        if random_lanes.ndim == 1:  # all groups act at random there
+        if random_lanes.ndim == 1:  # in these lanes, all groups act at random
             return random_lanes
         lanes: Mask = random_lanes[self.owner[key]]
         return lanes
@@ -110,7 +111,7 @@ class JointByGroup(Joint):
     def _tried(
         self, number: int, part: PolicyPart, policy: Policy, trial: Trial
     ) -> tuple[SlabColumns, Mapping[Key, int]]:
-        """Try out a policy on the TensorDict of its group, or on all of it."""
+        """Try out a policy on the TensorDict of its group, or on the whole TensorDict."""
         group = str(part.id)
         keys = {key[1:] for key in trial.observations if key[0] == group}
         relative = _is_relative(policy, keys, {*trial.observations})
@@ -123,8 +124,9 @@ class JointByGroup(Joint):
         twice = [key for key in columns if key in self.columns]
         if twice:
             raise PolicyError(
-                f"the policy of the group {group!r} writes {format_key(twice[0])}, as the policy "
-                f"of another group does; give it a name below the group: {group}/{twice[0][-1]}"
+                f"the policy of the group {group!r} writes {format_key(twice[0])}, which the "
+                "policy of another group writes too. Use a key of the group: "
+                f"{group}/{twice[0][-1]}"
             )
         self.owner |= {(*prefix, *key): number for key in policy.writes}
         return columns, dims
@@ -159,8 +161,8 @@ def _groups_of(env: EnvBase) -> dict[str, tuple[Key, ...]]:
     for key in action_keys(env):
         if len(key) < 2:
             raise ArgumentError(
-                "policy: {group: policy} is for groups of agents, and the environment has the "
-                f"action {format_key(key)}; give one policy, or [(lanes, policy), …]"
+                "policy: {group: policy} needs groups of agents, but the environment has the "
+                f"action {format_key(key)}. Pass one policy, or [(lanes, policy), …]."
             )
         found[key[0]] = (*found.get(key[0], ()), key)
     return found
@@ -177,14 +179,14 @@ def _require_groups(given: Sequence[str], groups: Collection[str]) -> None:
         if name not in given:
             raise ArgumentError(
                 f"policy: expected a policy for each of the groups {sorted(groups)}, got none for "
-                f"{name!r}; give it one, or None for random actions"
+                f"{name!r}. Add a policy for this group, or None for random actions."
             )
 
 
 def _called(
     policy: Policy, group: str, trial: Trial, inside: Collection[Key] | None
 ) -> dict[Key, SlabColumn]:
-    """Try ``policy`` on the keys ``inside`` the TensorDict of ``group``; None: on all of it."""
+    """Try ``policy`` on the keys ``inside`` the TensorDict of ``group``; None means all keys."""
     env = trial.env
     keys = trial.observations if inside is None else inside
     some, specs = trial.td.get(group), env.full_action_spec[group]
@@ -203,7 +205,7 @@ def _called(
     written = [key for key in policy.writes if inside is None and key in action_keys(env)]
     others = [key for key in written if key[0] != group]
     if others:
-        raise PolicyError(f"it writes {format_key(others[0])}, the action of another group")
+        raise PolicyError(f"the policy writes {format_key(others[0])}, the action of another group")
     return found
 
 

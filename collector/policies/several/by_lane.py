@@ -1,8 +1,8 @@
-"""Policies by lane, combined: each is called with only its lanes."""
+"""Several policies, each for some lanes, combined into one policy."""
 
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -28,11 +28,11 @@ from tallyroll.storage.rows.keys import POLICY_VERSION, RANDOM_VERSION, Key
 
 
 class JointByLane(Joint):
-    """Policies of which each acts in some lanes.
+    """Policies that each act in some lanes, and are called with only these lanes.
 
     Args:
         parts: the policies.
-        sets: the lanes of each, as given by callers.
+        sets: the lanes of each policy, in any form that a user may pass.
     """
 
     def __init__(self, parts: Sequence[PolicyPart], sets: Sequence[LaneSet]) -> None:
@@ -41,25 +41,23 @@ class JointByLane(Joint):
         self.lanes: list[tuple[int, ...]] = []
         """The lanes of each policy, numbered over the run."""
         self.of_lane: NDArray[np.int64] = np.zeros(0, np.int64)
-        """``[lane]``: the policy of each lane of the environment."""
+        """The number of the policy of each lane of the environment ``[lane]``."""
         self.rows: list[Rows | None] = []
-        """``[part]``: its rows in the environment's TensorDicts; None if it has no lane there."""
+        """For each part, its rows in the environment's TensorDicts; None if it has none."""
 
-    def remade(self, parts: Sequence[PolicyPart]) -> "JointByLane":
-        """Return a module of this kind with other ``parts``."""
-        made = type(self)(parts, self.sets)
-        made.lanes, made.of_lane, made.rows = self.lanes, self.of_lane, self.rows
-        return made
+    def bind_like(self, other: Self) -> None:
+        """Act in the same lanes as ``other``."""
+        self.lanes, self.of_lane, self.rows = other.lanes, other.of_lane, other.rows
 
     @property
     def _more(self) -> tuple[Any, ...]:
         return (self.sets,)
 
     def bind(self, own: range, lanes: int) -> None:
-        """Act for the lanes ``own`` of the ``lanes`` lanes of the run.
+        """Act for the lanes ``own`` of a run that has ``lanes`` lanes.
 
         Raises:
-            ArgumentError: a lane has no policy, or two.
+            ArgumentError: a lane has no policy, or has two.
         """
         self.lanes = lanes_of_each(self.sets, lanes)
         of_lane = np.zeros(lanes, np.int64)
@@ -86,17 +84,17 @@ class JointByLane(Joint):
 
     @property
     def version_columns(self) -> list[Key]:
-        """The version column of each part, which is the common one."""
+        """The version column of each part, which is the same for all."""
         return [POLICY_VERSION] * len(self.parts)
 
     def row_versions(self, version: int) -> NDArray[np.int64]:
-        """Return the version of the policy of each lane; -1 in lanes without a policy."""
+        """Return the version of each lane's policy; -1 in lanes without a policy."""
         versions = np.where(self._draws, RANDOM_VERSION, self.versions.cpu().numpy())
         return versions[self.of_lane]
 
     @property
     def acts_in(self) -> Mask:
-        """``[part, lane]``: the lanes in which each part acts."""
+        """Marks ``[part, lane]`` of the lanes in which each part acts."""
         found: Mask = np.arange(len(self.parts))[:, None] == self.of_lane
         return found
 
@@ -112,7 +110,7 @@ class JointByLane(Joint):
     def _tried(
         self, number: int, part: PolicyPart, policy: Policy, trial: Trial
     ) -> tuple[SlabColumns, Mapping[Key, int]]:
-        """Try out a policy, even one that only acts in lanes of other workers."""
+        """Try out a policy, even if it only acts in lanes of other workers."""
         own = self.rows[number]
         rows: Rows = slice(0, 1) if own is None else own
         some, specs = trial.td, trial.env.full_action_spec

@@ -19,10 +19,11 @@ class OnePolicy:
     """One of several policies, with its own options.
 
     Args:
-        policy: a policy as for a collector; None draws random actions.
-        init_random_frames: exactly that many transitions of its lanes, or of its group, at the
-            start have random actions.
-        policy_device: the device of its calls; None: the collector's ``policy_device``.
+        policy: a policy as for a collector; None if all actions are random.
+        init_random_frames: number of transitions of the policy's lanes, or of its group, that have
+            random actions at the start. The number is exact.
+        policy_device: the device of the policy's calls; None means the collector's
+            ``policy_device``.
 
     Raises:
         ArgumentError: an argument is not valid.
@@ -49,23 +50,25 @@ class OnePolicy:
 
     def __post_init__(self) -> None:
         if isinstance(self.policy, OnePolicy):
-            raise ArgumentError("policy: expected a policy in OnePolicy(...), got another one")
+            raise ArgumentError(
+                "policy: expected a policy in OnePolicy(...), got another OnePolicy"
+            )
         frames = not_negative("init_random_frames", self.init_random_frames)
         if frames and self.policy is None:
             raise ArgumentError(
-                f"init_random_frames: expected 0 where the policy is None, whose actions are "
-                f"random all the time, got {frames}"
+                f"init_random_frames: expected 0 if the policy is None, because all its actions "
+                f"are random, got {frames}"
             )
 
 
 ByLane: TypeAlias = Sequence[tuple[LaneSet, PolicyFn | OnePolicy | None]]
 ByGroup: TypeAlias = Mapping[str, PolicyFn | OnePolicy | None]
 Policies: TypeAlias = PolicyFn | ByLane | ByGroup
-"""The kinds of policies that collectors accept: one, or several."""
+"""The kinds of policies that collectors accept: one policy, or several."""
 
 
 def device_of(one: OnePolicy) -> torch.device | None:
-    """Return the policy's own device, checked on this machine; None if it has none."""
+    """Return the policy's own device, or None; raise an error if this machine lacks it."""
     found: torch.device | None = or_none(available_device)("policy_device", one.policy_device)
     return found
 
@@ -76,7 +79,7 @@ def are_several(policy: Any) -> bool:
 
 
 def without_openings(policy: Any) -> Any:
-    """Return the argument ``policy`` of a collector without ``init_random_frames`` of policies."""
+    """Return the argument ``policy``, with ``init_random_frames`` of each policy removed."""
     if not are_several(policy):
         return policy
     if isinstance(policy, Mapping):
@@ -87,7 +90,7 @@ def without_openings(policy: Any) -> Any:
 
 
 def each_of(policy: Any) -> list[Any]:
-    """Return the policies in a result of `without_openings`: several, or the one."""
+    """Return the policies in a result of `without_openings`, or the single policy, as a list."""
     if not are_several(policy):
         return [policy]
     given = policy.values() if isinstance(policy, Mapping) else [one for _, one in _pairs(policy)]
@@ -95,7 +98,7 @@ def each_of(policy: Any) -> list[Any]:
 
 
 def _pairs(given: Sequence[Any]) -> list[Any]:
-    """Return the entries that are pairs; `lane_entries` reports what is wrong with others."""
+    """Return the entries that are pairs; `lane_entries` reports the other entries as errors."""
     return [each for each in given if isinstance(each, (tuple, list)) and len(each) == 2]
 
 
@@ -107,7 +110,7 @@ def lane_entries(given: Sequence[Any]) -> list[tuple[LaneSet, OnePolicy]]:
     """Return the lanes and the policy of each entry of a list.
 
     Raises:
-        ArgumentError: it is not a list of such pairs.
+        ArgumentError: the argument is not a list of such pairs.
     """
     wanted = "policy: expected one policy, {group: policy} or [(lanes, policy), …]"
     if not given:
@@ -115,7 +118,7 @@ def lane_entries(given: Sequence[Any]) -> list[tuple[LaneSet, OnePolicy]]:
     found = []
     for at, each in enumerate(given):
         if not isinstance(each, (tuple, list)) or len(each) != 2:
-            raise ArgumentError(f"{wanted}, got {_said(each)} at place {at}")
+            raise ArgumentError(f"{wanted}, got {_describe(each)} at index {at}")
         lanes, policy = each
         if isinstance(lanes, (np.ndarray, torch.Tensor)):
             lanes = lanes.tolist()
@@ -141,10 +144,10 @@ def _one(policy: Any, whose: str) -> OnePolicy:
     one = policy if isinstance(policy, OnePolicy) else OnePolicy(policy)
     if are_several(one.policy):
         raise ArgumentError(
-            f"policy: expected one policy for {whose}, got several: {_said(one.policy)}"
+            f"policy: expected one policy for {whose}, got several: {_describe(one.policy)}"
         )
     return one
 
 
-def _said(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"{type(value).__name__} {value!r:.60}"

@@ -1,4 +1,4 @@
-"""Several policies combined into one module, which calls each with only its rows."""
+"""Several policies combined into one module, which calls each policy with only its rows."""
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -34,11 +34,11 @@ class Trial:
     """The result of a reset of ``env``."""
     env: EnvBase
     observations: Collection[Key]
-    """Keys of ``env`` that policies may use."""
+    """Keys of observations of ``env`` that policies may use."""
     lanes: int
     """Number of lanes of the run."""
     first: int
-    """Number in the run of the first lane of ``env``."""
+    """Number, in the run, of the first lane of ``env``."""
     strict: bool
     """True if numbers outside a box are refused, as in `try_out`."""
 
@@ -49,14 +49,14 @@ class Trial:
 
 
 class Joint(nn.Module):
-    """Several policies as one module, so that their weights are handled like those of one.
+    """Several policies as one module, so that their weights are handled like one policy's weights.
 
     Args:
         parts: the policies.
     """
 
     versions: torch.Tensor
-    """``[part]``: numbers of updates of the weights of each, which are sent with the weights."""
+    """Number of weight updates of each part ``[part]``, sent with the weights."""
 
     def __init__(self, parts: Sequence[PolicyPart]) -> None:
         super().__init__()
@@ -65,19 +65,19 @@ class Joint(nn.Module):
         self.policies = nn.ModuleDict({k: m for k, m in modules.items() if m is not None})
         self.register_buffer("versions", torch.zeros(len(parts), dtype=torch.int64))
         self.columns: dict[Key, SlabColumn] = {}
-        """The columns that any part writes, the actions among them, of one lane."""
+        """The columns of one lane that any part writes, including the actions."""
         self.batch_dims: dict[Key, int] = {}
         self._idle: Mask | None = None
-        """``[part]``: parts that the next call skips; None: it skips none."""
+        """Marks ``[part]`` of the parts that the next call skips; None if it skips none."""
         self._draws = np.array([part.policy is None for part in parts])
-        """``[part]``: True if all its actions are random."""
+        """Marks ``[part]`` of the parts whose actions are all random."""
 
     @abstractmethod
     def bind(self, own: range, lanes: int) -> None:
-        """Act for the lanes ``own`` of the ``lanes`` lanes of the run.
+        """Act for the lanes ``own`` of a run that has ``lanes`` lanes.
 
         Raises:
-            ArgumentError: a lane has no policy, or two.
+            ArgumentError: a lane has no policy, or has two.
         """
 
     @property
@@ -88,16 +88,16 @@ class Joint(nn.Module):
     @property
     @abstractmethod
     def acts_in(self) -> Mask:
-        """``[part, lane]``: the lanes in which each part acts."""
+        """Marks ``[part, lane]`` of the lanes in which each part acts."""
 
     @property
     @abstractmethod
     def version_columns(self) -> list[Key]:
-        """The column of each part that holds the version which acted."""
+        """The key of each part's version column."""
 
     @abstractmethod
     def row_versions(self, version: int) -> Any:
-        """Return the version of rows without opening random actions: a number, or one per lane.
+        """Return the version of rows without opening random actions: one number, or one per lane.
 
         ``version`` is the number of updates of any policy.
         """
@@ -107,7 +107,7 @@ class Joint(nn.Module):
         """Return the lanes that act at random in a slot, and the versions of its rows.
 
         Args:
-            drawn: ``[part, lane]``, where openings act at random.
+            drawn: marks ``[part, lane]`` of the lanes in which an opening acts at random.
             version: the number of updates of any policy.
 
         Returns:
@@ -116,18 +116,28 @@ class Joint(nn.Module):
 
     @abstractmethod
     def of_key(self, key: Key, random_lanes: Mask) -> Mask:
-        """Return the lanes ``[lane]`` of ``random_lanes`` in which no policy writes a column."""
+        """Return marks ``[lane]`` of ``random_lanes`` in which no policy writes column ``key``."""
 
     def leave_out(self, random_lanes: Mask) -> None:
         """Skip policies in the next call if all of their lanes act at random.
 
-        ``random_lanes`` is as :meth:`rows_of` returns it.
+        ``random_lanes`` is the mask that :meth:`rows_of` returned.
         """
         self._idle = np.logical_and.reduce(~self.acts_in | random_lanes, axis=1)
 
     @abstractmethod
+    def bind_like(self, other: Self) -> None:
+        """Act in the same lanes as ``other``, a module of the same kind."""
+
+    def write_like(self, other: Self) -> None:
+        """Write the columns that ``other`` writes."""
+        self.columns, self.batch_dims = other.columns, other.batch_dims
+
     def remade(self, parts: Sequence[PolicyPart]) -> Self:
         """Return a module of this kind with other ``parts``."""
+        made = type(self)(parts, *self._more)
+        made.bind_like(self)
+        return made
 
     def placed(self, device: torch.device | None, env_device: torch.device | None) -> Self:
         """Return a copy whose policies run on ``device``, or on their own devices."""
@@ -136,15 +146,15 @@ class Joint(nn.Module):
         return made
 
     def __deepcopy__(self, memo: Any) -> Self:
-        """Copy only the policies, which refer to the environment."""
+        """Copy only the policies, and keep the references to the environment."""
         made = self.remade([part.copied() for part in self.parts])
-        made.columns, made.batch_dims = self.columns, self.batch_dims
+        made.write_like(self)
         made.versions.copy_(self.versions)
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the arguments of callers, with the current weights."""
-        given = [_given(part) for part in self.parts]
+        """Pickle the callers' arguments, whose modules have the current weights."""
+        given = [_arguments_of(part) for part in self.parts]
         return _arrived, (type(self), given, self._more, self.versions)
 
     @property
@@ -166,7 +176,7 @@ class Joint(nn.Module):
     # --- the trial --------------------------------------------------------------------------------
 
     def try_parts(self, trial: Trial) -> list[str]:
-        """Try out each policy on its part of a first observation, and record the columns of all.
+        """Try out each policy on its part of a first observation, and record all columns.
 
         Returns:
             Notes for users of the rows.
@@ -180,7 +190,7 @@ class Joint(nn.Module):
                 notes += [f"{_of_whom(part)}: {note}" for note in part.policy.notes]
                 self._add(part, found, dims)
         for key, spec in trial.env.full_action_spec.items(True, True):
-            # As the environment declares it, also if no policy acts.
+            # Declare actions as the environment does, even if no policy acts.
             self.columns[as_key(key)] = SlabColumn(spec.dtype, tuple(spec.shape[trial.lead :]))
         return notes
 
@@ -191,19 +201,20 @@ class Joint(nn.Module):
     def _tried(
         self, number: int, part: PolicyPart, policy: Policy, trial: Trial
     ) -> tuple[SlabColumns, Mapping[Key, int]]:
-        """Try out ``policy``, which is that of ``part``.
+        """Try out ``policy``, the policy of ``part``.
 
         Returns:
-            The columns that it writes, and the batch dimensions of nested keys, as keys of a whole
-            lane.
+            The columns that the policy writes, and the batch dimensions of nested TensorDicts, by
+            keys from the root of a lane.
         """
 
     def _add(self, part: PolicyPart, columns: SlabColumns, dims: Mapping[Key, int]) -> None:
         for key, column in columns.items():
             if self.columns.setdefault(key, column) != column:
                 raise PolicyError(
-                    f"policy {part.id}: {format_key(key)} is {column}, and {self.columns[key]} of "
-                    "another policy; let them write the same, or another name"
+                    f"policy {part.id}: expected {format_key(key)} to be {self.columns[key]}, like "
+                    f"that of another policy, got {column}. Write the same dtype and shape, or "
+                    "another key."
                 )
         self.batch_dims |= dims
 
@@ -220,7 +231,7 @@ class Joint(nn.Module):
 
 
 def part_of(id: PolicyId, one: OnePolicy) -> PolicyPart:
-    """Make a part from a policy as a caller gave it."""
+    """Make a part from a policy in the form in which a caller gave it."""
     policy = None
     with naming(whose(id)):
         if one.policy is not None:
@@ -239,7 +250,7 @@ def _placed(
     )
 
 
-def _given(part: PolicyPart) -> tuple[PolicyId, OnePolicy]:
+def _arguments_of(part: PolicyPart) -> tuple[PolicyId, OnePolicy]:
     """Return a part's arguments for pickling; a compiled policy is replaced by its original."""
     source = None if part.policy is None else part.policy.source
     return part.id, replace(part.one, policy=source)
@@ -254,7 +265,7 @@ def _arrived(
 
 
 def opening_of(part: PolicyPart) -> dict[str, int]:
-    """Return the manifest entry of a policy's random opening actions; empty without them."""
+    """Return the manifest entry of a policy's opening random actions; empty if there are none."""
     return {"init_random_frames": part.opening} if part.opening else {}
 
 
@@ -276,20 +287,20 @@ def naming(whose: str) -> Iterator[None]:
 def put(
     part: PolicyPart, out: TensorDictBase, rows: Rows | None, found: Mapping[Key, torch.Tensor]
 ) -> None:
-    """Write the values of a part to its ``rows`` of ``out``; None: to all rows."""
+    """Write the values of a part to its ``rows`` of ``out``; None means all rows."""
     lead = len(out.batch_size)
     for key, value in found.items():
         full = out.get(key, None)
-        if full is None:  # a private key of the policy, which is no column
+        if full is None:  # a private key of the policy, which is not a column
             shape = (*out.batch_size, *value.shape[lead:])
             out.set(key, torch.zeros(shape, dtype=value.dtype, device=value.device))
             full = out.get(key)
         to = full if rows is None else full[rows]
         if to.shape != value.shape or to.dtype != value.dtype:
             raise PolicyError(
-                f"policy {part.id}: {format_key(key)}: got "
-                f"{SlabColumn(value.dtype, tuple(value.shape))}, expected "
-                f"{SlabColumn(to.dtype, tuple(to.shape))} as on the first step"
+                f"policy {part.id}: {format_key(key)}: expected "
+                f"{SlabColumn(to.dtype, tuple(to.shape))} as on the first step, got "
+                f"{SlabColumn(value.dtype, tuple(value.shape))}"
             )
         if rows is None:
             full.copy_(value)

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 from tallyroll.collector.errors import ArgumentError
 
 LaneSet: TypeAlias = int | slice | range | Sequence[int] | Literal["rest"]
-"""Lanes of a policy: a number, numbers, a slice of all, or the lanes that no other policy has."""
+"""Lanes of a policy: one or several numbers, a slice, or the lanes that no other policy has."""
 REST = "rest"
 
 
@@ -14,7 +14,7 @@ def require_lanes(given: Any, policy: int) -> None:
     """Refuse a value that cannot specify lanes, for any number of lanes.
 
     Raises:
-        ArgumentError: the value is refused; the message describes valid ones.
+        ArgumentError: the value is refused; the message describes valid values.
     """
     if isinstance(given, (slice, range)) or _is_number(given):
         return
@@ -59,8 +59,8 @@ def lanes_of_each(sets: Sequence[LaneSet], lanes: int) -> list[tuple[int, ...]]:
         found[takes[0]] = rest
     elif rest:
         raise ArgumentError(
-            f"policy: expected a policy for each of {lanes} lanes, got none for {in_words(rest)}; "
-            'name them, or add ("rest", policy)'
+            f"policy: expected a policy for each of {lanes} lanes, got none for {in_words(rest)}. "
+            'Assign these lanes to a policy, or add ("rest", policy).'
         )
     for policy, own in enumerate(found):
         if not own:

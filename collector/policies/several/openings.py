@@ -1,4 +1,4 @@
-"""Openings: the random actions with which policies begin, and their remaining numbers."""
+"""Openings: the random actions with which policies begin, and the numbers that remain."""
 
 from collections.abc import Sequence
 
@@ -10,44 +10,49 @@ from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.rows.keys import POLICY_VERSION, RANDOM_VERSION, Key
 
 Counts = NDArray[np.int64]
-"""``[policy]``: numbers of transitions."""
+"""Numbers of transitions ``[policy]``."""
 MOST = 2**62
-"""More transitions than any run has."""
+"""A number of transitions that no run reaches."""
 
 
 class Openings:
     """The first transitions of each policy's lanes, which have random actions.
 
     Args:
-        asked: number of such transitions of each policy.
-        acts_in: ``[policy, lane]``: the lanes of each; with groups, each has all lanes.
-        versions: the column of each that is -1 where its action is random.
+        asked: number of opening transitions of each policy.
+        acts_in: marks ``[policy, lane]`` of the lanes of each policy; the policy of a group has all
+            lanes.
+        versions: the key of each policy's version column, which is -1 in rows with a random action.
         first_lane: number of the first lane in the run.
+        whole_run: True if one opening covers all lanes of a run, False if policies have openings.
     """
 
     def __init__(
-        self, asked: Sequence[int], acts_in: Mask, versions: Sequence[Key], first_lane: int = 0
+        self,
+        asked: Sequence[int],
+        acts_in: Mask,
+        versions: Sequence[Key],
+        first_lane: int = 0,
+        *,
+        whole_run: bool = False,
     ) -> None:
         self.asked: Counts = np.array([min(each, MOST) for each in asked], np.int64)
-        """``[policy]``: transitions at the start of a run that have random actions."""
+        """Number of random actions of each policy at the start of a run ``[policy]``."""
         self.left = self.asked.copy()
-        """``[policy]``: transitions with random actions that are left."""
+        """Number of random actions of each policy that are left ``[policy]``."""
         self.acts_in, self.versions, self.first_lane = acts_in, versions, first_lane
-        self.whole_run = False
-        """True if all lanes of a run begin at random, False if those of some policies do."""
+        self.whole_run = whole_run
 
     @classmethod
     def of_run(cls, asked: int, lanes: int) -> "Openings":
         """Return the opening of a run in which all lanes begin at random."""
-        made = cls([asked], np.ones((1, lanes), np.bool_), [POLICY_VERSION])
-        made.whole_run = True
-        return made
+        return cls([asked], np.ones((1, lanes), np.bool_), [POLICY_VERSION], whole_run=True)
 
     def of_lanes(self, own: range) -> "Openings":
         """Return the part of the openings for the lanes ``own``.
 
-        Every slot of the run must be a transition. In slot order the first transitions of a policy
-        are then spread over its lanes.
+        Every slot of the run must be a transition. Then the first transitions of a policy, in slot
+        order, are spread evenly over its lanes.
         """
         asked = []
         for count, acts in zip(self.asked.tolist(), self.acts_in, strict=True):
@@ -63,8 +68,24 @@ class Openings:
         """True if some random actions are left."""
         return bool(self.left.any())
 
+    def begin(self, count: int) -> None:
+        """Begin an opening of the whole run with ``count`` random actions."""
+        self.asked[:] = self.left[:] = min(count, MOST)
+
+    def draw(self, counts: Counts) -> None:
+        """Subtract ``counts`` ``[policy]`` random actions, which were or will be drawn."""
+        self.left -= counts
+
+    def give_back(self, counts: Counts) -> None:
+        """Add back ``counts`` ``[policy]`` random actions, which will be drawn again."""
+        self.left += counts
+
+    def go_on_with(self, left: Sequence[int] | Counts) -> None:
+        """Continue with ``left`` ``[policy]`` remaining random actions."""
+        self.left[:] = left
+
     def drawn(self, upcoming: Mask) -> Mask:
-        """Return ``[policy, lane]``: where each acts at random in the next slot.
+        """Return marks ``[policy, lane]``, True if a policy acts at random in its lane's next slot.
 
         ``upcoming`` marks the lanes whose next slot will be a transition.
         """
@@ -73,7 +94,7 @@ class Openings:
         return drawn
 
     def counted(self, slab: Slab, at: slice, marks: Mask) -> Counts:
-        """Count the opening transitions of each policy among ``marks`` of the slots ``at``.
+        """Count the opening transitions of each policy among those marked in the slots ``at``.
 
         ``marks`` are ``[time, lane]``, like the version columns of ``slab``.
         """

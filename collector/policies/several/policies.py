@@ -1,4 +1,4 @@
-"""Several policies of a run, with the interface of one."""
+"""Several policies of a run, with the interface of a single policy."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,16 +29,16 @@ from tallyroll.storage.rows.keys import Key
 
 
 class SeveralPolicies(Policy):
-    """Several policies, each with its own version; ``version`` counts updates of any.
+    """Several policies, each with its own version; ``version`` counts the updates of all.
 
     Args:
         joint: the policies.
-        device: their device, except for those with their own.
+        device: the device of all policies except those with their own device.
         env_device: the device of actions.
     """
 
     openings: Openings
-    """Set by :meth:`bind`."""
+    """The openings of the policies; set by :meth:`bind`."""
 
     def __init__(
         self, joint: Joint, device: torch.device | None, env_device: torch.device | None
@@ -48,10 +48,10 @@ class SeveralPolicies(Policy):
         self._lanes = 0
 
     def bind(self, own: range, lanes: int) -> None:
-        """Act for the lanes ``own`` of the ``lanes`` lanes of the run.
+        """Act for the lanes ``own`` of a run that has ``lanes`` lanes.
 
         Raises:
-            ArgumentError: a lane has no policy, or two.
+            ArgumentError: a lane has no policy, or has two.
         """
         self._own, self._lanes = own, lanes
         self._joint.bind(own, lanes)
@@ -60,7 +60,7 @@ class SeveralPolicies(Policy):
         self._opening = self.openings.left > 0
 
     def bind_whole(self, lanes: int, part: ShardOfRun | None) -> None:
-        """Act for the ``lanes`` of a run, or for all of a ``part`` of one.
+        """Act for all ``lanes`` lanes of a run, or for all lanes of the shard ``part``.
 
         Raises:
             ArgumentError: as in :meth:`bind`.
@@ -95,19 +95,19 @@ class SeveralPolicies(Policy):
 
     @property
     def policy_of_lane(self) -> NDArray[np.int64] | None:
-        """``[lane]``: the policy of each of its lanes; None if all act in every lane."""
+        """The number of each lane's policy ``[lane]``; None if all policies act in every lane."""
         joint = self._joint
         return joint.of_lane if isinstance(joint, JointByLane) else None
 
     @property
     def row_version(self) -> Any:
-        """Version of the policy that acts, by lane; for groups, the number of all updates."""
+        """Version of each lane's policy; with groups, the number of updates of all policies."""
         return self._joint.row_versions(self.version)
 
     def rows_of(self, drawn: Mask) -> tuple[Mask, Any]:
         """Return the lanes that act at random in a slot, and the versions of its rows.
 
-        ``drawn`` is ``[policy, lane]``, where openings act at random.
+        ``drawn`` marks ``[policy, lane]`` in which an opening acts at random.
 
         Returns:
             The lanes that act at random, by group ``[policy, lane]``, and the versions of rows.
@@ -115,7 +115,7 @@ class SeveralPolicies(Policy):
         return self._joint.rows_of(drawn, self.version)
 
     def of_key(self, key: Key, random_lanes: Mask) -> Mask:
-        """Return the lanes ``[lane]`` of ``random_lanes`` in which no policy writes a column."""
+        """Return marks ``[lane]`` of ``random_lanes`` in which no policy writes column ``key``."""
         return self._joint.of_key(key, random_lanes)
 
     # --- acting -----------------------------------------------------------------------------------
@@ -123,18 +123,18 @@ class SeveralPolicies(Policy):
     def try_parts(
         self, td: TensorDictBase, env: EnvBase, observations: Collection[Key], *, strict: bool
     ) -> None:
-        """Try out each policy, as `try_out` does for one."""
+        """Try out each policy, as `try_out` does for a single policy."""
         trial = Trial(td, env, observations, self._lanes, self._own.start, strict)
         self.notes += self._joint.try_parts(trial)
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
-        """Choose actions for ``td``, of which each policy gets a copy of its rows."""
+        """Choose actions for ``td``; each policy gets a copy of its rows."""
         return self.around(td)
 
     def leave_out(self, random_lanes: Mask) -> None:
         """Skip policies in the next call if all of their lanes act at random.
 
-        ``random_lanes`` is as :meth:`rows_of` returns it.
+        ``random_lanes`` is the mask that :meth:`rows_of` returned.
         """
         self._joint.leave_out(random_lanes)
 
@@ -153,10 +153,10 @@ class SeveralPolicies(Policy):
         """The states of the random streams of each policy."""
         return [part.generators for part in self.parts]
 
-    @generators.setter
-    def generators(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def load_generators(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore the states of the random streams of each policy."""
         for part, state in zip(self.parts, states, strict=True):
-            part.generators = state
+            part.load_generators(state)
 
     # --- versions and weights ---------------------------------------------------------------------
 
@@ -168,10 +168,10 @@ class SeveralPolicies(Policy):
         return {part.id: version for part, version in pairs if part.policy is not None}
 
     def of_id(self, policy_id: PolicyId | None) -> Policy:
-        """Return the policy with an id.
+        """Return the policy with the id ``policy_id``.
 
         Raises:
-            ArgumentError: no policy has the id, or it is missing.
+            ArgumentError: no policy has the id, or ``policy_id`` is None.
         """
         known = [*self.versions]
         if policy_id not in known:
@@ -179,7 +179,7 @@ class SeveralPolicies(Policy):
             random = any(part.id == policy_id for part in self.parts)
             why = ", whose actions are random" if random else ""
             raise ArgumentError(
-                f"policy_id: expected which of several policies is meant, one of {known}, got "
+                f"policy_id: expected the id of a policy, one of {known}, got "
                 f"{policy_id!r}{why}{near}"
             )
         found = next(part.policy for part in self.parts if part.id == policy_id)
@@ -192,7 +192,7 @@ class SeveralPolicies(Policy):
         self._count(policy_id, 1)
 
     def looks_unchanged(self, rows: int) -> bool:
-        """Return True if the live weights of all look as they did before the last batch."""
+        """Return True if all live weights look as they did before the last batch."""
         if self._opening.any():
             return False
         # Not a generator, in which an exception of a signal handler could be lost.
@@ -204,8 +204,8 @@ class SeveralPolicies(Policy):
     def changed_unversioned(self) -> bool:
         """Return True if live weights changed since the last call without a new version.
 
-        A policy whose opening is not over, or has just ended, may not have acted yet, and is
-        ignored.
+        A policy is ignored if its opening is not over or has just ended, because it may not have
+        acted yet.
         """
         opening, self._opening = self._opening, self.openings.left > 0
         found = False
@@ -231,7 +231,7 @@ class SeveralPolicies(Policy):
     # --- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return weights, buffers and versions of each, and the number of random actions left."""
+        """Return each policy's weights, buffers, version and number of remaining random actions."""
         parts = [None if part.policy is None else part.policy.state_dict() for part in self.parts]
         return {
             "version": self.version,
@@ -245,10 +245,10 @@ class SeveralPolicies(Policy):
         """Return the reason why a state does not fit these policies; None if it fits."""
         mine = [part.id for part in self.parts]
         if "parts" not in state:
-            return f"the state is of one policy, and this collector has {len(mine)}: {mine}"
+            return f"the state is of one policy, but this collector has {len(mine)}: {mine}"
         theirs = [(each, of is None) for each, of in zip(state["ids"], state["parts"], strict=True)]
         if theirs != [(part.id, part.policy is None) for part in self.parts]:
-            return f"the state is of the policies {state['ids']}, and this collector has {mine}"
+            return f"the state is of the policies {state['ids']}, but this collector has {mine}"
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -258,21 +258,21 @@ class SeveralPolicies(Policy):
                 part.policy.load_state_dict(own)
         self._joint.versions.copy_(torch.tensor(state["versions"]))
         self.version = int(state["version"])
-        self.openings.left[:] = state["openings"]
+        self.openings.go_on_with(state["openings"])
 
     def load_newer(self, state: Mapping[str, Any]) -> None:
-        """Restore the weights of an earlier state, under versions that no weights had."""
+        """Restore the weights of an earlier state, under versions that no weights have had."""
         left, newest = self.openings.left.copy(), max([self.version, *self.versions.values()])
         self.load_state_dict(state)
         self.begin_at(max(newest, self.version) + 1)
-        self.openings.left[:] = left
+        self.openings.go_on_with(left)
 
 
 def _joint_of(policy: Any) -> Joint:
-    """Combine several policies as a caller gave them.
+    """Combine several policies, in the form in which a caller gave them.
 
     Raises:
-        ArgumentError: they are neither a list of lanes and policies nor a mapping of groups.
+        ArgumentError: ``policy`` is neither a list of lanes and policies nor a mapping of groups.
     """
     if isinstance(policy, Mapping):
         groups = group_entries(policy)
@@ -294,7 +294,10 @@ def policy_of(
     *,
     kinds: tuple[type[Policy], type[SeveralPolicies]] = (Policy, SeveralPolicies),
 ) -> Any:
-    """Wrap a result of `policy_argument` as one of ``kinds[0]`` or ``kinds[1]``; keep None."""
+    """Wrap a result of `policy_argument` in one of the two classes ``kinds``.
+
+    The first class is for a single policy, and the second for several. None stays None.
+    """
     if policy is None:
         return None
     return kinds[isinstance(policy, Joint)](policy, device, env_device)
@@ -317,4 +320,4 @@ def keep_streams(policy: SeveralPolicies | None) -> Iterator[None]:
     try:
         yield
     finally:
-        policy.generators = before
+        policy.load_generators(before)

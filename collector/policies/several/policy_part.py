@@ -1,4 +1,4 @@
-"""One of several policies, which acts on only its rows and has its own random numbers."""
+"""One of several policies, which acts only on its rows and has its own random numbers."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -28,41 +28,40 @@ class PolicyPart:
     """A policy that chooses some of the actions of a slot.
 
     Args:
-        id: identifies it among several policies.
-        policy: the policy on its device; None draws random actions.
-        one: the policy as a caller gave it, and its options.
+        id: the id of the policy among several policies.
+        policy: the policy on its device; None if all actions are random.
+        one: the caller's policy and its options.
     """
 
     def __init__(self, id: PolicyId, policy: Policy | None, one: OnePolicy) -> None:
         self.id, self.policy, self.one = id, policy, one
         self.rng = SlotRng()
-        """Draws the actions of a part without a policy."""
+        """The generator that draws the actions of a part without a policy."""
         self.stream: torch.Tensor | None = None
-        """State of torch's generator for its next call; None: the current state is used."""
+        """State of torch's generator for the next call; None to use the current state."""
         self.random: RandomActions | None = None
         self._env: EnvBase | None = None
         self._lanes: tuple[int, int] | None = None
 
     @property
     def opening(self) -> int:
-        """Number of transitions of its lanes that have random actions before it acts."""
+        """Number of transitions with random actions before the policy acts."""
         return self.one.init_random_frames
 
     @property
     def module(self) -> nn.Module | None:
-        """The module with the policy's weights; None if it has none."""
+        """The module with the policy's weights; None if there is no module."""
         module = None if self.policy is None else self.policy.module
         return module if isinstance(module, nn.Module) else None
 
     def copied(self) -> "PolicyPart":
-        """Return a copy whose calls have no side effects. Raise if that is not possible."""
+        """Return a copy whose calls have no side effects; raise if the policy cannot be copied."""
         policy = None
         if self.policy is not None:
             policy = copy.copy(self.policy)
             policy.calls(copy_of(self.policy.module))
         made = PolicyPart(self.id, policy, self.one)
-        made.stream = None if self.stream is None else self.stream.clone()
-        made.rng.state = self.rng.state
+        made.load_generators(self.generators)
         if self._env is not None and self._lanes is not None:
             made.draws_for(self._env, *self._lanes)
         return made
@@ -78,7 +77,7 @@ class PolicyPart:
     def seed(
         self, seed: int, incarnation: int, number: int, worker: int | None, *, own: bool
     ) -> None:
-        """Seed its random streams, which no other part changes.
+        """Seed the random streams of this part, which no other part changes.
 
         ``own`` is True if only this thread uses torch's generator, so that it can be replaced
         during calls.
@@ -94,17 +93,18 @@ class PolicyPart:
 
     @property
     def generators(self) -> dict[str, Any]:
-        """The states of its random streams."""
+        """The states of the random streams of this part."""
         return {"torch": self.stream, "actions": self.rng.state}
 
-    @generators.setter
-    def generators(self, states: Mapping[str, Any]) -> None:
-        self.stream, self.rng.state = states["torch"], states["actions"]
+    def load_generators(self, states: Mapping[str, Any]) -> None:
+        """Restore the states of the random streams of this part."""
+        self.stream = states["torch"]
+        self.rng.restore(states["actions"])
 
     # --- actions ----------------------------------------------------------------------------------
 
     def __call__(self, td: TensorDictBase) -> dict[Key, torch.Tensor]:
-        """Return the keys that it adds to ``td``, with actions in the form for the environment."""
+        """Return the values that the policy adds to ``td``, with actions in the required form."""
         policy = self.policy
         assert policy is not None
         try:
@@ -129,8 +129,8 @@ class PolicyPart:
         for key in policy.writes:
             if key not in found and not key[-1].startswith("_"):
                 raise PolicyError(
-                    f"policy {self.id}: it wrote {'/'.join(key)} on the first observation, and not "
-                    "now"
+                    f"policy {self.id}: expected the key {'/'.join(key)}, which the policy wrote "
+                    "on the first observation, got none"
                 )
         return found
 

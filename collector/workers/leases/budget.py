@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tallyroll.collector.counting.ledger import NOTHING, Budget, Ledger, LedgerEntry
-from tallyroll.collector.policies.several.openings import MOST, Counts, Openings
+from tallyroll.collector.policies.several.openings import Counts, Openings
 from tallyroll.collector.rollout.lanes import ended_in
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.progress import COUNTED, FILLED, LEASE, counted_in
@@ -22,13 +22,32 @@ class Tally:
     """A worker's part of the budget."""
 
     fresh: bool = False
-    """True if its lanes are reset at the start of the next lease."""
+    """True if the worker's lanes are reset at the start of the next lease."""
     leased: deque[Segment] = field(default_factory=deque)
     """Segments of outstanding leases, in the order in which the worker fills them."""
     tickets: int = 0
-    """Number of episodes that it may still complete."""
+    """Number of episodes that the worker may still complete."""
     pending: NDArray[np.bool_] | None = None
-    """Lanes that ended in the last slot of its last lease."""
+    """Lanes that ended in the last slot of the worker's last lease."""
+
+    def lend(self, segment: Segment, tickets: int) -> bool:
+        """Record the lease of ``segment``. Return True if it begins with a reset of all lanes."""
+        fresh, self.fresh = self.fresh, False
+        self.tickets += tickets
+        self.leased.append(segment)
+        return fresh
+
+    def take_back(self, filled: m.LeaseResult, resets: bool) -> Segment:
+        """Return the segment of the oldest lease, as the worker filled it.
+
+        ``resets`` is True if the slot after an end is a reset slot.
+        """
+        segment = self.leased.popleft()
+        segment.fill(filled.used)
+        self.tickets -= filled.completed
+        if resets and filled.used:
+            self.pending = ended_in(segment.slab, filled.used - 1, filled.used)[0]
+        return segment
 
 
 class LeaseBudget:
@@ -40,7 +59,7 @@ class LeaseBudget:
 
     Args:
         plan: the layout of a slab.
-        ledger: the counts of the run; transitions already delivered are not in the budget.
+        ledger: the counts of the run. The budget excludes transitions that are already stored.
         workers: number of workers.
         frames: transitions per lease.
         budget: the budget of transitions.
@@ -74,7 +93,10 @@ class LeaseBudget:
         self.begin(ledger, fresh=False)
 
     def begin(self, ledger: Ledger, fresh: bool) -> None:
-        """Start to lease the rest of the budget, by ``ledger``; ``fresh``: reset lanes first."""
+        """Start to lease the rest of the budget, which follows from the counts in ``ledger``.
+
+        ``fresh`` is True if all lanes are reset first.
+        """
         remaining = self._budget.remaining(ledger.stored)
         self._unleased = sys.maxsize if remaining is None else remaining
         episodes = self._episodes
@@ -105,15 +127,15 @@ class LeaseBudget:
         """Number of transitions with random actions of the run that are not leased yet."""
         return int(self._openings.left[0]) if self._openings.whole_run else 0
 
-    @random_frames.setter
-    def random_frames(self, count: int) -> None:
+    def begin_at_random(self, count: int) -> None:
+        """Lease the next ``count`` transitions with random actions, if all lanes begin so."""
         if self._openings.whole_run:
-            self._openings.asked[:] = self._openings.left[:] = min(count, MOST)
+            self._openings.begin(count)
 
     # --- granting ---------------------------------------------------------------------------------
 
     def lease(self, member: Member, segment: Segment) -> m.Lease | None:
-        """Lease a part of the rest for ``segment``; return None if none can be leased now."""
+        """Lease a part of the budget for ``segment``; return None if none can be leased now."""
         tally = self._tallies[member.index]
         tickets, frames = 0, segment.slab.slots * segment.slab.lanes
         surplus = 0 if self._exact else len(member.lanes) - 1
@@ -134,7 +156,7 @@ class LeaseBudget:
             frames = min(self._frames, frames, wanted)
             if frames <= 0:
                 return None
-        # Surplus transitions of its last step are rows too.
+        # Surplus transitions of the lease's last step are rows too.
         reserved = min(frames + surplus, self._unleased)
         slots = segment.slab.slots
         if self._whole:
@@ -142,14 +164,11 @@ class LeaseBudget:
         if (drawn := self._at_random(member, reserved, slots)) is None:
             return None
         self._unleased -= reserved
-        self._openings.left -= drawn
+        self._openings.draw(drawn)
         self._tickets -= tickets
-        tally.tickets += tickets
         self._granted += 1
-        fresh, tally.fresh = tally.fresh, False
-        segment.free, segment.lease = False, self._granted
-        segment.reserved, segment.random_frames = reserved, drawn
-        tally.leased.append(segment)
+        segment.lend(self._granted, reserved, drawn)
+        fresh = tally.lend(segment, tickets)
         self._out += 1
         self.drawing += drawn
         last = self._tickets == 0
@@ -167,7 +186,8 @@ class LeaseBudget:
         most = np.minimum(reserved, slots * lanes)
         drawn: Counts = np.minimum(openings.left, most)
         if ((drawn < most) & (self.drawing > 0)).any():
-            # Their remainder comes first: no lane acts at random after its policy acted.
+            # Wait for the random actions that outstanding leases did not use, so that no lane acts
+            # at random after its policy acted.
             return None
         return drawn
 
@@ -178,18 +198,11 @@ class LeaseBudget:
 
         The segment is free if it holds no transitions.
         """
-        tally = self._tallies[member.index]
-        segment = tally.leased.popleft()
+        segment = self._tallies[member.index].take_back(filled, self._plan.reset_slots)
         self._came_back(segment)
-        segment.used = filled.used
-        segment.left = have = int(np.count_nonzero(segment.transitions))
-        self._unleased += segment.reserved - have
-        self._openings.left += np.array(filled.random_left)
-        tally.tickets -= filled.completed
+        self._unleased += segment.reserved - segment.left
+        self._openings.give_back(np.array(filled.random_left))
         self._unfinished -= filled.completed
-        if self._plan.reset_slots and filled.used:
-            tally.pending = ended_in(segment.slab, filled.used - 1, filled.used)[0]
-        segment.free = not have
         return segment
 
     def _came_back(self, segment: Segment) -> None:
@@ -197,8 +210,8 @@ class LeaseBudget:
         self.drawing -= segment.random_frames
 
     def take_back_random(self, segment: Segment) -> None:
-        """Return the random actions of transitions that no block took to the budget."""
-        self._openings.left += self.waiting_of(segment)
+        """Return to the budget the random actions of transitions that no block took."""
+        self._openings.give_back(self.waiting_of(segment))
 
     def waiting_of(self, segment: Segment) -> Counts:
         """Return the number of transitions with random actions that no block took."""
@@ -210,8 +223,8 @@ class LeaseBudget:
         self._tickets += tally.tickets
         for segment in tally.leased:
             self._came_back(segment)
-            segment.free = True
-            self._openings.left += segment.random_frames
+            segment.release()
+            self._openings.give_back(segment.random_frames)
             self._unleased += segment.reserved
         if tally.leased and member.board[LEASE] == tally.leased[0].lease:
             lost = self._lost(member, tally)
@@ -229,7 +242,7 @@ class LeaseBudget:
             pending = ended_in(slab, counted - 1, counted)[0]
         # An episode budget may have removed some of the slots that the worker counted.
         executed += int(plan.executed(slab, counted, filled, pending).sum())
-        if self._exact:  # it stepped only the missing lanes of the last slot
+        if self._exact:  # the worker stepped only the missing lanes of the last slot
             executed = min(executed, segment.reserved)
         slots = filled * slab.lanes if plan.reset_slots or plan.marked else executed
         return LedgerEntry(slots, executed, slots - executed, executed)

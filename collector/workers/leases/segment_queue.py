@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.counting.ledger import NOTHING, LedgerEntry
 from tallyroll.collector.rollout.lanes import ended_in
-from tallyroll.collector.rollout.source import Block, PendingTransitions, Sound
+from tallyroll.collector.rollout.source import Block, UndeliveredTransitions, ValidSlots
 from tallyroll.collector.workers.leases.segment import Emptied, Segment, SegmentOwner
 
 
 class SegmentQueue:
-    """Returns blocks of the oldest segments, with the counts since the block before.
+    """Returns blocks of the oldest segments, with the counts since the previous block.
 
     Args:
         segments: the segments of each worker.
@@ -26,7 +26,7 @@ class SegmentQueue:
         """Segments to take, and ranges of lanes whose trajectories are cut at that place."""
         self._entry = NOTHING
         """Events since the last block."""
-        self.held = 0
+        self.carried = 0
         """Number of returned transitions that wait for the next block."""
 
     # --- arrivals ---------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ class SegmentQueue:
         self.count(entry)
         if not segment.free:
             self.waiting.append(segment)
-            self.held += segment.left
+            self.carried += segment.left
 
     def count(self, entry: LedgerEntry) -> None:
         """Count events; the next block reports them."""
@@ -44,26 +44,26 @@ class SegmentQueue:
 
     def recount(self) -> None:
         """Recompute the number of waiting transitions, which an exception may have left stale."""
-        self.held = 0
+        self.carried = 0
         for each in self.segments:
-            each.left = int(np.count_nonzero(each.transitions))
-            self.held += each.left
+            each.recount()
+            self.carried += each.left
 
     @property
     def segments(self) -> list[Segment]:
         """Segments that wait."""
         return [each for each in self.waiting if isinstance(each, Segment)]
 
-    def all_held(self) -> list[PendingTransitions]:
+    def pending_transitions(self) -> list[UndeliveredTransitions]:
         """Return the transitions that wait, and the lanes that are cut between them."""
         none = np.zeros(0, np.int32)
         found = []
         for each in self.waiting:
             if isinstance(each, Segment):
                 ended = ended_in(each.slab, 0, each.used)
-                found.append(PendingTransitions.of(each.slab, each.transitions, ended))
+                found.append(UndeliveredTransitions.of(each.slab, each.transitions, ended))
             else:
-                found.append(PendingTransitions(none, none.astype(np.bool_), self._flags(each)))
+                found.append(UndeliveredTransitions(none, none.astype(np.bool_), self._flags(each)))
         return found
 
     # --- blocks -----------------------------------------------------------------------------------
@@ -78,21 +78,18 @@ class SegmentQueue:
         return self._take(first, first.used, want, emptied)
 
     def _take(self, segment: Segment, slots: int, want: int, emptied: Emptied) -> Block:
-        block = Block.of(segment.slab, segment.transitions[:slots], want)
         siblings = self._segments[segment.member]
-        giver = SegmentOwner(segment, siblings, self._took, emptied)
-        block.giver = block.keeper = giver
-        block.entry = self.take_entry()
-        return block
+        owner = SegmentOwner(segment, siblings, self._took, emptied)
+        marks = segment.transitions[:slots]
+        block = Block.of(segment.slab, marks, want, owner=owner, keeper=owner)
+        return block.report(self.take_entry())
 
     def _took(self, count: int) -> None:
-        self.held -= count
+        self.carried -= count
 
     def _cut(self, lanes: range) -> Block:
         self.waiting.popleft()
-        block = self._nothing()
-        block.cuts = self._flags(lanes)
-        return block
+        return self._nothing(self._flags(lanes))
 
     def _flags(self, lanes: range) -> NDArray[np.bool_]:
         """Return ``lanes`` as flags over all lanes of the run."""
@@ -100,11 +97,10 @@ class SegmentQueue:
         flags[lanes.start : lanes.stop] = True
         return flags
 
-    def _nothing(self) -> Block:
+    def _nothing(self, cuts: NDArray[np.bool_] | None = None) -> Block:
         slab = self._segments[0][0].slab
         block = Block.of(slab, np.zeros((0, slab.lanes), np.bool_), 0)
-        block.entry = self.take_entry()
-        return block
+        return block.report(self.take_entry(), cuts)
 
     def take_entry(self) -> LedgerEntry:
         """Return the counts since the last block, and reset them."""
@@ -116,21 +112,21 @@ class SegmentQueue:
         if self.waiting and self.waiting[0] is segment:
             self.waiting.popleft()
 
-    def salvage(self, sound: Sound, most: int, emptied: Emptied) -> Iterator[Block]:
-        """Yield all waiting segments after an error, for each worker only the ``sound`` slots."""
+    def recover(self, valid_slots: ValidSlots, most: int, emptied: Emptied) -> Iterator[Block]:
+        """Yield the waiting segments after an error, up to each worker's first invalid slot."""
         broken: set[int] = set()
         while self.waiting:
             each = self.waiting[0]
             if isinstance(each, range):
                 yield self._cut(each)
                 continue
-            good = 0 if each.member in broken else sound(each.slab, each.used)
+            good = 0 if each.member in broken else valid_slots(each.slab, each.used)
             if good < each.used:
                 broken.add(each.member)
             self._discard(each, good)
             block = self._take(each, good, most, emptied)
             most -= len(block)
-            yield block  # counted as held until it is delivered
+            yield block  # counted as carried until it is delivered
             self._discard(each, 0)
             self.drop(each)
         yield self._nothing()  # counts of transitions discarded after the last block
@@ -138,13 +134,13 @@ class SegmentQueue:
     # --- discarding -------------------------------------------------------------------------------
 
     def discard(self) -> NDArray[np.bool_]:
-        """Discard all that waits; return the lanes that it came from."""
+        """Discard all waiting transitions, and return flags of the lanes that they came from."""
         lanes = np.zeros(self._lanes, np.bool_)
         for each in self.segments:
             first = each.slab.first_lane
             lanes[first : first + each.slab.lanes] |= each.transitions.any(axis=0)
             self._discard(each, 0)
-            each.free = True
+            each.release()
         self.waiting.clear()
         return lanes
 
@@ -157,9 +153,7 @@ class SegmentQueue:
 
     def _discard(self, segment: Segment, start: int) -> None:
         """Discard the transitions from slot ``start`` on that no block took, and count them."""
-        rest = segment.transitions[start:]
-        gone = int(np.count_nonzero(rest))
+        gone = int(np.count_nonzero(segment.transitions[start:]))
         self.count(LedgerEntry(discarded=gone))
-        self.held -= gone
-        segment.left -= gone
-        rest[:] = False
+        self.carried -= gone
+        segment.drop(start, gone)

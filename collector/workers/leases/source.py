@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import LedgerError, WorkerError
+from tallyroll.collector.interrupts import pause_on_signal, signal_waits
 from tallyroll.collector.policies.several.openings import Counts, Openings
-from tallyroll.collector.rollout.os_signals import pausable, waits
 from tallyroll.collector.rollout.source import (
     Block,
     DiscardedTransitions,
-    PendingTransitions,
-    Sound,
+    UndeliveredTransitions,
+    ValidSlots,
 )
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.slab import Slab
@@ -44,10 +44,10 @@ class LeasedAtRandom:
 
     @random_frames.setter
     def random_frames(self, count: int) -> None:
-        self._budget.random_frames = count
+        self._budget.begin_at_random(count)
 
-    def drawn_ahead(self, openings: Openings) -> Counts:
-        """Return the number of random actions that are leased, or returned and in no block yet."""
+    def undelivered_random(self, openings: Openings) -> Counts:
+        """Return the number of random actions that are leased, or returned but in no block yet."""
         if not openings.asked.any():
             return openings.left
         waiting = [self._budget.waiting_of(segment) for segment in self._queue.segments]
@@ -56,7 +56,7 @@ class LeasedAtRandom:
 
 
 class _Woken(BaseException):
-    """A signal handler waits. Raised and caught only around the wait for workers."""
+    """Exception that interrupts the wait for workers, because a signal handler is waiting."""
 
 
 def _wake() -> None:
@@ -68,10 +68,10 @@ class Leases(LeasedAtRandom):
 
     Args:
         pool: the workers.
-        startup: replaces workers that fail.
+        startup: the object that replaces workers that fail.
         place: the memory with the segments.
         share: the lanes of each worker.
-        budget: makes the leases.
+        budget: the budget, which makes the leases.
     """
 
     paused = False
@@ -109,13 +109,13 @@ class Leases(LeasedAtRandom):
         """Lease all free segments while the budget lasts."""
         if self._stopping or self._budget.complete or self._budget.spent:
             return
-        for _ in self._segments[0]:  # one each, then a second one, so that every worker gets one
+        for _ in self._segments[0]:  # every worker gets one lease before any gets a second
             for index in sorted(self._hungry):
                 member = self._worker_pool.members[index]
                 if not member.ready and member.failed is None:
                     continue  # a replacement that is not ready
                 if self._worker_pool.central is not None and member.asked:
-                    continue  # it accepts only actions until it has answered
+                    continue  # the worker accepts only actions until it has answered
                 free = [segment for segment in self._segments[index] if segment.free]
                 if not free:
                     self._hungry.discard(index)
@@ -132,7 +132,7 @@ class Leases(LeasedAtRandom):
     def _hear(self) -> None:
         """Wait for leases to come back, and replace workers that failed."""
         try:
-            events = self._worker_pool.events(during=pausable(_wake))
+            events = self._worker_pool.events(during=pause_on_signal(_wake))
             others = [event for event in events if not self._startup.replacements.leads(event[0])]
             failed = self._counted(others)
         except _Woken:
@@ -162,7 +162,7 @@ class Leases(LeasedAtRandom):
         for member, answer in events:
             self._hungry.add(member.index)
             failure = None if isinstance(answer, m.LeaseResult) else answer
-            filled, member.complete = member.complete if failure else answer, None
+            filled = member.take_complete() if failure else answer
             if filled is not None:
                 self._queue.came(self._budget.take_back(member, filled), filled.entry)
                 if self._budget.complete:
@@ -178,17 +178,19 @@ class Leases(LeasedAtRandom):
         """Return at most ``want`` of the oldest transitions; wait for some if any will come."""
         self._grant()
         queue = self._queue
-        while not queue.waiting and self._awaited and not waits():
+        while not queue.waiting and self._awaited and not signal_waits():
             self._hear()
             self._grant()
         if not (queue.waiting or self._awaited or self.dry):
-            raise LedgerError("transitions are wanted, and no lease is left to bring them")
+            raise LedgerError(
+                "expected a lease for the transitions that are still missing, got none"
+            )
         return queue.block(want, self._emptied)
 
     def _emptied(self, segment: Segment, kept: bool) -> None:
         """Free ``segment``, which is empty, unless its rows are ``kept``."""
         self._queue.drop(segment)
-        segment.kept, segment.free = kept, not kept
+        segment.release(kept)
         if not kept:
             self._hungry.add(segment.member)
             self._grant()
@@ -199,12 +201,12 @@ class Leases(LeasedAtRandom):
         return [member.board for member in self._worker_pool.members]
 
     @property
-    def held(self) -> int:
+    def carried(self) -> int:
         """Number of returned transitions that wait for the next block."""
-        return self._queue.held
+        return self._queue.carried
 
     @contextmanager
-    def still(self) -> Iterator[Sequence[PendingTransitions]]:
+    def still(self) -> Iterator[Sequence[UndeliveredTransitions]]:
         """Let workers end the steps in progress; they continue after the context."""
         out, failed = self._budget.out, self._settle()
         if not (self._stopping or self._budget.complete):
@@ -212,7 +214,7 @@ class Leases(LeasedAtRandom):
         for member, error in failed:
             with suppress(WorkerError):  # if it may not be replaced, the next block reports it
                 self._replace(member, self._startup.allowed(error))
-        yield self._queue.all_held()
+        yield self._queue.pending_transitions()
         if out:
             self._grant()
 
@@ -225,7 +227,7 @@ class Leases(LeasedAtRandom):
     def discard(self, rewards: Sequence[Key]) -> DiscardedTransitions:
         """Discard all transitions that are in no block.
 
-        Lanes have no slot in common, so that no rewards are summed up.
+        Lanes have no slot in common, so no rewards are summed.
         """
         self._settle()
         for segment in self._queue.segments:
@@ -242,18 +244,18 @@ class Leases(LeasedAtRandom):
         if not self._stopping:
             self._worker_pool.go_on()
 
-    def salvage(self, sound: Sound, most: int) -> Iterator[Block]:
-        """Yield all returned segments after an error, for each worker only the ``sound`` slots."""
+    def recover(self, valid_slots: ValidSlots, most: int) -> Iterator[Block]:
+        """Yield the returned segments after an error, up to each worker's first invalid slot."""
         self._stopping = True
         before = len(self._queue.waiting)
         self._queue.recount()
         self._settle()
         if self._missed:
             self._queue.discard_from(before)
-        yield from self._queue.salvage(sound, most, self._emptied)
+        yield from self._queue.recover(valid_slots, most, self._emptied)
 
     def refused(self) -> tuple[Slab, int, NDArray[np.bool_]] | None:
-        """Return None: the lanes are not known."""
+        """Return None, because the lanes are not known."""
         return None
 
     def go_on(self) -> None:

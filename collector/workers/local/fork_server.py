@@ -54,7 +54,7 @@ _START_SECONDS = 120.0
 """Seconds that the server may take to import."""
 _FORK_SECONDS = 30.0
 _ALONE = {
-    # Libraries that start threads when they are loaded start none: a fork has only one.
+    # Keep libraries from starting threads when they are loaded: a fork keeps only one thread.
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
     # TorchRL counts the GPUs when it is imported; a process in which CUDA began cannot be forked.
     "CUDA_VISIBLE_DEVICES": "",
@@ -64,8 +64,9 @@ _ALONE = {
 def default_start_method() -> str:
     """Return ``"forkserver"``, or ``"spawn"`` if our server is not usable.
 
-    Each child of multiprocessing, such as a data loader's worker, would start its own server. A
-    program that preloads modules expects a fork server to have them.
+    Our server is not used in a child of multiprocessing, such as a data loader's worker, because
+    each child would start a server of its own. It is not used in a program that preloads modules
+    either, because the program expects a fork server to have these modules.
     """
     refused = (
         "forkserver" not in get_all_start_methods()
@@ -102,7 +103,7 @@ class ForkServer:
             self._control = None
 
     def stop(self) -> None:
-        """End the server, if there is one, and wait for it. Processes that it forked run on."""
+        """End the server, if there is one, and wait for it. Processes that it forked continue."""
         with self._lock:
             self._drop()
             with suppress(ChildProcessError):
@@ -115,7 +116,7 @@ class ForkServer:
         """Start the server unless it runs, and wait until it has imported its modules.
 
         Raises:
-            OSError: it could not be started.
+            OSError: the server could not be started.
         """
         with self._lock:
             if self._control is not None and not self._ended():
@@ -267,7 +268,7 @@ def _umask() -> int:
 
 
 def _share_limits(pid: int) -> None:
-    """Apply the limits and the CPU affinity of this process to another."""
+    """Apply the limits and the CPU affinity of this process to another process."""
     with suppress(OSError, ValueError):
         for name in (each for each in dir(resource) if each.startswith("RLIMIT_")):
             limit = getattr(resource, name)
@@ -303,7 +304,7 @@ def _launched(control: int) -> int:
 
 def serve(control: int) -> None:
     """Fork a process for each message, and report exit statuses, until the parent has ended."""
-    with suppress(ImportError):  # each worker raises it
+    with suppress(ImportError):  # each worker raises the error itself
         import_module(PRELOADED)
     wakes, wake = os.pipe()
     os.set_blocking(wakes, False)
@@ -311,7 +312,7 @@ def serve(control: int) -> None:
     before = signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler, no wakeup occurs
     signal.set_wakeup_fd(wake)
     channel = socket.socket(fileno=control)
-    with open(os.devnull, "r+b") as null:  # otherwise it would keep pipes open that others wait for
+    with open(os.devnull, "r+b") as null:  # or pipes that others wait for would stay open
         for number in range(3):
             os.dup2(null.fileno(), number)
     statuses: dict[int, int] = {}

@@ -13,7 +13,7 @@ The parent handles them.
 
 
 def _nothing(number: int, frame: object) -> None:
-    """Ignore a signal by a handler; an environment's own processes would inherit SIG_IGN."""
+    """Ignore a signal. An environment's own processes would inherit SIG_IGN, but not a handler."""
 
 
 def end_with_parent(alive: int) -> None:
@@ -26,9 +26,9 @@ def end_with_parent(alive: int) -> None:
         signal.signal(number, _nothing)
         signal.siginterrupt(number, False)
     os.setpgid(0, 0)
-    # They were blocked before this process started, so that none interrupted its imports.
+    # The signals were blocked before this process started, so that none interrupted its imports.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
-    # The same pipe, opened again: its settings do not depend on what the parent sets on its own.
+    # Open the same pipe again, so that its settings do not depend on those that the parent makes.
     again = os.open(f"/proc/self/fd/{alive}", os.O_RDONLY | os.O_CLOEXEC)
     kill_when_closed(again, -os.getpgrp())
     if wait([alive], 0):  # the parent died meanwhile
@@ -36,7 +36,9 @@ def end_with_parent(alive: int) -> None:
 
 
 def kill_when_closed(pipe: int, owner: int) -> None:
-    """Let the kernel kill ``owner`` when the last writer of ``pipe``, a reading end, closes it.
+    """Let the kernel kill ``owner`` when all writing ends of a pipe are closed.
+
+    ``pipe`` is the reading end of that pipe.
 
     ``owner`` is a process id, or the negative of a process group. The setting belongs to the open
     file description, which all processes that inherited ``pipe`` share.
@@ -48,7 +50,7 @@ def kill_when_closed(pipe: int, owner: int) -> None:
 
 def kill_group(pid: int) -> None:
     """Kill a worker and all processes that its environment started."""
-    for kill in (os.killpg, os.kill):  # it may not lead a group yet
+    for kill in (os.killpg, os.kill):  # the worker may not lead a group yet
         try:
             kill(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):

@@ -26,7 +26,7 @@ def require_guard() -> None:
     documentation of ``multiprocessing``.
 
     Raises:
-        ArgumentError: the main module came from stdin, so that workers could not import it.
+        ArgumentError: the main module was read from stdin, so workers cannot import it.
     """
     if is_starting():
         # The parent reports it; a fork server would change an exception to another status.
@@ -34,7 +34,7 @@ def require_guard() -> None:
     if getattr(sys.modules.get("__main__"), "__file__", None) == "<stdin>":
         raise ArgumentError(
             "expected a program that worker processes can import, got one that was read from "
-            "stdin; save it in a file, and run that"
+            "stdin. Save the program in a file, and run that file."
         )
 
 
@@ -43,7 +43,7 @@ def limits_named(num_workers: int) -> Iterator[None]:
     """Translate a system error into one that names the limit which prevented workers from starting.
 
     Raises:
-        ArgumentError: instead of the system's error.
+        ArgumentError: a limit of the system was reached.
     """
     try:
         yield
@@ -55,9 +55,9 @@ def limits_named(num_workers: int) -> Iterator[None]:
             for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
         )
         raise ArgumentError(
-            f"num_workers: {num_workers} workers could not be started ({error.strerror}), where "
-            f"this process may have {_spelt(files)} open files (ulimit -n) and its user "
-            f"{_spelt(processes)} processes (ulimit -u); use fewer workers, or raise the limit"
+            f"num_workers: {num_workers} workers could not be started ({error.strerror}). This "
+            f"process may have {_spelt(files)} open files (ulimit -n), and its user "
+            f"{_spelt(processes)} processes (ulimit -u). Use fewer workers, or raise the limit."
         ) from error
 
 

@@ -45,13 +45,13 @@ class Measure:
         self.end = _next_start(self.end) + nbytes
 
     def array(self, shape: Shape, dtype: DTypeLike) -> NDArray[Any]:
-        """Return an array of zeros ``shape`` that shares one element; it must not be written to."""
+        """Return a read-only array of shape ``shape``, all of whose zeros share one element."""
         one = np.zeros((), dtype)
         self._add(math.prod(shape) * one.itemsize)
         return np.broadcast_to(one, tuple(shape))
 
     def tensor(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """Return a meta tensor ``shape``."""
+        """Return a meta tensor of shape ``shape``."""
         self._add(math.prod(shape) * dtype.itemsize)
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
@@ -71,7 +71,7 @@ class Arena:
         self.end = 0
         """Bytes allocated so far."""
         weakref.finalize(self, os.close, fd)
-        # An empty file cannot be mapped, so that it has one byte which no column uses.
+        # An empty file cannot be mapped, so the file has at least one byte.
         memory = mmap.mmap(fd, max(1, nbytes))
         self._bytes: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
 
@@ -104,7 +104,7 @@ class Arena:
         return _arrived, (DupFd(self.fd), self.nbytes)
 
     def array(self, shape: Shape, dtype: DTypeLike) -> NDArray[Any]:
-        """Return the next array ``shape``, at a multiple of :data:`ALIGNMENT` bytes.
+        """Return the next array of shape ``shape``, at a multiple of :data:`ALIGNMENT` bytes.
 
         Raises:
             ValueError: the array does not fit, because it was not measured.
@@ -114,7 +114,7 @@ class Arena:
         return part.view(kind).reshape(tuple(shape))
 
     def tensor(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """Return the next tensor ``shape``, at a multiple of :data:`ALIGNMENT` bytes.
+        """Return the next tensor of shape ``shape``, at a multiple of :data:`ALIGNMENT` bytes.
 
         Raises:
             ValueError: the tensor does not fit, because it was not measured.
@@ -127,7 +127,7 @@ class Arena:
         if start + nbytes > self.nbytes:
             raise ValueError(
                 f"expected {nbytes} bytes from byte {start} on, got an arena of {self.nbytes} "
-                "bytes; carve in the order in which the arena was measured"
+                "bytes. Carve in the order in which the arena was measured."
             )
         self.end = start + nbytes
         return self._bytes[start : self.end]
@@ -147,8 +147,8 @@ Area = Measure | Arena
 def require(nbytes: int, what: str) -> None:
     """Raise an error unless ``nbytes`` of memory are available for ``what``.
 
-    The kernel allocates shared memory on the first write. An error is not possible then: the kernel
-    kills a process.
+    The kernel allocates shared memory on the first write. If memory is short then, the kernel does
+    not report an error, but kills a process.
 
     Raises:
         ArgumentError: less memory is available.
@@ -157,6 +157,6 @@ def require(nbytes: int, what: str) -> None:
     if nbytes > available:
         raise ArgumentError(
             f"expected {-(-nbytes // 2**20)} MiB of shared memory for {what}, got "
-            f"{available // 2**20} MiB available; make frames_per_batch smaller, or use fewer "
-            "lanes or workers"
+            f"{available // 2**20} MiB available. Make frames_per_batch smaller, or use fewer "
+            "lanes or workers."
         )

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 _patience_seconds = 0.25
-"""Seconds that a write waits for room, if the one before found some."""
+"""Seconds that a write waits for room, if the previous write found some."""
 _CHUNK_NBYTES = 512
 """Size that fits into any pipe that reports room (POSIX's smallest PIPE_BUF)."""
 
@@ -38,18 +38,20 @@ class _DroppingStream(io.RawIOBase):
         left = memoryview(content).cast("B")
         length = len(left)
         until = time.monotonic() + (0 if self._dropped else _patience_seconds)
-        if self._dropped and self._taken(self._notice(), until):
+        if self._dropped and self._write_chunk(self._notice(), until):
             self._dropped, until = 0, time.monotonic() + _patience_seconds
-        while left and not self._dropped and (taken := self._taken(left, until)):
+        while left and not self._dropped and (taken := self._write_chunk(left, until)):
             left = left[taken:]
         self._dropped += len(left)
         return length
 
     def _notice(self) -> bytes:
-        text = f"\ntallyroll: {self._dropped:,} bytes of output were not read in time: dropped\n"
+        text = (
+            f"\ntallyroll: dropped {self._dropped:,} bytes of output that were not read in time\n"
+        )
         return text.encode()
 
-    def _taken(self, content: bytes | memoryview, until: float) -> int:
+    def _write_chunk(self, content: bytes | memoryview, until: float) -> int:
         """Write a chunk if there is room before ``until``; return the number of bytes written."""
         room = select.poll()
         room.register(self._file, select.POLLOUT)
@@ -76,14 +78,14 @@ class _DroppingStream(io.RawIOBase):
         return self._stream.isatty()
 
     def close(self) -> None:
-        """Close the file that was opened for it, and not the stream."""
+        """Close the file that this object opened; the stream stays open."""
         if not self.closed and self._file != self._number:
             os.close(self._file)
         super().close()
 
 
 def unblocked(stream: TextIO | None) -> TextIO | None:
-    """Wrap ``stream`` so that writes never block; return it unchanged if they never do."""
+    """Wrap ``stream`` so that writes never block; return it unchanged if they cannot block."""
     try:
         mode = os.fstat(stream.fileno()).st_mode if stream else 0
     except (OSError, ValueError):
@@ -100,13 +102,13 @@ def unblocked(stream: TextIO | None) -> TextIO | None:
 
 
 def drops_output() -> bool:
-    """Return True if standard output or error of this process is such a stream."""
+    """Return True if standard output or error of this process drops output that would block."""
     buffers = (getattr(stream, "buffer", None) for stream in (sys.stdout, sys.stderr))
     return any(isinstance(getattr(each, "raw", None), _DroppingStream) for each in buffers)
 
 
 def drop_output() -> None:
-    """Make both streams non-blocking, for as long as this process runs."""
+    """Make standard output and error non-blocking, for as long as this process runs."""
     sys.stdout, sys.stderr = unblocked(sys.stdout), unblocked(sys.stderr)
 
 

@@ -21,10 +21,7 @@ _LARGE_NBYTES = 2**16
 PARTS_SECONDS = 10.0
 """Seconds that a parent waits for the next part to arrive or to be accepted."""
 _AGAIN = bytes(_LENGTH_NBYTES)
-"""Length of a repeated message, which is the same object as the one before it.
-
-No content follows.
-"""
+"""Length of a message that is the same object as the previous message. No content follows."""
 
 
 class PipeStalled(EOFError):
@@ -32,13 +29,13 @@ class PipeStalled(EOFError):
 
 
 class PipeChannel:
-    """A pipe with messages; the memory follows the question :class:`~messages.Bind`.
+    """A pipe for messages. Shared memory follows the question :class:`~messages.Bind`.
 
-    A message must not change after it was sent, because one that is sent twice is pickled once.
+    A message must not change after it was sent, because a repeated message is pickled only once.
 
     Args:
         connection: one end of the pipe.
-        memory: the memory that a parent sends after that question; None for a worker.
+        memory: the memory that the parent sends after ``Bind``; None in a worker.
     """
 
     def __init__(self, connection: Connection, memory: "SharedPlace | None" = None) -> None:
@@ -96,7 +93,7 @@ class PipeChannel:
         self.connection.close()
 
     def place(self, share: Share, plan: SlabPlan, module: object) -> Blocks:
-        """Receive the memory that follows the question, and lay it out as the parent does."""
+        """Receive the memory that follows ``Bind``, and lay it out as the parent does."""
         nbytes = self.connection.recv()
         return Blocks(Arena.attach(recv_handle(self.connection), nbytes), share, plan, module)
 
@@ -163,7 +160,7 @@ class LinkPoller(Generic[L]):
         """The links of the last call."""
         self._known: set[L] = set()
         self._of: dict[int, tuple[L, bool]] = {}
-        """The link of each file, and whether the file is that of its messages."""
+        """The link of each file, and True if the messages of the link arrive in this file."""
         self._aside: list[int] = []
         """Unregistered files of known links, which became ready while no call waited for them."""
         self._poll: select.epoll | None = None  # the last reference to one closes it
@@ -180,9 +177,9 @@ class LinkPoller(Generic[L]):
         for file, _ in self._poll.poll(seconds):
             link, says = self._of[file]
             if link in self._wanted:
-                link.says = link.says or says
+                link.says = link.says or says  # hot path: for each message
                 found.add(link)
-            else:  # it would be ready in each call
+            else:  # otherwise the file would be ready in each call
                 try:
                     self._poll.unregister(file)
                 except OSError:  # closed here, but a forked child still has it open
@@ -218,7 +215,7 @@ class SharedPlace:
         """Allocate the memory and lay it out.
 
         Raises:
-            ArgumentError: not all of it is available.
+            ArgumentError: less memory is available.
         """
         measure = Measure()
         Blocks(measure, share, plan, module)

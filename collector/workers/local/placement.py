@@ -77,7 +77,7 @@ class Blocks:
     def actions(self, worker: int) -> NDArray[Any] | None:
         """Return the actions ``[slot, lane, ...]`` in the slab of a worker.
 
-        None if the slab does not have them in one array.
+        Return None if the slab does not have the actions in one array.
         """
         arrays = self.slab_of(worker).arrays
         return next((array for key, array in arrays.items() if key[-1] == "action"), None)

@@ -24,7 +24,7 @@ def main(
         connection: the worker's end of its pipe.
         job: a pickled :class:`~messages.Job` in shared memory.
         alive: the end of a pipe that closes when the parent dies.
-        unblocked: True if its output must not block, because that of its parent does not.
+        unblocked: True if the worker's output must not block, because the parent's does not.
         _state: the parent's state. Unpickling this argument has already applied it.
     """
     end_with_parent(alive.fileno())

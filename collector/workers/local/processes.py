@@ -41,11 +41,11 @@ _END_SECONDS = 2.0
 """Seconds that a process that was killed may take to end."""
 _STATUS_SECONDS = 1.0
 """Seconds that a process whose pipe is closed may take to report its exit status."""
-_STALLED = f"was ended, for it stood still in a message for {PARTS_SECONDS:g} seconds"
+_STALLED = f"was ended, because it stalled in the middle of a message for {PARTS_SECONDS:g} seconds"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _MISTAKE = (
-    'expected the collector to be made under `if __name__ == "__main__":`, because each '
-    "worker imports the main module again; {who} came to it too. Write\n\n"
+    'expected the collector to be made under `if __name__ == "__main__":`, because each worker '
+    "imports the main module again, got a collector in {who} too. Write\n\n"
     '    if __name__ == "__main__":\n'
     "        with MultiprocessCollector(...) as collector:\n"
     "            ..."
@@ -76,14 +76,14 @@ class ProcessLink:
 
     @property
     def sources(self) -> list[Any]:
-        """Its ends of pipes that are ready when a message arrived or the process ended."""
+        """Our end of the pipe, ready with a message, and a sentinel, ready at the process's end."""
         return [self.channel.connection, self.process.sentinel]
 
     def send(self, question: object) -> None:
-        """Send a question; the end of a process is reported later."""
+        """Send a question. If the process has ended, :meth:`hear` reports it later."""
         try:
             self.channel.send(question)
-        except PipeStalled:  # it has a part of a message, so that no other can be sent
+        except PipeStalled:  # the process has part of a message, so no other can be sent
             self._stalled = True
             self.kill()
         except OSError:
@@ -138,7 +138,7 @@ def _gone(code: int | None) -> Gone:
         return Gone(f"exited with status {code}", code, mistake=_MISTAKE)
     if code >= 0:
         return Gone(f"exited with status {code}", code)
-    hint = ". Where nothing here killed it, the machine may be out of memory"
+    hint = ". If no program killed it, the machine may be out of memory"
     return Gone(f"was killed by {_signal(-code)}", code, hint if code == -signal.SIGKILL else "")
 
 
@@ -150,11 +150,12 @@ def _signal(number: int) -> str:
 
 
 class ProcessTransport:
-    """Starts workers as processes, which end with this process for any reason.
+    """Starts workers as processes, which end when this process ends, for any reason.
 
     Args:
         jobs: one pickled job per worker.
-        start_method: start method of :mod:`multiprocessing`; None: :func:`default_start_method`.
+        start_method: start method of :mod:`multiprocessing`. None selects the one that
+            :func:`default_start_method` returns.
         threads: threads of each worker's numerical libraries.
     """
 
@@ -199,7 +200,7 @@ class ProcessTransport:
             resource_tracker.ensure_running()
             with _threads_limited(self._threads), signals_blocked():
                 process.start()
-            with suppress(ProcessLookupError):  # it ended already; its end is reported later
+            with suppress(ProcessLookupError):  # the process has ended, which is reported later
                 kill_when_closed(end.fileno(), process.pid)
         except BaseException:
             _let_go(held)
@@ -234,20 +235,20 @@ def process_kind(start_method: str) -> Any:
     modules = modules_of_caller()
     if not modules:
         return ForkedProcess
-    # Without the main module: if it lacks a guard, the server itself would make a collector.
+    # Do not preload the main module: without a guard, it would make a collector in the server.
     context.set_forkserver_preload([*modules, PRELOADED])
     return context.Process
 
 
 def _in_memory(job: bytes) -> Arena:
-    """Copy a job to shared memory; a pipe would block while the process does not read."""
+    """Copy a job to shared memory, because a pipe would block until the process reads it."""
     arena = Arena.create(len(job))
     arena.array((len(job),), np.uint8)[:] = np.frombuffer(job, np.uint8)
     return arena
 
 
 _held: set[Connection] = set()
-"""Pipes whose closing ends a worker, of all pools."""
+"""Pipes of all pools. Closing one ends its worker."""
 
 
 def _let_go(alive: Connection) -> None:

@@ -1,4 +1,4 @@
-"""A lock for many readers or one writer, among processes; it ends with its holder."""
+"""A lock among processes for many readers or one writer, released when its holder dies."""
 
 import contextlib
 import fcntl
@@ -35,7 +35,7 @@ class FileLock:
         # Opened again, because a duplicate of fd would share its locks with all other duplicates.
         self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         self._close = weakref.finalize(self, os.close, self._fd)
-        # Threads of this process share its lock on the file, and exclude each other by this one.
+        # Threads of this process share the lock on the file, and exclude each other by this lock.
         self._threads = threading.RLock()
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class FileLock:
         Raises:
             SharedMemoryBusy: a writer did not finish in time.
         """
-        with self._held(fcntl.LOCK_SH, "reading"):
+        with self._locked(fcntl.LOCK_SH, "reading"):
             yield
 
     @contextlib.contextmanager
@@ -59,11 +59,11 @@ class FileLock:
         Raises:
             SharedMemoryBusy: a reader or a writer did not finish in time.
         """
-        with self._held(fcntl.LOCK_EX, "writing"):
+        with self._locked(fcntl.LOCK_EX, "writing"):
             yield
 
     @contextlib.contextmanager
-    def _held(self, kind: int, purpose: str) -> Iterator[None]:
+    def _locked(self, kind: int, purpose: str) -> Iterator[None]:
         deadline = time.monotonic() + self._seconds
         if not self._threads.acquire(timeout=self._seconds):
             raise self._busy(purpose)
@@ -74,16 +74,15 @@ class FileLock:
                 raise self._busy(purpose) from None
             yield
         finally:
-            # An interrupt may have come in between; unlocking an unlocked file is harmless.
+            # An interrupt may have prevented the lock, but unlocking an unlocked file is harmless.
             fcntl.flock(self._fd, fcntl.LOCK_UN)
             self._threads.release()
 
     def _busy(self, purpose: str) -> SharedMemoryBusy:
         inside = " and ".join(map(_described, self._holders())) or "an unknown process"
         return SharedMemoryBusy(
-            f"expected {self._what} for {purpose}, got no turn within {self._seconds:g} s: "
-            f"{inside} "
-            "holds the lock; let that process go on, or kill it"
+            f"expected {self._what} for {purpose} within {self._seconds:g} s, got no access: "
+            f"{inside} holds the lock. Let that process continue, or kill it."
         )
 
     def _holders(self) -> list[int]:

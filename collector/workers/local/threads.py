@@ -33,7 +33,8 @@ class ThreadLink:
         index: number of the worker.
         job: a pickled job.
         place: the memory of all workers.
-        again: True if it replaces another worker; the program may draw random numbers meanwhile.
+        again: True if the thread replaces another worker. The program may then draw random numbers
+            while the thread starts.
     """
 
     pid = None
@@ -46,7 +47,7 @@ class ThreadLink:
         self._until: float | None = None
         """Monotonic time until which a thread that is to end may run."""
         self._said = False
-        """True if a warning about that was issued."""
+        """True if a warning about a thread that did not end in time was issued."""
         self._thread = threading.Thread(
             target=_serve,
             args=(PipeChannel(theirs), job, self._raised, again),
@@ -67,7 +68,7 @@ class ThreadLink:
         return [self.channel.connection]
 
     def send(self, question: object) -> None:
-        """Send a question; the end of a thread is reported later."""
+        """Send a question. If the thread has ended, :meth:`hear` reports it later."""
         with suppress(OSError):
             self.channel.send(question)
 
@@ -78,7 +79,7 @@ class ThreadLink:
         except (EOFError, ConnectionError):
             self.over(_END_SECONDS)
             raised, self._raised[:] = self._raised[:], []
-            return Gone("ended" + "".join(f" by {error!r}" for error in raised))
+            return Gone("ended" + "".join(f" with {error!r}" for error in raised))
 
     def over(self, seconds: float) -> bool:
         """Wait at most ``seconds`` for the thread to end; return True if it ended."""
@@ -100,18 +101,18 @@ class ThreadLink:
         if not gone and not self._said:
             self._said = True
             warnings.warn(
-                f"{self.name} is still in its environment after {_END_SECONDS:g} seconds; it ends "
-                'when that returns. Let steps come to an end, or use transport="process"',
+                f"{self.name} is still in its environment after {_END_SECONDS:g} seconds, and ends "
+                'when the step returns. Make steps return, or use transport="process"',
                 RuntimeWarning,
                 stacklevel=2,
             )
         while self._raised:
             error = self._raised.pop()
-            warnings.warn(f"{self.name} ended by {error!r}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{self.name} ended with {error!r}", RuntimeWarning, stacklevel=2)
 
 
 def _serve(channel: PipeChannel, job: bytes, raised: list[BaseException], again: bool) -> None:
-    if again:  # if it restored generators, the program could draw the same numbers twice
+    if again:  # if the thread restored generators, the program could draw numbers twice
         leave_generators()
     use_own_exploration_type()
     try:

@@ -30,8 +30,8 @@ class SharedWeights:
 
     Args:
         module: the module whose tensors need memory; nothing is copied yet. Buffers are included,
-            also those that are not persistent; a tensor with several names has memory once. A
-            policy that is not a module has no tensors.
+            even non-persistent ones. A tensor with several names is allocated once. A policy that
+            is not a module has no tensors.
         area: the memory to allocate from. A ``Measure`` only computes the size.
         lock_seconds: maximum time to wait for others.
 
@@ -82,7 +82,7 @@ class SharedWeights:
         """Copy the current weights into the tensors of ``module``, in place.
 
         Returns:
-            Their version.
+            The version of the weights.
 
         Raises:
             ArgumentError: the tensors differ from those at construction.
@@ -93,7 +93,7 @@ class SharedWeights:
         with self._lock.reading():
             word = self._word[0]
             if not word:
-                raise StateError("expected shared weights, got none: publish them first")
+                raise StateError("expected shared weights, got none. Publish weights first.")
             _copy(targets, self._copies[word & 1])
         return (word >> 1) - 1
 
@@ -103,8 +103,8 @@ class SharedWeights:
         got = [_spec(name, tensor) for name, tensor in named]
         if got != self._specs:
             raise ArgumentError(
-                f"expected a module with the weights {_difference(self._specs, got)}; give one of "
-                "the same structure as at the start"
+                f"expected a module with the weights {_difference(self._specs, got)}. Pass a "
+                "module with the same structure as at the start."
             )
         return [tensor for _, tensor in named]
 
@@ -118,13 +118,13 @@ def _named(module: object) -> list[tuple[str, torch.Tensor]]:
 def _spec(name: str, tensor: torch.Tensor) -> Spec:
     if nn.parameter.is_lazy(tensor):
         raise ArgumentError(
-            f"{name}: expected weights, got a parameter without a shape; call the module once "
-            "before"
+            f"{name}: expected weights, got a parameter without a shape. Call the module once "
+            "before you pass it."
         )
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise ArgumentError(
             f"{name}: expected a dense tensor, got one with the layout {tensor.layout}, dtype "
-            f"{tensor.dtype}; other processes can only be given dense weights"
+            f"{tensor.dtype}. Only dense weights can be shared with other processes."
         )
     return Spec(name, tensor.shape, tensor.dtype)
 
@@ -151,7 +151,7 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def _with_memory(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both without the repetitions of an expanded ``target``."""
+    """Return both tensors without the repetitions of an expanded ``target``."""
     strides = target.stride()
     if 0 not in strides:
         return target, source

@@ -21,7 +21,7 @@ _MOST_WORKERS = 2**16
 def per_worker(create: Any, workers: int | None, options: Options) -> list[tuple[Any, int | None]]:
     """Return each worker's environment factory, and its number of lanes.
 
-    The number is None for a factory without ``num_envs``.
+    The number is None for a factory if ``num_envs`` was not given.
     """
     listed = isinstance(create, (list, tuple))
     _check_factories(create if listed else [create], listed)
@@ -33,7 +33,9 @@ def per_worker(create: Any, workers: int | None, options: Options) -> list[tuple
     if not isinstance(create, str):
         require_no_env_kwargs(options)
     if listed and options.num_envs is not None:
-        raise ArgumentError("num_envs goes with one factory, and not with a list of them")
+        raise ArgumentError(
+            "num_envs: expected one factory, got a list of factories. Leave num_envs out."
+        )
     if not isinstance(create, str) and options.num_envs is None:
         return [(each, None) for each in (create if listed else [create] * count)]
     lanes = options.num_envs or count
@@ -54,8 +56,8 @@ def _check_factories(factories: Sequence[Any], listed: bool) -> None:
             raise ArgumentError(f"{wanted}a list of ids; pass one id, and num_workers")
         if isinstance(each, (EnvBase, VectorEnv, gymnasium.Env)):
             raise ArgumentError(
-                f"{wanted}{type(each).__name__}; an environment that was made here cannot be "
-                "stepped in another process: pass what makes it"
+                f"{wanted}{type(each).__name__}. An environment that was made in this process "
+                "cannot be stepped in another one: pass a function that makes it."
             )
         if not callable(each) and not isinstance(each, str):
             raise ArgumentError(f"{wanted}{type(each).__name__}")
@@ -78,9 +80,9 @@ def pickled(job: Job) -> bytes:
         }
         wrong = next((name for name, part in parts.items() if not _travels(part)), "the options")
         raise ArgumentError(
-            f"{wrong}: expected something that cloudpickle can send to a worker, got "
-            f"{type(error).__name__}: {error}; make what cannot travel (files, locks, sockets, "
-            "generators) inside the factory"
+            f"{wrong}: expected an object that cloudpickle can send to a worker, got "
+            f"{type(error).__name__}: {error}. Make objects that cannot be pickled (files, locks, "
+            "sockets, generators) inside the factory."
         ) from error
 
 

@@ -32,21 +32,21 @@ from tallyroll.storage.rows.keys import format_key
 Lead = Generator[object, Any, Any]
 """Startup procedure of one worker: yields questions and receives answers.
 
-The first answer that it receives is that to the start of the worker.
+The first answer that it receives is the answer to the start of the worker.
 """
 
 
 @dataclass(frozen=True)
 class _Replacement:
-    """A worker that gets ready in the place of one that failed."""
+    """A worker that is getting ready to replace one that failed."""
 
     why: Exception
     """Failure of the previous worker."""
     lead: Lead
     done: Callable[[Any], object]
-    """Called with the result of ``lead``."""
+    """Callback with the result of ``lead``."""
     again: Callable[[Exception], None]
-    """Starts another worker if this one fails too, or raises."""
+    """Callback that starts another worker if this one fails too. It may raise instead."""
 
 
 class Replacements:
@@ -75,10 +75,10 @@ class Replacements:
 
         Args:
             member: the worker to replace.
-            why: its failure.
+            why: the failure of the worker.
             lead: the startup procedure of the new worker.
-            done: called with the result of ``lead``.
-            again: starts another worker if this one fails too, or raises.
+            done: callback with the result of ``lead``.
+            again: callback that starts another worker if this one fails too. It may raise instead.
         """
         self._coming.pop(member.index, None)
         next(lead)  # advance it to the first answer of the worker
@@ -99,7 +99,7 @@ class Replacements:
 
         Raises:
             WorkerError: the replacement failed, and may not be replaced.
-            EnvironmentRefused: it differs from the worker that it replaces.
+            EnvironmentRefused: the worker differs from the one that it replaces.
         """
         coming = self._coming.get(member.index)
         if coming is None:
@@ -144,7 +144,7 @@ class Replacements:
         """Wait until all replacements are ready.
 
         Raises:
-            WorkerError, EnvironmentRefused: as in :meth:`hears`.
+            WorkerError, EnvironmentRefused: see :meth:`hears`.
         """
         pool = self._worker_pool
         while self._coming:
@@ -154,8 +154,8 @@ class Replacements:
 
 
 _ENDED = (
-    "the workers ended, because the collector was shut down or an exception ended its run; make "
-    "another collector"
+    "the workers ended, because the collector was shut down or an exception ended its run. Make "
+    "another collector."
 )
 
 
@@ -163,13 +163,13 @@ class WorkerStartup:
     """Runs the startup of workers and of their replacements, up to the first step.
 
     Args:
-        pool: workers that were started.
-        respawns: maximum number of replacements; 0: any failure ends the run.
-        part: the shard whose lanes the workers have; None: they have all lanes of the run.
+        pool: the started workers.
+        respawns: maximum number of replacements. With 0, any failure ends the run.
+        part: the shard whose lanes the workers have; None if they have all lanes of the run.
     """
 
     ledger: Ledger
-    """Counts respawns, and has the seed of the run."""
+    """The ledger, which counts respawns and has the seed of the run."""
     planned: m.SlabRequest
     """The plan that the workers agreed on, when they were seeded."""
     ranges: Sequence[Range]
@@ -192,11 +192,14 @@ class WorkerStartup:
         answers: list[m.EnvReady] = self._answers(_first_answer)
         first, before = 0, 0 if self._part is None else self._part.lanes.start
         for member, answer in zip(self._worker_pool.members, answers, strict=True):
-            member.columns = range(first, first + answer.lanes)
-            member.lanes = range(before + first, before + first + answer.lanes)
+            member.number_lanes(first, answer.lanes, before)
             first += answer.lanes
         classes = {name for each in answers for name in each.description.get(CLASSES, ())}
         return answers[0].description | {CLASSES: sorted(classes)}
+
+    def count_in(self, ledger: Ledger) -> None:
+        """Count respawns in ``ledger``, which also has the seed of the run."""
+        self.ledger = ledger
 
     @property
     def lanes(self) -> tuple[int, ...]:
@@ -204,7 +207,7 @@ class WorkerStartup:
         return tuple(len(member.lanes) for member in self._worker_pool.members)
 
     def seed(self, seed: int, incarnation: int, asked: bool) -> list[int]:
-        """Seed all lanes; return their seeds, or an empty list if a system chooses some.
+        """Seed all lanes; return their seeds, or an empty list if an environment chooses some.
 
         ``asked`` is True if a caller requested exactly this seed.
 
@@ -225,13 +228,13 @@ class WorkerStartup:
             answer = yield self._seed(member, seed, incarnation)
             if hasattr(self, "_memory"):  # the run is seeded again
                 yield self._bind(member)
-                member.ready = True
+                member.mark_ready()
             return answer
 
         answers: list[m.SlabRequest] = self._answers(made_and_seeded)
         for member, answer in zip(self._worker_pool.members, answers, strict=True):
             _require_same(answers[0], answer, member)
-            member.seeds = answer.lane_seeds
+            member.record_seeds(answer.lane_seeds)
         if len(answers) > 1:
             self.apart = sorted({name for answer in answers for name in answer.statistics})
         first, spaces = answers[0], joined([answer.plan.spaces for answer in answers], self.lanes)
@@ -247,7 +250,7 @@ class WorkerStartup:
     def _seed(self, member: Member, seed: int, incarnation: int) -> m.Seed:
         first, part = member.lanes.start, self._part
         run_lanes = sum(self.lanes) if part is None else part.run_lanes
-        # Workers of other shards draw other numbers: no two workers of the run share one.
+        # The number differs between all workers of all shards, so that no two draw the same values.
         worker = member.index + (0 if part is None else part.lanes.start)
         return m.Seed(seed, incarnation, first, run_lanes, worker, self._asked)
 
@@ -259,15 +262,15 @@ class WorkerStartup:
         bound = self._answers(self._make_ready)
         self.decisions = bound[0].decisions
         for member in self._worker_pool.members:
-            member.ready = True
+            member.mark_ready()
 
     def _bind(self, member: Member) -> m.Bind:
         share, place = self._memory
-        member.board, member.actions = place.board(member.index), place.actions(member.index)
+        member.bind(place.board(member.index), place.actions(member.index))
         return m.Bind(share, member.index)
 
     def state(self) -> Any:
-        """Return the state of each worker's environment; None for those that have none."""
+        """Return the state of each worker's environment; None for environments without state."""
         states = [member.state for member in self._worker_pool.members]
         return [None if each is None else cloudpickle.loads(each) for each in states]
 
@@ -280,7 +283,7 @@ class WorkerStartup:
             state = states[member.index % len(states)]
             if state is not None:
                 self._worker_pool.ask(member, m.Load(state))
-                member.state = state
+                member.record_state(state)
         try:
             while any(member.asked for member in self._worker_pool.members):
                 for _, answer in self._worker_pool.events():
@@ -302,7 +305,7 @@ class WorkerStartup:
         return self._answers(seed_question)
 
     def reach(self, asked: EnvCall, lanes: Sequence[int]) -> list[CallOutcome]:
-        """Call lanes' environments; see `Environments`. If a worker fails, all of its lanes do."""
+        """Call lanes' environments; see `Environments`. If a worker fails, so do its lanes."""
         pool = self._worker_pool
         if pool.is_closed:
             raise StateError(f"{asked}: {_ENDED}")
@@ -333,8 +336,8 @@ class WorkerStartup:
     def _answers(self, lead: Callable[[Member], Lead]) -> list[Any]:
         """Return the answers of all workers that were asked, in the order of workers.
 
-        ``lead`` is the startup procedure of a replacement up to this question; it returns the
-        answer.
+        ``lead`` is the startup procedure of a replacement, up to and including this question. It
+        returns the answer.
 
         Raises:
             WorkerError: a worker failed that may not be replaced.
@@ -398,9 +401,9 @@ class WorkerStartup:
     def replace(self, member: Member, error: Exception, begin_at: int | None) -> None:
         """Start a worker in the place of ``member``, whose lanes get new seeds.
 
-        It is ready after `Replacements.hears` has received all of its answers, or after
-        `Replacements.finish`. ``begin_at`` is the slot at which its lanes begin; None: a lease sets
-        it.
+        The new worker is ready after `Replacements.hears` has received all of its answers, or after
+        `Replacements.finish`. ``begin_at`` is the slot at which its lanes begin; None if a lease
+        sets it.
         """
         self.allowed(error)
         self._left -= 1
@@ -428,12 +431,12 @@ class WorkerStartup:
         yield from self._getting_made(member)
         planned: m.SlabRequest = yield self._seed(member, self.ledger.seed, incarnation)
         _require_same(self.planned, planned, member)
-        member.seeds = planned.lane_seeds
+        member.record_seeds(planned.lane_seeds)
         if state is not None:
             yield m.Load(state)
-            member.state = state
+            member.record_state(state)
         bound = yield self._bind(member)
-        member.ready = True
+        member.mark_ready()
         return bound
 
     def _getting_made(self, member: Member) -> Lead:
@@ -446,8 +449,8 @@ class WorkerStartup:
     def _check_made(self, member: Member, made: m.EnvReady) -> None:
         if made.lanes != len(member.lanes):
             raise EnvironmentRefused(
-                f"{member.who} had {len(member.lanes)} lanes, and its factory made {made.lanes} "
-                "when it was started again; let it make the same each time"
+                f"{member.who} had {len(member.lanes)} lanes, but its factory made {made.lanes} "
+                "after a restart. Make the factory return the same environment each time."
             )
 
 
@@ -460,7 +463,7 @@ def _nothing(answer: Any) -> None:
 
 
 def _require_same(first: m.SlabRequest, other: m.SlabRequest, member: Member) -> None:
-    """Raise an error unless a worker's columns and actions are those of the first."""
+    """Raise an error unless a worker's columns and actions equal those of the first worker."""
     wanted, got = first.plan, other.plan
     if got != wanted or list(got.layout) != list(wanted.layout):
         differing = [
@@ -471,20 +474,20 @@ def _require_same(first: m.SlabRequest, other: m.SlabRequest, member: Member) ->
         said = "; ".join(sorted(differing))
         raise EnvironmentRefused(
             f"{member.who}: its columns differ from those of worker 0: "
-            f"{said or 'environments of another kind, or in another autoreset mode'}; make the "
-            "same environment in every worker"
+            f"{said or 'environments of another kind, or in another autoreset mode'}. Make the "
+            "same environment in every worker."
         )
     for key, spec in first.actions.items():
         if other.actions[key] != spec:
             one, two = (" ".join(str(each).split()) for each in (spec, other.actions[key]))
             raise EnvironmentRefused(
                 f"{member.who}: its action space differs from that of worker 0: {format_key(key)} "
-                f"is {two} and not {one}; make the same environment in every worker"
+                f"is {two} and not {one}. Make the same environment in every worker."
             )
 
 
 def _widest(found: Sequence[Sequence[Range]], lanes: Sequence[int]) -> list[Range]:
-    """Merge ranges over all workers; keep them by lane for keys that any worker has by lane."""
+    """Merge the ranges of all workers. If a worker has a key's range by lane, so has the result."""
     merged: dict[Any, Range] = {}
     by_lane = {each.key for ranges in found for each in ranges if each.first_lane is not None}
     for ranges, count in zip(found, lanes, strict=True):

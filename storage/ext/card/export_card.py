@@ -20,7 +20,7 @@ from tallyroll.storage.rows.keys import format_key
 from tallyroll.storage.rows.schema import Schema
 
 PAGE: Final = "README.md"
-"""The name of a card in a folder. The hash of a folder excludes this file."""
+"""The file name of a card in a folder. The hash of a folder excludes this file."""
 _IMPORTED = """\
 from tallyroll.storage import import_dataset
 
@@ -37,7 +37,7 @@ def export_card(path: str | os.PathLike[str], kind: str, *, licence: str | None 
     Args:
         path: the path of the dataset, a file or a folder.
         kind: the format, as `import_dataset` takes it.
-        licence: a licence such as ``"apache-2.0"``. None is an unknown licence.
+        licence: a licence such as ``"apache-2.0"``. None means that the licence is unknown.
 
     Raises:
         InvalidDataset: the dataset is damaged, hostile, or of another kind.
@@ -50,7 +50,7 @@ def export_card(path: str | os.PathLike[str], kind: str, *, licence: str | None 
     with translated(place), contextlib.ExitStack() as stack:
         found = opened_source(door, place, stack)
         if is_deep(found.about):
-            raise refused(place, "the text beside its rows is nested too deep")
+            raise refused(place, "its metadata are nested too deep")
         return card_of_export(
             door,
             Path(os.path.abspath(place)).name,

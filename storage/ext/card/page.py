@@ -38,11 +38,11 @@ class Card:
     trajectories: int | None = None
     """The number of trajectories, or None if the rows do not record trajectories."""
     ends: Mapping[str, int] = field(default_factory=dict)
-    """The number of trajectories by the way they ended."""
+    """The number of trajectories for each kind of end, such as ``terminated``."""
     runs: Sequence[Mapping[str, Any]] = ()
     """The manifest entries of the runs that made the rows, oldest first."""
     statistics: Mapping[str, Any] = field(default_factory=dict)
-    """The kept statistics of columns, by column name."""
+    """The saved statistics of columns, by column name."""
     hashes: Mapping[str, str] = field(default_factory=dict)
     """``content``: the `content_hash` of a storage; ``files``: the SHA-256 of an export's files."""
     licence: str = UNKNOWN
@@ -171,7 +171,7 @@ def _numbers(values: Any) -> str:
 
 
 def _text(value: str) -> str:
-    """Return a single line of text without Markdown or HTML."""
+    """Return text as one short line in which Markdown and HTML are escaped."""
     shown = "".join(each if each.isprintable() else " " for each in value[: _LONGEST + 1])
     plain = re.sub(r"\s+", " ", shown).strip()
     plain = plain if len(plain) <= _LONGEST else f"{plain[:_LONGEST]}..."

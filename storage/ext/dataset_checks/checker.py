@@ -18,22 +18,22 @@ from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.rows.progress import Progress
 
 CHECKS: Final[Mapping[str, str]] = {
-    "files": "every file that is named is there, whole, and no link",
-    "metadata": "versions and counts are those of the data",
-    "columns": "every column is there, of one dtype and one shape",
-    "rows": "columns that belong together have equally many rows",
-    "episodes": "episodes are there once each, next to one another, as long as they say",
-    "ids": "no step of a trajectory is there twice",
-    "steps": "steps and indices count by one",
-    "timestamps": "timestamps follow one another by the rate of frames",
-    "tasks": "every row names a task that there is",
-    "ends": "flags are true or false, and nothing follows an end",
-    "observations": "each row begins with what the one before says came next",
-    "nan": "no NaN, and no infinity, in observations, actions and rewards",
-    "spaces": "values are within the spaces that the dataset names",
-    "zeros": "no rows that look as if they were never written",
-    "videos": "films have a frame for each row, at its time",
-    "statistics": "the statistics that are kept are those of the rows",
+    "files": "every named file exists and is complete, and no file is a link",
+    "metadata": "versions and counts match the data",
+    "columns": "every column exists and has one dtype and one shape",
+    "rows": "columns that belong together have the same number of rows",
+    "episodes": "each episode occurs once, with consecutive rows and its declared length",
+    "ids": "no step of a trajectory occurs twice",
+    "steps": "steps and indices increase by one",
+    "timestamps": "the time between timestamps matches the frame rate",
+    "tasks": "every row names a task that exists",
+    "ends": "flags are true or false, and no row of an episode follows its end",
+    "observations": "the next observation of a row equals the observation of the following row",
+    "nan": "observations, actions and rewards contain no NaN and no infinity",
+    "spaces": "values are within the spaces that the dataset declares",
+    "zeros": "no long run of rows is zero, as if the rows were never written",
+    "videos": "videos have one frame per row, at the time of the row",
+    "statistics": "the saved statistics match the rows",
 }
 """The rule of each check, by name, in the order of the report."""
 
@@ -43,7 +43,7 @@ JSON_LIMIT: Final = 2**28
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A part of a dataset, by which findings name its rows."""
+    """A part of a dataset, such as a file or an episode, in which findings locate rows."""
 
     file: str | None = None
     episode: int | None = None
@@ -51,7 +51,7 @@ class Where:
     """The number of the first row of the part."""
 
     def place(self, row: int | None = None, what: str = "", column: str | None = None) -> Place:
-        """Return the place of a row of the part, or of the whole part."""
+        """Return the place of a row in this part, or of the whole part if ``row`` is None."""
         at = None if row is None else self.start + row
         return Place(row=at, column=column, what=what, file=self.file, episode=self.episode)
 
@@ -64,7 +64,7 @@ class CheckResults:
     skipped: dict[str, str] = field(default_factory=dict)
     rows: int = 0
     room: int = 2**62
-    """The number of bytes that further datasets of a file may claim, limited by its actual size."""
+    """The number of bytes that the datasets of an HDF5 file may still claim; see `hdf5.room_of`."""
     tell: Progress = lambda done, total: None
     """Called with the amount read so far and the total."""
 
@@ -77,7 +77,7 @@ class CheckResults:
         column: str | None = None,
         row: int | None = None,
     ) -> None:
-        """Add a finding at one place. ``what`` is the value there."""
+        """Add a finding at one place. ``what`` describes the value at this place."""
         place = (where or Where()).place(row, what, column)
         bare = place == Place()
         self.findings.add(check, message, *(() if bare else (place,)))
@@ -91,7 +91,7 @@ class CheckResults:
         column: str | None = None,
         what: Callable[[int], str] = lambda row: "",
     ) -> None:
-        """Add a finding for the rows of a part that the mask ``wrong`` [n] selects."""
+        """If the mask ``wrong`` [n] selects any rows of a part, add a finding for them."""
         found = np.flatnonzero(wrong)
         if len(found):
             part = where or Where()
@@ -106,7 +106,7 @@ class Checker(ABC):
     """The prefix before the colon, as in ``minari:PATH``."""
 
     checks: ClassVar[tuple[str, ...]]
-    """The names in `CHECKS` of the checks that this class makes."""
+    """The names of the checks that this class makes. Each is a key of `CHECKS`."""
 
     @classmethod
     @abstractmethod
@@ -117,8 +117,8 @@ class Checker(ABC):
     def check(self, place: Path, found: CheckResults) -> None:
         """Check a dataset and collect findings.
 
-        Missing libraries and a lack of memory are raised as errors. The check executes and
-        unpickles nothing in the dataset, and follows no link.
+        A missing library or a lack of memory raises an error. The check executes and unpickles
+        nothing in the dataset, and follows no link.
         """
 
 
@@ -127,10 +127,10 @@ class DatasetFolder:
 
     Args:
         root: the folder.
-        found: collects the findings.
-        unreadable: the byte ranges that the disk cannot read, by path below the folder. Reads of
-            them fail. With None, the ranges are unknown: reads return zeros for them and add
-            findings.
+        found: the object that collects the findings.
+        unreadable: the byte ranges that the disk cannot read, by path below the folder. A read of
+            such a range fails. None means that the ranges are not known: a read then returns zeros
+            for bytes that the disk cannot read, and adds a finding.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class DatasetFolder:
         self._met: set[tuple[Where, int]] = set()
 
     def path(self, name: str) -> Path | None:
-        """Return a path below the folder. For a path out of it, add a finding and return None."""
+        """Return a path below the folder. If it leads elsewhere, add a finding and return None."""
         pure = PurePosixPath(name)
         if pure.is_absolute() or ".." in pure.parts or "\0" in name or not pure.parts:
             self._found.add("files", "a name leads out of the dataset", what=f"{name!r:.200}")
@@ -169,7 +169,7 @@ class DatasetFolder:
     def _unread(self, where: Where, start: int, stop: int) -> None:
         if (where, start) not in self._met:
             self._met.add((where, start))
-            message = "the disk cannot read a part of a file: it is zeros for what follows"
+            message = "the disk cannot read a part of a file: the other checks see zeros there"
             self._found.add("files", message, where, f"bytes {start:,} to {stop - 1:,}")
 
     def text(self, name: str) -> str | None:
@@ -179,7 +179,7 @@ class DatasetFolder:
             return None
         with file:
             if os.fstat(file.fileno()).st_size > JSON_LIMIT:
-                self._found.add("files", "a text is too large to be read", Where(name))
+                self._found.add("files", "a text file is too large to be read", Where(name))
                 return None
             try:
                 found: str = file.read().decode()
@@ -199,12 +199,16 @@ class DatasetFolder:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
             self._found.add(
-                "files", "a text is no JSON, or is torn", Where(name), str(error), row=row
+                "files",
+                "a text is not valid JSON, or is truncated",
+                Where(name),
+                str(error),
+                row=row,
             )
             return None
 
     def below(self, name: str, suffix: str) -> list[str]:
-        """Return the names of all files with a suffix below a folder, sorted."""
+        """Return the sorted paths of the files below the folder ``name`` that end with a suffix."""
         found = []
         top = self.root / name
         for above, folders, files in os.walk(top, followlinks=False):

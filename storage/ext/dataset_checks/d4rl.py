@@ -81,7 +81,7 @@ class _Rows:
             if not hdf5.is_numbers(self._data[name]):
                 if name.partition("/")[0] != "infos":
                     dtype = str(self._data[name].dtype)
-                    found.add("columns", "a column has no numbers", None, dtype, name)
+                    found.add("columns", "a column does not hold numbers", None, dtype, name)
                 del self._data[name]
         self._check_shapes()
         rows = self._check_counts()
@@ -98,14 +98,14 @@ class _Rows:
                 here = self._data.get(_OBSERVATIONS + name[len(_NEXT) :])
                 if here is None or (here.shape[1:], here.dtype) != (data.shape[1:], data.dtype):
                     what = f"{list(data.shape[1:])} of {data.dtype}"
-                    message = "next observations are of another kind than observations"
+                    message = "next observations and observations differ in shape or dtype"
                     self._found.add("columns", message, None, what, name)
 
     def _check_counts(self) -> int:
-        """Compare the row counts of columns. Return the most common one, and drop other columns."""
+        """Return the most common row count. Report and drop the columns with another row count."""
         counts = [data.shape[0] for data in self._data.values()]
         if not counts or not max(counts):
-            self._found.add("rows", "there is no row")
+            self._found.add("rows", "there are no rows")
             return 0
         rows = max({*counts}, key=counts.count)
         for name, data in [*self._data.items()]:
@@ -143,7 +143,7 @@ class _Rows:
         ours = trajectory in self._data
         if not ours:
             for check in ("ids", "steps"):
-                self._found.skipped[check] = "rows have no numbers of trajectories and steps"
+                self._found.skipped[check] = "rows have no trajectory ids and steps"
         return Names(
             known,
             tuple(name for name in names if name not in known),

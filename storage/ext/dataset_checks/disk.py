@@ -17,7 +17,7 @@ BLOCK: Final = 2**12
 _STEP: Final = 2**20
 
 Ranges = list[tuple[int, int]]
-"""Byte ranges, each with its first byte and the byte after its last."""
+"""Byte ranges. Each is the offset of its first byte and the offset after its last byte."""
 
 
 def read_at(file: int, nbytes: int, at: int) -> bytes:
@@ -33,7 +33,8 @@ def unread(error: OSError) -> bool:
 def unreadable_in(place: Path) -> dict[Path, Ranges]:
     """Read all files and return the unreadable byte ranges, by path below ``place``.
 
-    A memory map of an unreadable block would end the process on access. Links are skipped.
+    The ranges are found in advance, because accessing an unreadable block through a memory map
+    kills the process. Links are skipped.
     """
     found = dict[Path, Ranges]()
     for path in files_of(place):
@@ -54,7 +55,10 @@ def _unreadable(file: int) -> Ranges:
 
 
 def files_of(place: Path) -> Iterator[Path]:
-    """Yield the files below a folder, except links, as relative paths; for a file, its name."""
+    """Yield the relative paths of the files below a folder, except links.
+
+    If ``place`` is a file, yield its name.
+    """
     if not place.is_dir():
         yield Path(place.name)
         return
@@ -82,7 +86,7 @@ def touches(ranges: Ranges, start: int, stop: int) -> bool:
 
 
 def require_readable(ranges: Ranges, start: int, stop: int) -> None:
-    """Raise EIO if any byte from ``start`` up to ``stop`` is in one of the ranges."""
+    """Raise EIO if any byte from ``start`` up to ``stop`` is in the unreadable ``ranges``."""
     if touches(ranges, start, stop):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -158,7 +162,10 @@ class _WithoutGaps(_Raw):
 
 
 class WithGaps(_Raw):
-    """A file with known unreadable ranges. A read ends before a range, and raises EIO within it."""
+    """A file with known unreadable ranges.
+
+    A read stops at the start of such a range. A read that starts within a range raises EIO.
+    """
 
     def __init__(self, file: int, gaps: Ranges) -> None:
         super().__init__(file)
@@ -179,6 +186,6 @@ def filled(file: int, bad: Callable[[int, int], object]) -> io.BufferedReader:
 
 
 def with_gaps(file: int, path: Path, unreadable: Mapping[Path, Ranges]) -> Any:
-    """Open a file; if parts of it are unreadable, reads skip these ranges."""
+    """Return a file object. It is a `WithGaps` if ``unreadable`` has ranges for ``path``."""
     gaps = unreadable.get(path)
     return open(file, "rb") if gaps is None else WithGaps(file, gaps)

@@ -24,7 +24,10 @@ _FILTERS: Final = frozenset({1, 2, 3, 32000})
 _MOST_PACKED: Final = 1032
 """The maximum compression ratio of deflate, the filter with the highest ratio."""
 _SMALL: Final = 2**28
-"""The size in bytes that the datasets of any file may claim. Reading so much takes seconds."""
+"""The number of bytes that the datasets of any file may claim, however small the file is.
+
+Reading this many bytes takes seconds.
+"""
 _MOST_HOLES: Final = 2**16
 
 
@@ -34,7 +37,7 @@ def opened(raw: Any, found: CheckResults, where: Where) -> Iterator[Any]:
     h5py = h5py_module()
     block = superblock_of(raw)
     if block is not None and block.open:
-        message = "a writer has the file open, or was killed before it closed it"
+        message = "a writer has the file open, or was killed before it closed the file"
         found.add("files", message, where)
     try:
         file = h5py.File(raw, "r", rdcc_nbytes=2**24)
@@ -62,12 +65,12 @@ def room_of(raw: Any) -> int:
 def datasets_in(
     group: Any, found: CheckResults, where: Where, above: str = "", deep: int = 0
 ) -> dict[str, Any]:
-    """Return the datasets below a group, by name. Add a finding for each unreadable one."""
+    """Return the datasets below a group, by name. Add a finding for each unreadable dataset."""
     h5py = h5py_module()
     datasets: dict[str, Any] = {}
     try:
         if len(group) > _MOST_OBJECTS:
-            raise ValueError(f"it has {len(group):,} entries")
+            raise ValueError(f"it has {len(group):,} entries, expected at most {_MOST_OBJECTS:,}")
         names = list(group)
     except DAMAGE as error:
         found.add("files", "a group cannot be read", where, f"{error!s:.200}", above or None)
@@ -76,7 +79,7 @@ def datasets_in(
         path = f"{above}{name}"
         try:
             if not isinstance(group.get(name, getlink=True), h5py.HardLink):
-                raise ValueError("it is a link to another place")
+                raise ValueError("it is a link")
             each = group[name]
             if isinstance(each, h5py.Group):
                 if deep >= _DEEPEST:
@@ -90,23 +93,30 @@ def datasets_in(
 
 
 def _readable(data: Any, found: CheckResults) -> Any:
-    """Return a dataset whose values are in its own file. Raises ValueError for others.
+    """Validate a dataset and return it.
 
     A small file can claim a terabyte of values that were never written. Such a dataset is rejected.
+
+    Raises:
+        NotEnoughMemory: a chunk of the dataset does not fit into memory.
+        ValueError: the dataset has values in other files or unknown filters, or claims more bytes
+            than the file holds.
     """
     if data.is_virtual or data.external:
         raise ValueError("its values are in other files")
     plist = data.id.get_create_plist()
     filters = {plist.get_filter(each)[0] for each in range(plist.get_nfilters())}
     if filters - _FILTERS:
-        raise ValueError(f"it is compressed by the filters {sorted(filters - _FILTERS)}")
+        raise ValueError(
+            f"h5py does not include its compression filters {sorted(filters - _FILTERS)}"
+        )
     shape = data.shape or ()
     claimed = math.prod(shape[:1]) * max(1, math.prod(shape[1:]) * data.dtype.itemsize)
     room = found.room
     if claimed > _SMALL:
         room = min(room, max(_SMALL, _MOST_PACKED * data.id.get_storage_size()))
     if claimed > room:
-        raise ValueError(f"it claims {claimed:,} bytes, and so many are not in the file")
+        raise ValueError(f"it claims {claimed:,} bytes, more than the file holds")
     found.room -= claimed
     if data.chunks is not None:
         require_memory_for(

@@ -45,7 +45,7 @@ _EPISODE: Final = re.compile(r"episode_([0-9]{1,18})")
 
 
 class MinariChecker(Checker):
-    """Checks episodes from the first to the final observation, in HDF5, Arrow or Parquet."""
+    """Checks the episodes of a Minari dataset in HDF5, Arrow or Parquet."""
 
     name = "minari"
     checks = (
@@ -71,7 +71,7 @@ class MinariChecker(Checker):
         folder = DatasetFolder(_folder(place), found)
         said = folder.json(_METADATA)
         if said is not None and not isinstance(said, dict):
-            found.add("metadata", "the metadata are no object of JSON", Where(_METADATA))
+            found.add("metadata", "the metadata are not a JSON object", Where(_METADATA))
             said = None
         said = said or {}
         kind = said.get("data_format", "hdf5")
@@ -80,8 +80,8 @@ class MinariChecker(Checker):
             return
         if kind != "hdf5":
             raise InvalidDataset(
-                f"{place} cannot be checked: its format is {text_of(kind)}, and only datasets of "
-                "Minari in HDF5, Arrow and Parquet are. Load it with Minari, and save it as hdf5."
+                f"{place} cannot be checked: expected a Minari dataset in HDF5, Arrow or Parquet, "
+                f"got the format {text_of(kind)}. Load it with Minari, and save it as hdf5."
             )
         h5py_module()
         raw = folder.opened(_FILE)
@@ -126,7 +126,7 @@ class _CheckedEpisodes(ABC):
 
     @abstractmethod
     def _attributes_of(self, number: int) -> Mapping[str, Any]:
-        """Return the metadata of an episode. Raises an error of `DAMAGE`, or `InvalidDataset`."""
+        """Return the metadata of an episode. Raises `InvalidDataset` or an error in `DAMAGE`."""
 
     @abstractmethod
     def _where(self, number: int) -> Where:
@@ -140,7 +140,7 @@ class _CheckedEpisodes(ABC):
             value = json.loads(text) if isinstance(text, str) else text
             return {path: space_of(leaf) for path, leaf in leaves_of(value).items()}
         except NO_SPACE as error:
-            message = "a space is none of Minari's"
+            message = "a space is not one of Minari's"
             self._found.add("metadata", message, Where(_METADATA), f"{name}: {error!s:.100}")
             return None
 
@@ -154,8 +154,8 @@ class _CheckedEpisodes(ABC):
         found.rows = sum(counts)
         for key, count in (("total_episodes", len(counts)), ("total_steps", sum(counts))):
             if self._said and declared_count(self._said.get(key)) != count:
-                what = f"{key} is {text_of(self._said.get(key))}, and there are {count:,}"
-                found.add("metadata", "a count is not that of the data", Where(_METADATA), what)
+                what = f"{key} is {text_of(self._said.get(key))}, expected {count:,}"
+                found.add("metadata", "a count does not match the data", Where(_METADATA), what)
 
     def _missing_among(self, numbers: Collection[int]) -> None:
         """Add a finding for each missing episode."""
@@ -210,11 +210,11 @@ class _CheckedEpisodes(ABC):
             found.add("files", "an episode cannot be read", where, f"{error!s:.200}")
             return
         if steps is not None and not np.array_equal(steps, count):
-            what = f"total_steps is {text_of(steps)}, and it has {count:,}"
-            found.add("metadata", "an episode says another count of steps", where, what)
+            what = f"total_steps is {text_of(steps)}, expected {count:,}"
+            found.add("metadata", "an episode declares the wrong number of steps", where, what)
         if id is not None and not np.array_equal(id, number):
             what = f"id is {text_of(id)}"
-            found.add("episodes", "an episode says another number", where, what)
+            found.add("episodes", "an episode declares the wrong id", where, what)
 
     def _column(self, name: str, data: Any, count: int, where: Where) -> np.ndarray | None:
         """Check a column, and return its values if they are numbers."""
@@ -228,8 +228,8 @@ class _CheckedEpisodes(ABC):
         rows = data.shape[0]
         wanted = (count, count + 1) if top == _INFOS else (count + (top == _OBSERVATIONS),)
         if rows not in wanted:
-            what = f"it has {rows:,} for {count:,} steps"
-            found.add("rows", "a column has another number of rows", where, what, name)
+            what = f"it has {rows:,} rows for {count:,} steps"
+            found.add("rows", "a column has the wrong number of rows", where, what, name)
         if leaf is not None and leaf.is_text:
             return None
         if jpeg:
@@ -239,21 +239,24 @@ class _CheckedEpisodes(ABC):
             return None  # the column may hold JPEGs of any size
         if not hdf5.is_numbers(data):
             if top != _INFOS:
-                found.add("columns", "a column has no numbers", where, str(data.dtype), name)
+                found.add("columns", "a column does not hold numbers", where, str(data.dtype), name)
             return None
         kind = data.dtype, data.shape[1:]
         first = self._kinds.setdefault(name, kind)
         if kind != first:
-            what = f"{list(kind[1])} of {kind[0]}, and {list(first[1])} of {first[0]} before"
+            what = f"{list(kind[1])} of {kind[0]}, but {list(first[1])} of {first[0]} before"
             found.add("columns", "a column differs between episodes", where, what, name)
             return None
         if leaf is not None and (why := leaf.differs(*kind)):
-            found.add("columns", "a column is not of its space", where, why, name)
+            found.add("columns", "a column does not match its space", where, why, name)
             return None
         return hdf5.values_of(data, 0, rows, found, where, name)
 
     def _decode(self, name: str, data: Any, where: Where) -> None:
-        """Decode images one by one. JPEG has changed their pixels, which are not compared."""
+        """Decode images one by one, and report the images that cannot be decoded.
+
+        Pixels are not compared, because JPEG compression changes them.
+        """
         for row in range(len(data)):
             try:
                 data[row : row + 1]
@@ -303,12 +306,12 @@ class _Groups(_CheckedEpisodes):
         for name in names:
             match = _EPISODE.fullmatch(name)
             if match is None:
-                found.add("episodes", "a group is no episode", Where(_FILE), text_of(name))
+                found.add("episodes", "a group is not an episode", Where(_FILE), text_of(name))
             else:
                 numbers[int(match[1])] = name
         for number in sorted(numbers):
             if number >= len(numbers):
-                message = "the number of an episode is beyond their count"
+                message = "the number of an episode is not below the number of episodes"
                 found.add("episodes", message, Where(_FILE, number))
             try:
                 is_group = isinstance(self._file[numbers[number]], h5py_module().Group)
@@ -319,7 +322,7 @@ class _Groups(_CheckedEpisodes):
             if is_group:
                 yield number
             else:
-                found.add("episodes", "an episode is no group", Where(_FILE, number))
+                found.add("episodes", "an episode is not a group", Where(_FILE, number))
         self._missing_among(numbers)
 
     def _where(self, number: int) -> Where:
@@ -358,7 +361,7 @@ class _TableEpisodes(_CheckedEpisodes):
         numbers = self._episodes.numbers
         for number in numbers:
             if number >= len(numbers):
-                message = "the number of an episode is beyond their count"
+                message = "the number of an episode is not below the number of episodes"
                 self._found.add("episodes", message, self._where(number))
         self._missing_among(numbers)
         yield from numbers
@@ -375,4 +378,4 @@ class _TableEpisodes(_CheckedEpisodes):
         return {"/".join(path): each for path, each in found.items()}
 
     def _attributes_of(self, number: int) -> Mapping[str, Any]:
-        return self._episodes.said(number)
+        return self._episodes.metadata(number)

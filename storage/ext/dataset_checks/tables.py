@@ -30,7 +30,7 @@ from tallyroll.storage.rows.keys import (
 
 
 class _Tables(Checker):
-    """Rows in tables with the column names of TorchRL."""
+    """Checks tables of rows whose columns have the names that TorchRL uses."""
 
     checks = ("files", "ids", "steps", "ends", "observations", "nan", "zeros")
     suffix: ClassVar[str]
@@ -55,19 +55,19 @@ class _Tables(Checker):
 
 
 class NpzChecker(_Tables):
-    """A NumPy archive with one array per column."""
+    """Checks a NumPy archive with one array per column."""
 
     name, suffix = "npz", ".npz"
 
 
 class ParquetChecker(_Tables):
-    """A Parquet file with one column per column of the storage."""
+    """Checks a Parquet file with one column per column of the storage."""
 
     name, suffix = "parquet", ".parquet"
 
 
 class HfChecker(_Tables):
-    """Parquet files with a card."""
+    """Checks a folder of Parquet files. The card in the folder is not read."""
 
     name, suffix = "hf", ""
 
@@ -108,7 +108,7 @@ def _names(shapes: dict[Key, Any], found: CheckResults) -> Names:
 
     if not there(TRAJ_IDS) or not there(STEP):
         for check in ("ids", "steps", "observations"):
-            found.skipped[check] = "rows have no ids of trajectories, or no steps"
+            found.skipped[check] = "rows have no trajectory ids, or no steps"
     return Names(
         seen,
         (),

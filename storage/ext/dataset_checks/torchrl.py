@@ -37,7 +37,7 @@ class _Column:
     file: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    """The shape with the batch dimensions."""
+    """The shape, including the batch dimensions."""
 
 
 class TorchrlChecker(Checker):
@@ -79,9 +79,9 @@ class TorchrlChecker(Checker):
 
 
 def _folder(place: Path) -> Path:
-    """Return the folder of the rows.
+    """Return the folder that holds the rows.
 
-    ``place`` may also be a replay buffer that was saved with all its parts.
+    ``place`` is this folder, or the folder of a replay buffer that was saved with all its parts.
     """
     return place / _STORAGE if (place / _STORAGE).is_dir() else place
 
@@ -103,12 +103,12 @@ class _CheckedTree:
             return
         shape = _shape(meta.get("shape")) if isinstance(meta, dict) else None
         if not shape:
-            found.add("metadata", "a folder says no shape of rows", Where(name))
+            found.add("metadata", "a folder declares no shape of its rows", Where(name))
             return
         if self.batch is None:
             self.batch = shape
         if len(above) > _DEEPEST or len(self.columns) > _MOST_COLUMNS:
-            found.add("files", "columns are nested too deep, or too many", Where(name))
+            found.add("files", "columns are nested too deep, or there are too many", Where(name))
             return
         for key, said in meta.items():
             if key not in META_FIELDS:
@@ -130,14 +130,16 @@ class _CheckedTree:
         kind = NAMES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else None
         if kind is None or not shape or self.batch is None:
             what = f"{text_of(dtype)}, {text_of(said.get('shape'))}"
-            found.add("columns", "a column has no dtype or shape that there is", None, what, name)
+            found.add(
+                "columns", "a column has an unknown dtype or an invalid shape", None, what, name
+            )
             return
         if said.get("is_nested"):
             return
         column = _Column(str(place_of(key, leaf=True)), NUMPY[kind], shape)
         if shape[: len(self.batch)] != self.batch:
-            what = f"{list(shape)}, and rows are {list(self.batch)}"
-            found.add("rows", "a column has another number of rows", None, what, name)
+            what = f"its shape is {list(shape)}, expected {list(self.batch)} first"
+            found.add("rows", "a column has the wrong number of rows", None, what, name)
             return
         file = self.folder.opened(column.file)
         if file is None:
@@ -147,7 +149,7 @@ class _CheckedTree:
         wanted = math.prod(shape) * column.dtype.itemsize
         if size != wanted:
             what = f"it has {size:,} bytes, expected {wanted:,}"
-            found.add("files", "a file has another length", Where(column.file), what)
+            found.add("files", "a file has the wrong length", Where(column.file), what)
         else:
             self.columns[name] = column
 
@@ -171,14 +173,14 @@ class _ReplayRows:
     def _cut_to_length(self) -> None:
         """Leave out rows that a buffer has not filled yet.
 
-        A buffer of several dimensions counts its rows. A buffer of trajectories counts
-        trajectories.
+        The declared length of a buffer of trajectories counts trajectories. The declared length of
+        any other buffer counts rows, even if the buffer has several dimensions.
         """
         said = self._tree.folder.json(_LENGTH)
         length = declared_count(said.get("len")) if isinstance(said, dict) else None
         if length is None or length > self._rows:
-            what = f"{text_of(length)} of {self._rows:,}"
-            message = "a buffer says that it has more rows than there are"
+            what = f"its length is {text_of(length)}, expected at most {self._rows:,}"
+            message = "a buffer declares more rows than its columns have"
             self._found.add("metadata", message, Where(_LENGTH), what)
             return
         each = math.prod(self._batch[1:])
@@ -187,7 +189,7 @@ class _ReplayRows:
         self._full, self._rows = rows == self._rows, rows
 
     def _written(self, start: int, stop: int) -> bool:
-        """Return True if any of these rows is not zero, or if there are no rows.
+        """Return True if a row from ``start`` up to ``stop`` is not zero, or if the range is empty.
 
         The method reads at most `BLOCK_NBYTES` of each column.
         """
@@ -236,7 +238,7 @@ class _ReplayRows:
         return np.frombuffer(content, column.dtype).reshape(count, *shape)
 
     def _check_kinds(self) -> None:
-        """Compare next observations with observations, and require the columns of a transition."""
+        """Compare each column with the column of its next values, and require a reward column."""
         found, depth = self._found, len(self._batch)
         for name, here in self._columns.items():
             after = self._columns.get(f"{NEXT}/{name}")
@@ -244,7 +246,7 @@ class _ReplayRows:
                 what = (
                     f"{list(after.shape[depth:])} of {after.dtype}, and {list(here.shape[depth:])}"
                 )
-                message = "what comes next is of another kind than the column"
+                message = "the next values and the column differ in shape or dtype"
                 found.add("columns", message, None, f"{what} of {here.dtype}", f"{NEXT}/{name}")
         above = any(name.startswith(f"{NEXT}/") for name in self._columns)
         if above and not any(name.split("/")[-1] == "reward" for name in self._columns):
@@ -269,9 +271,9 @@ class _ReplayRows:
             step, after = f"{COLLECTOR}/step", ""
         ids, lost = f"{COLLECTOR}/traj_ids", f"{COLLECTOR}/next_valid"
         if ids not in columns and step not in columns:
-            found.skipped["observations"] = "rows have no ids of trajectories and no steps"
+            found.skipped["observations"] = "rows have no trajectory ids and no steps"
         if ids not in columns:
-            found.skipped["ids"] = "rows have no ids of trajectories"
+            found.skipped["ids"] = "rows have no trajectory ids"
         if step not in columns:
             found.skipped["steps"] = "rows have no steps"
 

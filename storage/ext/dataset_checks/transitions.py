@@ -28,10 +28,10 @@ Block = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Names:
-    """The names of columns by their role. An empty name is a missing column."""
+    """The names of columns by their role. An empty name means that the column is missing."""
 
     observations: Mapping[str, str] = field(default_factory=dict)
-    """The names of columns, each with the name of its next values."""
+    """The observation columns, each mapped to the column of its next values."""
     alone: tuple[str, ...] = ()
     """Observations without a column of next values."""
     actions: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Names:
     step: str = ""
     next_step: str = ""
     lost: str = ""
-    """A column that is False if the next values are lost; these are not compared."""
+    """A column that is False for rows whose next values are lost, and are not compared."""
     in_order: bool = False
     """True if each row without an end is followed by the next row of its episode."""
 
@@ -54,7 +54,7 @@ class TransitionChecks:
     """Checks rows block by block, and keeps the last row of each block.
 
     Args:
-        found: collects the findings.
+        found: the object that collects the findings.
         names: the columns by role. A block may lack columns that cannot be read.
     """
 
@@ -105,26 +105,26 @@ class TransitionChecks:
         return [name for name in wanted if name in block]
 
     def _rows_alone(self, flags: Block, block: Block, where: Where) -> None:
-        """Make the checks that look at one row."""
+        """Make the checks that look at each row on its own."""
         names, found = self._names, self._found
         done, terminated, truncated = (
             flags.get(name) for name in (names.done, names.terminated, names.truncated)
         )
         if done is not None and terminated is not None and truncated is not None:
             wrong = done != (terminated | truncated)
-            found.add_rows("ends", "done is not terminated or truncated", wrong, where)
+            found.add_rows("ends", "done is not equal to terminated or truncated", wrong, where)
         if names.before in flags:
-            message = "an action follows an end: the environment was done before it"
+            message = "an action follows an end: the environment was done before the action"
             found.add_rows("ends", message, flags[names.before], where)
         if names.trajectory in block:
             wrong = _flat(block[names.trajectory]) < 0
-            found.add_rows("ids", "the number of a trajectory is negative", wrong, where)
+            found.add_rows("ids", "a trajectory id is negative", wrong, where)
         if names.step in block and names.next_step in block:
             after, step = _flat(block[names.next_step]), _flat(block[names.step])
             wrong = after != step + 1
             found.add_rows(
                 "steps",
-                "the next step is not one more",
+                "the next step is not the step plus one",
                 wrong,
                 where,
                 names.next_step,
@@ -136,9 +136,9 @@ class TransitionChecks:
             self._zeros.advance(zero_rows(parts), where)
 
     def _joined(self, block: Block, flags: Block) -> dict[str, np.ndarray]:
-        """Return the columns that pairs of rows need.
+        """Return the columns by which each row is compared with the next one.
 
-        They start with the last row of the previous block.
+        If there is a previous block, the columns start with its last row.
         """
         names = self._names
         wanted = [*names.observations, *names.observations.values()]
@@ -189,7 +189,7 @@ class TransitionChecks:
         after = Where(where.file, where.episode, where.start + 1)
         self._found.add_rows(
             "steps",
-            "steps of a trajectory do not count by one",
+            "steps of a trajectory do not increase by one",
             wrong,
             after,
             self._names.step or None,
@@ -210,14 +210,14 @@ class TransitionChecks:
             if one[name].dtype != one[after].dtype or one[name].shape != one[after].shape:
                 continue
             alike = equal_rows(one[after][:-1], one[name][1:])
-            message = "the next observation is another one than the following row's"
+            message = "the next observation differs from the observation of the following row"
             found.add_rows("observations", message, follows & known & ~alike, where, name)
             if one[name].dtype.kind == "f":
                 floats, shared = True, shared & alike
         if floats:
             message = (
-                "a final observation is that of the next row: the episode goes on, or it is the "
-                "next episode's first one"
+                "a final observation equals the observation of the next row: the episode "
+                "continues, or the next episode's first observation was stored"
             )
             found.add_rows("ends", message, shared & terminated[:-1], where)
 
@@ -240,7 +240,7 @@ class TransitionChecks:
         again = (ids[1:] == ids[:-1]) & (steps[1:] == steps[:-1])
         wrong = np.zeros(int(rows.max()) + 1 if len(rows) else 0, bool)
         wrong[rows[1:][again]] = True
-        self._found.add_rows("ids", "a step of a trajectory is there twice", wrong)
+        self._found.add_rows("ids", "a step of a trajectory occurs twice", wrong)
 
 
 def equal_rows(one: np.ndarray, other: np.ndarray) -> np.ndarray:

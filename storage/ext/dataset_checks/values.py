@@ -1,4 +1,4 @@
-"""Checks of values that look at one row, for arrays of any library. Pure."""
+"""Checks of the values in arrays: finite numbers, flags, and runs of zeros. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from tallyroll.storage.ext.dataset_checks.checker import CheckResults, Where
 
 LONG_RUN = 16
-"""The number of consecutive zero rows that counts as never written."""
+"""The minimum length of a run of zero rows that is reported as possibly never written."""
 
 
 def flat_rows(values: np.ndarray) -> np.ndarray:
@@ -29,12 +29,13 @@ def check_finite(
     """Report rows [n, ...] that hold NaN or, with ``infinity``, infinite values.
 
     Args:
-        found: collects the findings.
+        found: the object that collects the findings.
         values: the values of the rows.
         where: the place of the first row.
         column: the name of the column.
-        infinity: also report infinite values.
-        valid: [n] or longer, False for rows whose values are known to be lost. None marks no row.
+        infinity: True to report infinite values too.
+        valid: a mask [n] or longer. False marks a row whose values are known to be lost; such rows
+            are not reported. None marks no row.
     """
     if values.dtype.kind not in "fc" or not values.size:
         return
@@ -62,7 +63,13 @@ def as_flags(
 ) -> np.ndarray | None:
     """Return flags [n]. If the values are not flags, add a finding and return None."""
     if values.dtype.kind not in "biuf" or values.size != len(values):
-        found.add("columns", "flags are no flags", where, f"{values.dtype}", column)
+        found.add(
+            "columns",
+            "a column of flags does not hold one flag per row",
+            where,
+            f"{values.dtype}",
+            column,
+        )
         return None
     flat = np.ascontiguousarray(values).reshape(-1)
     # Compare a bool as its byte, which may be neither 0 nor 1.
@@ -113,9 +120,12 @@ class ZeroRuns:
             self._count += len(zero) - at
 
     def finish(self) -> None:
-        """End the current run."""
+        """End the current run, and report it if it is long."""
         began, count, self._began, self._count = self._began, self._count, None, 0
         if began is not None and count >= LONG_RUN:
-            message = "observations, actions and rewards of many rows are zero: never written?"
+            message = (
+                "observations, actions and rewards of many rows are zero, perhaps because they "
+                "were never written"
+            )
             place = began.place(0, f"and {count - 1:,} rows after it")
             self._found.findings.add("zeros", message, place, count=count)

@@ -35,7 +35,7 @@ def kinds() -> list[str]:
 def checker_of(kind: str) -> Checker:
     """Return the checker of a kind. Raises ValueError for an unknown kind."""
     if kind not in _MODULES:
-        raise ValueError(f"kind is one of {', '.join(kinds())}, got {kind!r:.80}.")
+        raise ValueError(f"kind: expected one of {', '.join(kinds())}, got {kind!r:.80}.")
     module, name = _MODULES[kind]
     found: type[Checker] = getattr(import_module(f"{__package__}.{module}"), name)
     return found()
@@ -54,7 +54,7 @@ def verify_dataset(
     skip: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Report:
-    """Read a whole dataset of another library, and report everything that cannot be right.
+    """Read a whole dataset of another library, and report the errors in it.
 
     The checks compare counts with metadata, episodes with their boundaries, next observations with
     the rows that follow, videos with rows, and statistics with data. They execute and unpickle
@@ -63,20 +63,22 @@ def verify_dataset(
 
     Args:
         source: a file or a folder.
-        kind: the format, a name that `tallyroll verify --help` lists. None detects it by the files.
-        skip: names of `CHECKS` to leave out.
+        kind: the name of the format; `tallyroll verify --help` lists the names. None detects the
+            format by the files.
+        skip: the names of the checks to leave out, which are keys of `CHECKS`.
         progress: called during the checks with the amount read so far and the total.
 
     Raises:
         InvalidDataset: the kind is unknown, or the dataset cannot be checked.
         MissingLibrary: a library is not installed.
-        NotEnoughMemory: a part that is read at once does not fit into memory.
+        NotEnoughMemory: a part that must be read as a whole does not fit into memory.
         OpenError: ``source`` does not exist.
         ValueError: an argument has a value that is not allowed.
     """
     if unknown := sorted({*skip} - {*CHECKS}):
         raise ValueError(
-            f"skip: no check is called {', '.join(unknown)}; there are {', '.join(CHECKS)}."
+            f"skip: expected names of checks, got {', '.join(unknown)}. The checks are "
+            f"{', '.join(CHECKS)}."
         )
     place = user_path(source)
     refuse_nothing(place, "Give the path of a dataset.")
@@ -85,8 +87,8 @@ def verify_dataset(
             wanted = kind_at(place) if kind is None else kind
         if wanted is None:
             raise InvalidDataset(
-                f"{place} cannot be checked: its files do not say of which library it is. Give "
-                f"its kind, one of {', '.join(kinds())}."
+                f"{place} cannot be checked: its files do not identify its format. Give its kind, "
+                f"one of {', '.join(kinds())}."
             )
         checker, found = checker_of(wanted), CheckResults()
         if progress is not None:
@@ -98,9 +100,7 @@ def verify_dataset(
             if not isinstance(error.__cause__, Exception) or "files" in skip:
                 raise
             what = f"{type(error.__cause__).__name__}: {error.__cause__!s:.200}"
-            found.add(
-                "files", "what it says causes an error, and the rest is not checked", what=what
-            )
+            found.add("files", "the content causes an error, so the rest is not checked", what=what)
     skipped = dict.fromkeys(skip, "not wanted") | found.skipped
     made = [name for name in CHECKS if name in checker.checks]
     return Report(

@@ -33,7 +33,7 @@ def names_of(schema: Schema) -> list[str]:
 
 
 def arrow_schema(arrow: Any, schema: Schema, about: Mapping[str, Any]) -> Any:
-    """Return the Arrow schema of the tables."""
+    """Return the Arrow schema of a table that holds the columns of ``schema``."""
     fields = []
     for name, column in zip(names_of(schema), schema.columns, strict=True):
         kind, size = arrow.from_numpy_dtype(_part(column)), _size(column)
@@ -88,12 +88,14 @@ class ArrowColumn:
         if arrow.types.is_fixed_size_list(kind) or is_list(arrow, kind):
             values = self._flat(arrow, values, count, size)
         elif size != 1:
-            raise InvalidDataset(f"{self.name} has one number a row, expected {size}")
+            raise InvalidDataset(f"{self.name} has one number per row, expected {size}")
         if values.null_count:
             raise InvalidDataset(f"{self.name} has rows without a value")
         wanted = _part(column)
         if values.type != arrow.from_numpy_dtype(wanted) or len(values) != count * size:
-            raise InvalidDataset(f"{self.name} has {values.type}, expected {size} x {wanted}")
+            raise InvalidDataset(
+                f"{self.name}: expected {size} x {wanted} per row, got rows of {values.type}"
+            )
         flat = values.to_numpy(zero_copy_only=False)
         return np.ascontiguousarray(flat).view(column.numpy_dtype).reshape(count, *column.shape)
 
@@ -104,7 +106,7 @@ class ArrowColumn:
             if is_list(arrow, values.type):
                 lengths = np.diff(values.offsets.to_numpy())
                 if len(lengths) and (lengths != lengths[0]).any():
-                    raise InvalidDataset(f"{self.name} has rows of several lengths")
+                    raise InvalidDataset(f"{self.name} has rows of different lengths")
             values = values.flatten()
         return values
 
@@ -118,15 +120,15 @@ def columns_of(arrow: Any, found: Any, said: Schema | None, first: Any) -> list[
     """Return the columns of a table that a storage can hold.
 
     Args:
-        arrow: the library.
+        arrow: the ``pyarrow`` module.
         found: the table's schema.
-        said: the columns that the export recorded, or None for a table of another program.
+        said: the columns that the export recorded, or None if another program wrote the table.
         first: a batch with the first row, or None if there are no rows.
     """
     if said is not None:
         names = names_of(said)
         if lacking := [name for name in names if found.get_field_index(name) < 0]:
-            raise InvalidDataset(f"it has no {', '.join(lacking)!s:.300}")
+            raise InvalidDataset(f"it has no column {', '.join(lacking)!s:.300}")
         return [ArrowColumn(n, c) for n, c in zip(names, said.columns, strict=True)]
     columns = []
     for field in found:

@@ -39,9 +39,9 @@ class Incoming:
     version: str = ""
     """The version of the format, as the source declares it."""
     lost: dict[str, int] = field(default_factory=dict)
-    """Counts, by reason, of the items in the source that a storage cannot hold."""
+    """The number of items in the source that a storage cannot hold, by reason."""
     spaces: Mapping[str, Any] = field(default_factory=dict)
-    """The spaces that a source of another program declares, in the form of a run's entry."""
+    """The spaces that a source of another program declares, as fields of a run's manifest entry."""
 
 
 class ExchangeFormat(ABC):
@@ -82,7 +82,7 @@ class ExchangeFormat(ABC):
         self.chosen = chosen
         """The options of an export, an instance of `options`. None selects the defaults."""
 
-    def check(self, schema: Schema) -> None:  # noqa: B027 - most hold all columns
+    def check(self, schema: Schema) -> None:  # noqa: B027 - most formats hold all
         """Raise `InvalidSchema` for columns that the format cannot hold at all."""
 
     def names(self, schema: Schema) -> list[str]:
@@ -111,7 +111,7 @@ class ExchangeFormat(ABC):
 def opened_source(door: ExchangeFormat, whence: Path, stack: ExitStack) -> Incoming:
     """Open a source and keep it open until ``stack`` closes.
 
-    The source's blocks raise `InvalidDataset` where the source is damaged.
+    Reading a block raises `InvalidDataset` if that part of the source is damaged.
 
     Raises:
         InvalidDataset: the source is damaged, or has columns that no storage can have.

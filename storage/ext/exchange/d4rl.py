@@ -33,7 +33,7 @@ _ABOUT = ("metadata", "tallyroll")
 
 
 def _places(schema: Schema) -> dict[Key, Key]:
-    """Return the path of the dataset of each column."""
+    """Map the key of each column to the path of its dataset."""
     roles = Roles.of(schema, D4rlFormat.name)
     found = under(_OBSERVATIONS, roles.observations) | under(_ACTIONS, roles.actions)
     after = {(NEXT, *each.key): each for each in roles.observations}
@@ -46,11 +46,11 @@ def _places(schema: Schema) -> dict[Key, Key]:
 
 
 class D4rlFormat(ExchangeFormat):
-    """Datasets ``observations``, ``actions``, ``rewards``, ``terminals``, ``timeouts`` and more.
+    """An HDF5 file of ``observations``, ``actions``, ``rewards``, ``terminals`` and ``timeouts``.
 
-    Next observations are in ``next_observations`` and all other columns below ``infos``. The last
-    row of a cut trajectory has neither flag set: a program that looks only at the flags joins the
-    trajectory with the one after it.
+    Next observations are in ``next_observations`` and all other columns below ``infos``. In the
+    last row of a cut trajectory, neither ``terminals`` nor ``timeouts`` is True. A program that
+    looks only at these flags joins the trajectory with the next one.
     """
 
     name, extra, suffix, sorted = "d4rl", "hdf5", ".hdf5", True
@@ -71,7 +71,7 @@ class D4rlFormat(ExchangeFormat):
                 shape = (count, *like.shape[1:])
                 name = "/".join(places[column.key])
                 made[column.key] = file.create_dataset(name, shape, like.dtype)
-            if TRUNCATED not in places:  # programs that read D4RL files require it
+            if TRUNCATED not in places:  # programs that read D4RL files require timeouts
                 file.create_dataset(_TIMEOUTS, data=np.zeros(count, bool))
             text = json.dumps(rows.about).encode()
             file.create_dataset("/".join(_ABOUT), data=np.frombuffer(text, np.uint8))
@@ -104,14 +104,14 @@ def _parsed(text: str, place: Path) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise refused(place, f"its text cannot be read ({error})") from error
+        raise refused(place, f"its metadata cannot be read ({error})") from error
 
 
 def _of_ours(datasets: dict[Key, Any], schema: Schema, about: Any, place: Path) -> Incoming:
     places = _places(schema)
     found = {key: datasets.get(path) for key, path in places.items()}
     if lacking := ["/".join(places[key]) for key, each in found.items() if each is None]:
-        raise refused(place, f"it has no {', '.join(lacking)}")
+        raise refused(place, f"it has no dataset {', '.join(lacking)}")
     rows = _rows(found, place)
     size = max(1, BLOCK_NBYTES // schema.row_nbytes)
 
@@ -129,7 +129,9 @@ def _of_ours(datasets: dict[Key, Any], schema: Schema, about: Any, place: Path) 
 def _rows(found: Mapping[Key, Any], place: Path) -> int:
     counts = {each.shape[0] if each.shape else -1 for each in found.values()}
     if len(counts) != 1 or min(counts) < 0:
-        raise refused(place, f"its datasets have {sorted(counts)} rows")
+        raise refused(
+            place, f"expected datasets with the same number of rows, got {sorted(counts)}"
+        )
     return int(counts.pop())
 
 
@@ -144,10 +146,10 @@ def _foreign(datasets: dict[Key, Any], place: Path) -> Incoming:
         elif path[0] not in (_NEXT, "metadata"):
             lost += 1
     if lacking := [k for k in ("observation", "action") if not any(key[0] == k for key in columns)]:
-        raise InvalidDataset(f"{place} is no dataset of D4RL: it has no {', no '.join(lacking)}s.")
+        raise InvalidDataset(f"{place} is not a D4RL dataset: it has no {'s, no '.join(lacking)}s.")
     for key in (REWARD, TERMINATED):
         if key not in columns:
-            raise refused(place, f"it has no {key[-1]}")
+            raise refused(place, f"it has no dataset for {key[-1]}")
     rows = _rows(sources, place)
     for key in (TERMINATED, TRUNCATED):
         if key in columns:
@@ -157,7 +159,7 @@ def _foreign(datasets: dict[Key, Any], place: Path) -> Incoming:
 
 
 def key_of(path: Key) -> Key | None:
-    """Return the column for a dataset of another program, or None if it has no counterpart."""
+    """Return the key of the column for a dataset, or None if no column corresponds to it."""
     match path:
         case ("observations", *rest):
             return ("observation", *rest)
@@ -177,9 +179,9 @@ def key_of(path: Key) -> Key | None:
 class _Foreign:
     """The rows of a file that another program wrote.
 
-    If the file has no next observations, each row takes the observation of the next row. A row at
-    the end of an episode has then lost its next observation. The last row is left out unless it
-    ends an episode.
+    If the file has no next observations, the next observation of a row is the observation of the
+    following row. A row at the end of an episode then has no valid next observation. The last row
+    of the file is left out unless it ends an episode.
     """
 
     def __init__(
@@ -196,12 +198,14 @@ class _Foreign:
         given = [data for data in self._after.values() if data is not None]
         self._shifted = not given
         if given and (None in self._after.values() or _rows(self._after, place) != rows):
-            raise refused(place, f"its {_NEXT} are of other rows than its {_OBSERVATIONS}")
+            raise refused(
+                place, f"its {_NEXT} need the same datasets and rows as its {_OBSERVATIONS}"
+            )
         for key, data in self._after.items():
             if data is not None and data.shape != sources[key].shape:
-                raise refused(place, f"its {_NEXT} have other shapes than its {_OBSERVATIONS}")
+                raise refused(place, f"its {_NEXT} and its {_OBSERVATIONS} have different shapes")
         self._last = rows
-        """The number of rows from which next observations are read."""
+        """The number of rows in the file, including a last row that is left out."""
         self._left_out = 0
         if self._shifted and rows and not self._flags(rows - 1, rows)[0]:
             self._rows, self._left_out = rows - 1, 1
@@ -219,7 +223,7 @@ class _Foreign:
         return Incoming(schema, self._rows, self._blocks(schema, missing), None, "d4rl", missing)
 
     def _flags(self, start: int, stop: int) -> np.ndarray:
-        """Return True for each row at which an episode ends: bool [stop - start]."""
+        """Return a mask [stop - start] of the rows at which an episode ends."""
         found = np.zeros(stop - start, bool)
         for key in (TERMINATED, TRUNCATED):
             if key in self._columns:

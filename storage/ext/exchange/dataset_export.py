@@ -12,10 +12,18 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 import numpy as np
+from rich.filesize import decimal
 
 from tallyroll.storage.engine.available_memory import library_memory
-from tallyroll.storage.errors import ColumnsMissing, StateMismatch, StorageFull, WriteError
-from tallyroll.storage.ext.atomic_create import require_free, written_aside
+from tallyroll.storage.errors import (
+    ColumnsMissing,
+    InvalidSchema,
+    StateMismatch,
+    StorageFull,
+    WriteError,
+)
+from tallyroll.storage.ext.atomic_create import atomic_creation, require_free
+from tallyroll.storage.ext.exchange.base import ExchangeFormat
 from tallyroll.storage.ext.exchange.export_rows import ExportRows, says_end
 from tallyroll.storage.ext.exchange.numbering import has_numbers
 from tallyroll.storage.ext.exchange.readme import about_rows, omitted_counts
@@ -23,11 +31,13 @@ from tallyroll.storage.ext.exchange.registry import format_named
 from tallyroll.storage.ext.exchange.sidecar import omitted_sidecars, saved_statistics
 from tallyroll.storage.ext.storage_copy import ColumnSelection, require_outside, schema_of_copy
 from tallyroll.storage.ext.views.view_reader import view_of
+from tallyroll.storage.files.excluded_columns import excluded_note
 from tallyroll.storage.files.paths import free_bytes, translated, user_path
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.consistent_read import read_consistently
-from tallyroll.storage.rows.keys import TERMINATED, TRUNCATED, Keys, format_key
+from tallyroll.storage.rows.keys import NEXT, TERMINATED, TRUNCATED, Keys, format_key
+from tallyroll.storage.rows.pages import Page, PageSource
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.columns import WHOSE, missing
@@ -35,12 +45,12 @@ from tallyroll.storage.trajectories.episodes import END_CUT, END_NAMES, END_OPEN
 from tallyroll.storage.user_code import user_callback
 
 Cuts = Literal["drop", "truncate", "keep"]
-"""Ways to write trajectories that neither ended nor were truncated."""
+"""Ways to write trajectories that were neither terminated nor truncated."""
 _NO_SPACE: Final = ("No space left", "errno = 28", "File too large", "errno = 27")
 
 
 @dataclass(frozen=True)
-class ExportReport:
+class ExportReport(PageSource):
     """The result of an export."""
 
     path: str
@@ -49,17 +59,30 @@ class ExportReport:
     trajectories: int | None
     """The number of trajectories, or None if the rows do not record their trajectories."""
     cut: int
-    """The number of trajectories of the source that neither ended nor were truncated."""
+    """The number of trajectories of the source that were neither terminated nor truncated."""
     columns: tuple[str, ...]
     nbytes: int
     """The total size of the export's files."""
     lost: dict[str, int]
-    """Counts, by reason, of the items of the source that the export lacks.
+    """The number of items of the source that the export lacks, by reason.
 
     `exchange.md` lists the reasons.
     """
     versions: int | None = None
     """The number of versions written by a followed export; None for other exports."""
+
+    def _show_on_(self, page: Page) -> None:
+        more = "" if self.trajectories is None else f" of {self.trajectories:,} trajectories"
+        page.print(
+            f"{self.path}: {self.rows:,} rows{more} written ({self.kind}, "
+            f"{len(self.columns)} columns, {decimal(self.nbytes)})"
+        )
+        if self.versions is not None:
+            page.print(f"versions written: {self.versions:,}")
+        if self.cut:
+            page.print(f"cut: {self.cut:,} trajectories of the source")
+        for name, count in self.lost.items():
+            page.print(f"lost: {name.replace('_', ' ')}: {count:,}")
 
 
 @user_callback("export")
@@ -78,15 +101,40 @@ def export(
 
     ``title`` is the name that the export records for itself. None uses the name of its path.
     """
+    report, _ = export_with_head(
+        reader,
+        destination,
+        kind,
+        columns=columns,
+        cuts=cuts,
+        options=options,
+        progress=progress,
+        title=title,
+    )
+    return report
+
+
+def export_with_head(
+    reader: RowReader,
+    destination: str | os.PathLike[str],
+    kind: str,
+    *,
+    columns: Keys | None,
+    cuts: Cuts,
+    options: object,
+    progress: Progress | None,
+    title: str | None,
+) -> tuple[ExportReport, int]:
+    """Write rows as `export` does. Also return the number of rows that had ever been committed."""
     if cuts not in get_args(Cuts):
-        raise ValueError(f"cuts is one of 'drop', 'truncate' and 'keep', got {cuts!r:.80}.")
+        raise ValueError(f"cuts: expected 'drop', 'truncate' or 'keep', got {cuts!r:.80}.")
     files, place = format_named(kind, options), user_path(destination)
     require_free(place)
     require_outside(reader, place)
     schema, rewinds = schema_of_copy(reader, ColumnSelection(columns, ())), reader.rewinds
-    files.check(schema)
+    _require_columns(files, schema, reader)
     chosen = _ExportSpan(reader, schema, cuts, needed=files.sorted)
-    about, left = _beside(reader, schema, chosen, whole=columns is None)
+    about, left = _metadata_of(reader, schema, chosen, whole=columns is None)
     rows = ExportRows(
         chosen.reader,
         chosen.rows,
@@ -101,19 +149,19 @@ def export(
     nbytes = len(rows) * schema.row_nbytes
     if not files.compressed and nbytes > (free := free_bytes(place)):
         raise StorageFull(
-            f"{place} has no room for {len(rows):,} rows: they take {nbytes:,} bytes, and {free:,} "
-            "are free. Nothing was written; make room, or give another path."
+            f"{place} has no room for {len(rows):,} rows: they need {nbytes:,} bytes, but only "
+            f"{free:,} are free. Nothing was written. Free some space, or give another path."
         )
-    with written_aside(place) as target:
+    with atomic_creation(place) as target:
         with translated(place, nbytes), _library_errors(kind, target), library_memory(str(place)):
             lost = {**chosen.lost, **left, **files.write(rows, target)}
             written = _synced(target)
         if reader.rewinds != rewinds:
             raise StateMismatch(
-                f"rows of {reader.path} were taken back while they were exported. Export them "
+                f"{reader.path}: the writer rewound rows while they were exported. Export them "
                 "again."
             )
-    return ExportReport(
+    report = ExportReport(
         str(place),
         kind,
         len(rows),
@@ -123,13 +171,25 @@ def export(
         written,
         {name: count for name, count in lost.items() if count},
     )
+    return report, chosen.span.stop
+
+
+def _require_columns(files: ExchangeFormat, schema: Schema, reader: RowReader) -> None:
+    """Raise `InvalidSchema` if the format cannot hold a column, or needs one that is missing."""
+    try:
+        files.check(schema)
+    except InvalidSchema as error:
+        observed = any((NEXT, *key) in schema for key in schema.keys)
+        if observed or not (note := excluded_note(reader.runs)):
+            raise
+        raise InvalidSchema(f"{error}{note}") from error
 
 
 class _ExportSpan:
     """The rows that ``cuts`` selects for an export, and the counts of the rows that it leaves out.
 
-    A writer may add rows meanwhile. ``span`` holds the rows that the source had when they were
-    selected.
+    ``span`` is the range of the rows that the source had at the time of the selection. A writer may
+    have added more rows since.
     """
 
     def __init__(self, reader: RowReader, schema: Schema, cuts: Cuts, *, needed: bool) -> None:
@@ -140,17 +200,18 @@ class _ExportSpan:
         lacking = missing(reader.schema, (*WHOSE, TERMINATED))
         if lacking and (needed or cuts != "keep"):
             raise ColumnsMissing(
-                f"{reader.path} has no {', no '.join(lacking)}, by which trajectories are found. "
-                "Export to a format of tables, as parquet, with cuts='keep'."
+                f"{reader.path} has no {', no '.join(lacking)}, so its trajectories are unknown. "
+                "Export to a table format, such as parquet, with cuts='keep'."
             )
         if lacking or not has_numbers(reader.schema):
             return
         if cuts == "truncate" and TRUNCATED not in schema.keys:
             raise ColumnsMissing(
-                f"{format_key(TRUNCATED)} is not exported: cuts='truncate' sets it."
+                f"cuts='truncate': expected {format_key(TRUNCATED)} among the exported columns. "
+                "Export this column too, or pass cuts='drop' or cuts='keep'."
             )
         table = read_consistently(reader, lambda: reader.trajectories.table)
-        if reader.is_written:  # select the rows of this moment: the table describes only them
+        if reader.is_written:  # select only the rows that the table describes
             stop = int(table["last_row"].max(initial=-1)) + 1
             self.span = range(min(reader.span.start, stop), stop)
             self.reader = reader = view_of(reader, table, np.ones(len(table), bool))
@@ -177,7 +238,7 @@ class _ExportSpan:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of written trajectories by the way they ended."""
+        """The number of written trajectories for each kind of end."""
         assert self.table is not None
         found = Counter(END_NAMES[end] for end in self.table["end"].tolist())
         cut = found.pop("open", 0) + found.pop("cut", 0)
@@ -185,7 +246,7 @@ class _ExportSpan:
         return {end: count for end, count in found.items() if count}
 
 
-def _beside(
+def _metadata_of(
     reader: RowReader, schema: Schema, chosen: _ExportSpan, *, whole: bool
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the metadata that travels with the rows, and counts of the items that it leaves out.
@@ -210,8 +271,9 @@ def _beside(
 def _library_errors(kind: str, target: Path) -> Iterator[None]:
     """Translate errors of the library that writes the export.
 
-    An error of a full disk gets the errno that the system gave the library. A missing file is the
-    library's fault, unless another process removed the destination folder.
+    If a library reports a full disk without an errno, the error becomes an `OSError` with ENOSPC. A
+    missing file becomes a `WriteError` that names the library, unless another process removed the
+    destination folder.
     """
     try:
         yield

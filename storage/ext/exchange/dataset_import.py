@@ -14,7 +14,7 @@ import numpy as np
 
 from tallyroll.storage.engine.available_memory import require_memory
 from tallyroll.storage.errors import InvalidDataset, RowsMismatch
-from tallyroll.storage.ext.atomic_create import require_free, written_aside
+from tallyroll.storage.ext.atomic_create import atomic_creation, require_free
 from tallyroll.storage.ext.exchange.base import (
     Block,
     ExchangeFormat,
@@ -32,6 +32,7 @@ from tallyroll.storage.formats.by_name import FILES, format_at
 from tallyroll.storage.formats.space import require_room
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.rows.keys import format_key
+from tallyroll.storage.rows.pages import Page, PageSource
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.stores.opened_files import OpenedFiles
@@ -43,7 +44,7 @@ _COPIES: Final = 4
 
 
 @dataclass(frozen=True)
-class ImportReport:
+class ImportReport(PageSource):
     """The result of an import."""
 
     path: str
@@ -53,12 +54,25 @@ class ImportReport:
     rows: int
     columns: tuple[str, ...]
     numbered: bool
-    """True if the import numbered the trajectories by their end flags.
-
-    The source then had no trajectory numbers.
-    """
+    """True if the source had no trajectory numbers, and the import derived them from end flags."""
     lost: dict[str, int]
-    """Counts, by reason, of the items of the source that the storage lacks."""
+    """The number of items of the source that the storage lacks, by reason."""
+
+    def _show_on_(self, page: Page) -> None:
+        show_import(self, page)
+
+
+def show_import(report: ImportReport, page: Page, source: str = "") -> None:
+    """Write a report to a page; ``source`` is the path of the dataset."""
+    of = f" of {source}" if source else ""
+    page.print(
+        f"{report.path}: {report.rows:,} rows{of} written ({report.format}, "
+        f"{len(report.columns)} columns)"
+    )
+    if report.numbered:
+        page.print("trajectories are numbered by the flags of their ends")
+    for name, count in report.lost.items():
+        page.print(f"lost: {name.replace('_', ' ')}: {count:,}")
 
 
 def import_dataset(
@@ -79,7 +93,7 @@ def import_dataset(
     Args:
         source: a file or a folder.
         destination: the path of the new storage; it must not exist.
-        kind: the format of the source, a name that `tallyroll export --help` lists.
+        kind: the name of the source's format; `tallyroll export --help` lists the names.
         format: ``"memmap"``, ``"hdf5"`` or ``"zarr"``. None selects by the suffix of
             ``destination``.
         progress: called after each block with the number of bytes written and the total.
@@ -88,7 +102,7 @@ def import_dataset(
         InvalidDataset: the source is damaged, hostile, or of another kind; or an end flag is
             neither 0 nor 1.
         MissingLibrary: a library is not installed.
-        OpenError: a path cannot be opened, or is taken; or another process writes to it.
+        OpenError: a path cannot be opened, is taken, or is in use by a process that writes to it.
         StorageFull: the rows do not fit on the disk.
         NotEnoughMemory: a block of rows does not fit into memory.
         ValueError: an argument has a value that is not allowed.
@@ -108,8 +122,8 @@ def imported(
 ) -> ImportReport:
     """Import a source with the given format, as `import_dataset` does.
 
-    ``said`` overrides the description of the source in the manifest, for a ``source`` that stands
-    in for another one.
+    ``said`` overrides fields of the source's description in the manifest. It serves callers whose
+    ``source`` stands in for another dataset, such as the repaired copy of a damaged one.
     """
     place, whence = user_path(destination), user_path(source)
     name = format_at(place, format)
@@ -130,7 +144,7 @@ def imported(
         own = {"kind": door.name, "path": str(whence.absolute()), "version": incoming.version}
         with source_errors(whence):
             entry = entry_of(incoming.about, own | dict(said or {})) | dict(incoming.spaces)
-        with written_aside(place) as target:
+        with atomic_creation(place) as target:
             opened = OpenedFiles(
                 FileReader(FILES[name](target), target, "create"),
                 capacity=max(1, total),
@@ -144,7 +158,7 @@ def imported(
                         with source_errors(whence):
                             block = block if flags is None else flags.of(block)
                             numbered = numbering.of(block)
-                        found = writer.given.checked(numbered)
+                        found = writer.input_rows.checked(numbered)
                     except (InvalidDataset, RowsMismatch) as error:
                         raise refused(whence, str(error)) from error
                     rows += len(next(iter(block.values())))
@@ -154,7 +168,7 @@ def imported(
                     if progress is not None:
                         progress(rows * schema.row_nbytes, total * schema.row_nbytes)
             if rows != total:
-                raise refused(whence, f"it says that it has {total:,} rows, and has others")
+                raise refused(whence, f"it declares {total:,} rows, but contains another number")
     return ImportReport(
         str(place),
         name,
@@ -168,10 +182,12 @@ def imported(
 
 def _require_size(whence: Path, incoming: Incoming, schema: Schema) -> None:
     if incoming.rows < 0:
-        raise refused(whence, f"it says that it has {incoming.rows} rows")
+        raise refused(whence, f"it declares {incoming.rows} rows, expected 0 or more")
     block = max(schema.row_nbytes, min(BLOCK_NBYTES, incoming.rows * schema.row_nbytes))
     require_memory(
-        _COPIES * block, f"rows of {schema.row_nbytes:,} bytes", "Import it on another machine."
+        _COPIES * block,
+        f"rows of {schema.row_nbytes:,} bytes",
+        "Import the dataset on a machine with more memory.",
     )
 
 

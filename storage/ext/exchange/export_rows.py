@@ -42,7 +42,8 @@ class ExportRows:
         about: metadata of the rows, as JSON.
         title: the name of the export.
         table: the trajectory table of the rows; None if the rows do not record trajectories.
-        ends: ascending numbers of the rows whose ``truncated`` and ``done`` flags are set.
+        ends: the numbers, in ascending order, of the rows whose ``truncated`` and ``done`` flags
+            the export sets.
         sorted: True to order rows by trajectory.
         progress: called with the number of bytes read and the total.
     """
@@ -99,7 +100,9 @@ class ExportRows:
                 if end - begin > size:
                     nbytes = 2 * (end - begin) * self.schema.row_nbytes
                     require_memory(
-                        nbytes, f"a trajectory of {end - begin:,} rows", "Export the others."
+                        nbytes,
+                        f"a trajectory of {end - begin:,} rows",
+                        "Export the other trajectories, or use a machine with more memory.",
                     )
                 rows = self._read(begin, end, self.schema.keys)
             part = {key: values[start - begin : stop - begin] for key, values in rows.items()}
@@ -125,7 +128,7 @@ class ExportRows:
             rows = np.asarray(span[start:stop]) if order is None else order[start:stop]
             found = dict(zip(keys, reader.copies(rows, keys), strict=True))
             if reader.ring and len(rows) and int(rows.min()) < reader.span.start:
-                raise reader.overrun(f"these {len(rows):,}")
+                raise reader.overrun(f"{len(rows):,} rows")
         if rows is not None and len(self._ends):
             marked = np.isin(rows, self._ends)
             for key in self._flags & {*keys} if marked.any() else ():

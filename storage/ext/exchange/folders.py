@@ -26,12 +26,14 @@ def filled(template: Any, **values: int | str) -> str:
         InvalidDataset: the template is invalid, or the path leads out of the folder.
     """
     if not isinstance(template, str) or len(template) > _MOST_PATH:
-        raise InvalidDataset(f"a path is no text: {template!r:.80}")
+        raise InvalidDataset(
+            f"expected a path as text of at most {_MOST_PATH:,} characters, got {template!r:.80}"
+        )
 
     def value(found: re.Match[str]) -> str:
         name, width = found.groups()
         if name not in values:
-            raise InvalidDataset(f"a path names {name}, which it may not: {template!r:.200}")
+            raise InvalidDataset(f"a path has the unknown field {name}: {template!r:.200}")
         said = values[name]
         return said if isinstance(said, str) else f"{said:0{int(width or 1)}d}"
 
@@ -44,7 +46,7 @@ def filled(template: Any, **values: int | str) -> str:
         or ".." in parts
         or not parts
     ):
-        raise InvalidDataset(f"a path leads elsewhere: {template!r:.200}")
+        raise InvalidDataset(f"a path leads out of the dataset: {template!r:.200}")
     return path
 
 

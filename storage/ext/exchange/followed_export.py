@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from tallyroll.storage.errors import PathIsTaken, StateMismatch, StorageLocked
-from tallyroll.storage.ext.exchange.dataset_export import Cuts, ExportReport, export
+from tallyroll.storage.ext.exchange.dataset_export import (
+    Cuts,
+    ExportReport,
+    export,
+    export_with_head,
+)
 from tallyroll.storage.ext.exchange.registry import format_named
 from tallyroll.storage.ext.overlays.overlaid import OverlaidReader
 from tallyroll.storage.ext.storage_copy import require_outside
@@ -46,7 +51,7 @@ def versions_at(place: Path, kind: str, suffix: str, id: str | None) -> Iterator
     """Yield the versions in a folder, locked for this process. Create the folder if necessary.
 
     Raises:
-        StorageLocked: another process adds versions there.
+        StorageLocked: another process adds versions to the folder.
         PathIsTaken: the folder holds other files, or versions of another storage or format.
     """
     refuse_impossible(place)
@@ -59,8 +64,8 @@ def versions_at(place: Path, kind: str, suffix: str, id: str | None) -> Iterator
             lock = WriterLock(found.inside, place / _LOCK)
         except StorageLocked as error:
             raise StorageLocked(
-                f"{place} is kept up by another process, which adds versions to it. Wait for it, "
-                "or give another path."
+                f"{place}: another process is adding versions to this export. Wait until that "
+                "process ends, or give another path."
             ) from error
         try:
             found.take(kind, id)
@@ -96,7 +101,7 @@ class Versions:
         return self.place / name if self._name.fullmatch(name) else None
 
     def take(self, kind: str, id: str | None) -> None:
-        """Initialize the folder for versions, or resume those of the same storage and format.
+        """Initialize the folder, or resume one with versions of the same storage and format.
 
         Raises:
             PathIsTaken: the folder holds other files, or versions of another storage or format.
@@ -104,20 +109,23 @@ class Versions:
         said = {"tallyroll_follow": _VERSION, "kind": kind, "id": id}
         there = {each.name for each in self.place.iterdir()} - {_LOCK, f"{_SAID}.tmp"}
         if not there:
-            self.inside.write_aside(self.place / _SAID, json.dumps(said).encode(), durable=True)
-        elif self._said() != said:
+            self.inside.write_atomically(
+                self.place / _SAID, json.dumps(said).encode(), durable=True
+            )
+        elif self._read_state() != said:
             raise PathIsTaken(
-                f"{self.place} has files already, and no versions of this storage as {kind}. They "
-                "are not replaced. Give another path, or remove it first."
+                f"{self.place}: expected versions of this storage as {kind}, got other files, and "
+                "the export does not replace them. Give another path, or remove the folder first."
             )
         if os.path.lexists(self.link) and self.current is None:
             raise PathIsTaken(
-                f"{self.link} is no link to a version beside it, and is not replaced. Remove it."
+                f"{self.link}: expected a link to a version in the same folder, got another "
+                "file, which the export does not replace. Remove the file."
             )
         self._ours = True
         self._tidy()
 
-    def _said(self) -> Any:
+    def _read_state(self) -> Any:
         try:
             return json.loads(self.inside.read(self.place / _SAID, _SAID_NBYTES))
         except (OSError, ValueError, RecursionError):
@@ -140,10 +148,10 @@ class Versions:
                 self._remove(each)
 
     def leave_nothing(self, *, folder: bool) -> None:
-        """Remove the files that `take` created, if there is no version.
+        """Remove the files that `take` created. Call this only if there is no version.
 
         Args:
-            folder: remove the folder too, if it is empty.
+            folder: True to remove the folder too, if it is empty.
         """
         if not self._ours:
             return
@@ -166,7 +174,7 @@ class Versions:
 
     def _remove(self, version: Path) -> None:
         aside = version.with_name(f".{version.name}.removed")
-        os.rename(version, aside)  # an incomplete version must not keep its name
+        os.rename(version, aside)  # a partly removed version must not keep its name
         _gone(aside)
 
 
@@ -184,8 +192,8 @@ _LOOK_SECONDS: Final = 0.1
 class Follow:
     """Options of an export that follows a writer; see `DiskStorage.export`.
 
-    The rows of the newest version lag behind the writer by at most the interval between the starts
-    of two versions plus the time that a version takes. With the default interval, the lag is less
+    The newest version lags behind the writer by at most the interval between the starts of two
+    versions plus the time that writing a version takes. With the default interval, the lag is less
     than a minute as long as a version takes less than 30 s.
     """
 
@@ -195,9 +203,10 @@ class Follow:
     After a version that takes longer, the next one starts at once.
     """
     stop: Callable[[], bool] | None = None
-    """A function that is called between versions, ten times a second. True stops the export.
+    """A function that is called between versions, ten times a second.
 
-    If rows were added since the last version, the export writes a final version first.
+    If it returns True, the export stops. If rows were added since the last version, the export
+    writes a final version first.
     """
     on_version: Callable[[ExportReport], object] | None = None
     """Called with the report of each version, once it is the newest."""
@@ -250,36 +259,37 @@ def export_followed(
     options: object = None,
     progress: Progress | None = None,
 ) -> ExportReport:
-    """Write versions until the writer of the rows has ended, and return the report of the last one.
+    """Write versions until the writer of the rows has ended. Return the report of the last version.
 
     Raises:
         PathIsTaken: ``destination`` holds other files.
-        StorageLocked: another process adds versions there.
+        StorageLocked: another process adds versions to ``destination``.
         ValueError: ``reader`` does not read one storage that was opened with mode "read".
     """
     files, place = format_named(kind, options), user_path(destination)
     rows = reader.rows if isinstance(reader, OverlaidReader) else reader
     if not isinstance(rows, FileReader):
         raise ValueError(
-            f"follow: {reader.path} is not one storage that a process may be writing. Give its "
-            "path alone, without a condition."
+            f"follow: expected one storage that a process may be writing to, got {reader.path}. "
+            "Give the path of a single storage, without a condition."
         )
     if rows.mode != "read":
         raise ValueError(
-            f"follow: {reader.path} is written to by this object, and would never end. Give one "
-            'that was opened with mode="read", as open_storage does.'
+            f"follow: {reader.path} is open for writing here, so the export would never end. Pass "
+            'a storage that was opened with mode="read", as open_storage does.'
         )
     require_outside(reader, place)
     with versions_at(place, kind, files.suffix, reader.id) as versions:
         report: ExportReport | None = None
-        count, seen, stopped = 0, -1, False
+        count, seen, stopped = 0, (-1, 0), False
         while True:
-            written = reader.is_written  # before the export, which then has the last rows
-            began, now = time.monotonic(), reader.revision
-            if now != seen:
+            # Read this before the export: if the writer has ended, the export has all rows.
+            written = reader.is_written
+            began, rewinds = time.monotonic(), reader.rewinds
+            if (reader.head, rewinds) != seen:
                 version = versions.next()
                 try:
-                    found = export(
+                    found, head = export_with_head(
                         reader,
                         version,
                         kind,
@@ -294,7 +304,8 @@ def export_followed(
                         raise
                     continue  # the writer rewound rows: the next version holds the remaining ones
                 versions.show(version)
-                count, seen = count + 1, now
+                # The version may have rows that were committed after the comparison.
+                count, seen = count + 1, (head, rewinds)
                 report = replace(found, path=str(versions.link), versions=count)
                 if follow.on_version is not None:
                     follow.on_version(report)
@@ -305,7 +316,10 @@ def export_followed(
 
 
 def _waited(reader: RowReader, follow: Follow, began: float) -> bool:
-    """Wait until the next version is due or the writer has ended. Return True to stop."""
+    """Wait until the next version is due or the writer has ended.
+
+    Return True if ``follow.stop`` stops the export.
+    """
     while True:
         if follow.stop is not None and follow.stop():
             return True

@@ -50,11 +50,11 @@ def opened_hdf5(place: Path) -> Iterator[Any]:
 
 
 def datasets_in(group: Any, place: Path) -> dict[Key, Any]:
-    """Return all datasets below a group, in their order.
+    """Return all datasets below a group, by path.
 
     Raises:
-        InvalidDataset: an object is a link, or a dataset has values in other files or unknown
-            filters.
+        InvalidDataset: an object is a link or cannot be read, or a dataset has unknown filters or
+            values in other files.
         NotEnoughMemory: a chunk of a dataset does not fit into memory.
     """
     h5py = h5py_module()
@@ -97,11 +97,13 @@ def _names(group: Any, place: Path) -> list[str]:
 def _checked(data: Any) -> Any:
     """Return a dataset whose values are all in its own file and whose chunks fit into memory."""
     if data.is_virtual or data.external:
-        raise ValueError("its values lie in other files")
+        raise ValueError("its values are in other files")
     plist = data.id.get_create_plist()
     filters = {plist.get_filter(each)[0] for each in range(plist.get_nfilters())}
     if filters - _FILTERS:
-        raise ValueError(f"it is compressed by the filters {sorted(filters - _FILTERS)}")
+        raise ValueError(
+            f"h5py does not include its compression filters {sorted(filters - _FILTERS)}"
+        )
     if data.chunks is not None:
         require_memory_for(
             2 * math.prod(data.chunks) * data.dtype.itemsize, f"a chunk of {data.name}"
@@ -115,7 +117,7 @@ def require_memory_for(nbytes: int, what: str) -> None:
     Small reads are not checked, because the check takes longer than the read.
     """
     if nbytes > BLOCK_NBYTES:
-        require_memory(nbytes, what, "Import it on another machine.")
+        require_memory(nbytes, what, "Use a machine with more memory.")
 
 
 def column_of(key: Key, data: Any) -> Column | None:
@@ -139,13 +141,15 @@ def as_column(values: np.ndarray, column: Column, name: str, place: Path) -> np.
     """Convert values that a file stores for a column to the column's dtype and shape."""
     count = len(values)
     if values.size != count * math.prod(column.shape):
-        raise refused(place, f"{name} has {list(values.shape)}, expected {list(column.shape)} each")
+        raise refused(
+            place, f"{name} has shape {list(values.shape)}, expected {list(column.shape)} per row"
+        )
     if column.dtype is torch.bfloat16:
         if values.dtype != np.float32:
-            raise refused(place, f"{name} has {values.dtype}, expected float32")
+            raise refused(place, f"{name} has dtype {values.dtype}, expected float32")
         values = (values.view(np.uint32) >> 16).astype(np.uint16)
     elif values.dtype.newbyteorder("=") != column.numpy_dtype:
-        raise refused(place, f"{name} has {values.dtype}, expected {column.numpy_dtype}")
+        raise refused(place, f"{name} has dtype {values.dtype}, expected {column.numpy_dtype}")
     native = np.ascontiguousarray(values, column.numpy_dtype)
     return native.reshape(count, *column.shape)
 
@@ -162,7 +166,7 @@ def as_stored(values: np.ndarray, column: Column, *, flat: bool = False) -> np.n
 def text_of(data: Any, place: Path) -> str:
     """Return the text in a dataset of bytes."""
     if data.dtype != np.uint8 or data.ndim != 1 or data.shape[0] > LIMIT:
-        raise refused(place, f"{data.name} is no text of up to {LIMIT:,} bytes")
+        raise refused(place, f"{data.name} is not a text of at most {LIMIT:,} bytes")
     try:
         found: bytes = data[()].tobytes()
         return found.decode()

@@ -24,7 +24,7 @@ _DATA: Final = "data"
 class HfFormat(ExchangeFormat):
     """A folder of files that `datasets.load_dataset` reads, from disk or from the Hub.
 
-    The columns are those of the ``parquet`` format.
+    The columns have the same form as in the ``parquet`` format.
     """
 
     name, extra, compressed = "hf", "arrow", True

@@ -59,8 +59,8 @@ _DATA, _FILE, _METADATA, _ABOUT = "data", "main_data.hdf5", "metadata.json", "ta
 class MinariFormat(ExchangeFormat):
     """A dataset of Minari, with each observation stored once, from the first to the final one.
 
-    Columns that Minari has no place for become infos. Minari's own writer writes the files, in HDF5
-    and without JPEG. Reading does not use Minari. The files store bfloat16 as float32.
+    Columns for which Minari has no place become infos. Minari's own writer writes the files, in
+    HDF5 and without JPEG. Reading does not use Minari. The files store bfloat16 as float32.
     """
 
     name, extra, sorted = "minari", "minari", True
@@ -75,8 +75,8 @@ class MinariFormat(ExchangeFormat):
         for each in (*roles.observations, *roles.actions):
             if each.dtype.is_complex:
                 raise InvalidSchema(
-                    f"{format_key(each.key)} is complex, and Minari has no space of such numbers. "
-                    "Leave it out: columns=."
+                    f"{format_key(each.key)}: expected real numbers, got complex ones, for which "
+                    "Minari has no space. Use columns= to leave this column out."
                 )
 
     def write(self, rows: ExportRows, place: Path) -> Mapping[str, int]:
@@ -110,7 +110,7 @@ class MinariFormat(ExchangeFormat):
         metadata = _json(data, _METADATA, place)
         about = _json(data, _ABOUT, place) if (data / _ABOUT).exists() else None
         if not isinstance(metadata, dict):
-            raise refused(place, "its metadata are none")
+            raise refused(place, f"{_METADATA} is not a JSON object")
         kind, spaces = metadata.get("data_format", "hdf5"), spaces_in(metadata)
         jpeg = metadata.get("jpeg_encoding") and about is None
         known = known_in(spaces)
@@ -123,7 +123,9 @@ class MinariFormat(ExchangeFormat):
             elif kind in KINDS:
                 episodes = ArrowEpisodes(data, kind, known, pictures)
             else:
-                raise refused(place, f"its format is {kind!r:.80}")
+                raise refused(
+                    place, f"its data_format is {kind!r:.80}, expected hdf5, arrow or parquet"
+                )
             version = f"{metadata.get('minari_version', '')!s:.40}"
             found = EpisodesIn(episodes, place, recorded_schema(about)).incoming(about, version)
             if found.about is None:
@@ -139,7 +141,7 @@ def _json(data: Path, name: str, place: Path) -> Any:
         raise refused(place, f"{name} cannot be read ({error})") from error
 
 
-# --- out ------------------------------------------------------------------------------------------
+# --- export ---------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -41,7 +41,9 @@ class NpzFormat(ExchangeFormat):
     def check(self, schema: Schema) -> None:
         """Raise `InvalidSchema` for a column that has the name of the metadata array."""
         if (_ABOUT,) in schema.keys:
-            raise InvalidSchema(f"a column {_ABOUT} has the name of the text beside it. Rename it.")
+            raise InvalidSchema(
+                f"the column {_ABOUT} has the name of the archive's metadata. Rename the column."
+            )
 
     def write(self, rows: ExportRows, place: Path) -> Mapping[str, int]:
         """Write one column after another, one block of rows at a time."""
@@ -69,7 +71,7 @@ class NpzFormat(ExchangeFormat):
                 archive = stack.enter_context(zipfile.ZipFile(file))
                 incoming = _Members(archive, place, stack).incoming()
             except _BAD_ZIP as error:
-                raise refused(place, f"it is no sound archive ({error})") from error
+                raise refused(place, f"it is not a valid archive ({error})") from error
             yield incoming
 
 
@@ -85,7 +87,7 @@ class _Members:
         archive, place = self._archive, self._place
         infos = {each.filename: each for each in archive.infolist()}
         if len(infos) < len(archive.infolist()):
-            raise refused(place, "it has two arrays of one name")
+            raise refused(place, "it has two arrays with the same name")
         about = self._about(infos.pop(_ABOUT + _END, None))
         found, rows = dict[Key, Column](), set[int]()
         for name, info in infos.items():
@@ -94,7 +96,12 @@ class _Members:
             found[key] = Column(key, TORCH[dtype.newbyteorder("=")], shape[1:])
             rows.add(shape[0])
         if len(rows) != 1:
-            raise refused(place, f"its arrays have {sorted(rows)} rows" if rows else "it is empty")
+            raise refused(
+                place,
+                f"expected arrays with the same number of rows, got {sorted(rows)}"
+                if rows
+                else "it is empty",
+            )
         schema = recorded_schema(about)
         if schema is None:
             schema = Schema(tuple(found.values()))
@@ -102,7 +109,9 @@ class _Members:
             there = found.get(each.key)
             wanted = (each.numpy_dtype, each.shape)
             if there is None or (there.numpy_dtype, there.shape) != wanted:
-                raise refused(place, f"{format_key(each.key)} is not as its text says")
+                raise refused(
+                    place, f"{format_key(each.key)} is missing, or differs from the metadata"
+                )
         total = rows.pop()
         lost = {"columns": len({*found} - {*schema.keys})}
         return Incoming(schema, total, self._blocks(schema, total), about, "npy", lost)
@@ -111,20 +120,23 @@ class _Members:
         if info is None:
             return None
         if info.file_size > 4 * LIMIT:
-            raise refused(self._place, f"its text has {info.file_size:,} bytes")
+            raise refused(
+                self._place,
+                f"its metadata have {info.file_size:,} bytes, expected at most {4 * LIMIT:,}",
+            )
         try:
             with self._archive.open(info) as file:
                 text = np.lib.format.read_array(file, allow_pickle=False)
             return json.loads(str(text[()])) if text.ndim == 0 else None
         except (*_DAMAGE, RecursionError) as error:
-            raise refused(self._place, f"its text cannot be read ({error})") from error
+            raise refused(self._place, f"its metadata cannot be read ({error})") from error
 
     def _opened(self, key: Key, info: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype[Any]]:
         """Open an array and validate its header."""
         name = info.filename
         try:
             if not name.endswith(_END):
-                raise ValueError("it is no array")
+                raise ValueError("it is not an array")
             file = self._stack.enter_context(self._archive.open(info))
             version = np.lib.format.read_magic(file)
             read = {
@@ -133,14 +145,21 @@ class _Members:
             }[version]
             shape, fortran, dtype = read(file, max_header_size=_HEADER_LIMIT)
             if dtype.hasobject or dtype.newbyteorder("=") not in TORCH:
-                raise ValueError(f"no storage holds {dtype}, and pickled objects are not read")
+                raise ValueError(
+                    f"expected an array of numbers, got {dtype}. Pickled objects are not read"
+                )
             if not shape or min(shape) < 0 or any(type(size) is not int for size in shape):
-                raise ValueError(f"its shape is {shape}")
+                raise ValueError(f"its shape is {shape}, expected rows in the first dimension")
             if fortran and len(shape) > 1:
-                raise ValueError("save it in C order: numpy.ascontiguousarray")
+                raise ValueError(
+                    "it is in Fortran order. Save it in C order, with numpy.ascontiguousarray"
+                )
             nbytes = dtype.itemsize * int(np.prod(np.array(shape, object)))
             if nbytes != info.file_size - file.tell():
-                raise ValueError(f"{shape} of {dtype} are {nbytes:,} bytes, and it has others")
+                raise ValueError(
+                    f"expected for shape {shape} and dtype {dtype} a size of {nbytes:,} bytes, got "
+                    "another size"
+                )
         except _DAMAGE as error:
             raise refused(self._place, f"{name!r:.200}: {error}") from error
         self._files[key], self._dtypes[key] = file, dtype

@@ -32,7 +32,7 @@ def flags_of_ends(values: np.ndarray, column: Column, name: str, first: int) -> 
     """Convert the flags [n, ...] of a source to bools of the same shape.
 
     Args:
-        values: bools, or numbers that are 0 or 1; for bfloat16, its bits.
+        values: bools, or numbers that are 0 or 1. A bfloat16 number is given by its bits.
         column: the column of the flags in the source.
         name: the name of the flags, for messages.
         first: the number of the first row.
@@ -55,7 +55,7 @@ def flags_of_ends(values: np.ndarray, column: Column, name: str, first: int) -> 
 
 
 class EndFlags:
-    """Converts the end flags that a source stores as numbers to bools.
+    """Converts end flags to bools if a source stores them as numbers.
 
     Args:
         schema: the columns of the source.
@@ -135,7 +135,7 @@ class TrajectoryNumbering:
 
 
 def numbers(ids: np.ndarray, steps: np.ndarray) -> Block:
-    """Return the number columns [n] for rows of the given trajectories and steps."""
+    """Return the trajectory, step and lane columns [n] of rows in lane 0."""
     lanes = np.zeros(len(ids), np.int32)
     return {TRAJ_IDS: ids.astype(np.int64), STEP: steps.astype(np.int64), LANE: lanes}
 

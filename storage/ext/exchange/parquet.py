@@ -95,8 +95,8 @@ def parquet_module() -> Any:
 
 
 def _writer(parquet: Any, place: Path, kinds: Any) -> Any:
-    # A dictionary compares its keys as numbers. It would replace -0.0 by 0.0 and a NaN by another
-    # NaN.
+    # Dictionary encoding compares values as numbers. It would replace -0.0 by 0.0 and a NaN by a
+    # NaN with other bits.
     return parquet.ParquetWriter(
         place, kinds, compression="zstd", use_dictionary=False, write_statistics=False
     )
@@ -156,7 +156,7 @@ def opened_parquet(file: IO[bytes], name: str, place: Path, stack: contextlib.Ex
     raw.seek(0)
     footer = int.from_bytes(tail[:4], "little")
     if len(tail) < 8 or tail[4:] != b"PAR1" or footer > min(size, _FOOTER_LIMIT):
-        raise refused(place, f"{name} has no footer of Parquet: it is another file, or cut")
+        raise refused(place, f"{name} has no Parquet footer: it is truncated, or not Parquet")
     try:
         found = parquet.ParquetFile(
             raw,
@@ -166,9 +166,9 @@ def opened_parquet(file: IO[bytes], name: str, place: Path, stack: contextlib.Ex
         )
         meta = found.metadata
         for number in range(meta.num_row_groups):
-            # `row_group(n).column(m)` would end the process on damaged statistics.
+            # `row_group(n).column(m)` crashes the process if its statistics are damaged.
             nbytes = meta.row_group(number).total_byte_size
-            require_memory(nbytes, f"a group of {name}", "Write smaller row groups.")
+            require_memory(nbytes, f"a row group of {name}", "Write smaller row groups.")
     except damage_of(arrow) as error:
         raise refused(place, f"{name}: {error}") from error
     stack.callback(found.close)
@@ -180,11 +180,11 @@ def _about(found: Any) -> Any:
     if text is None:
         return None
     if len(text) > LIMIT:
-        raise InvalidDataset(f"its text has {len(text):,} bytes")
+        raise InvalidDataset(f"its metadata have {len(text):,} bytes, expected at most {LIMIT:,}")
     try:
         return json.loads(text)
     except RecursionError as error:
-        raise InvalidDataset("its text is nested too deep") from error
+        raise InvalidDataset("its metadata are nested too deep") from error
 
 
 def _blocks(

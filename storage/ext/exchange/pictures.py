@@ -72,9 +72,9 @@ class Pngs:
 
         Args:
             values: the values to encode.
-            before: the values of the column for which ``values`` are the next values, and their
-                PNGs. Most next values equal the value of the following row, so their PNGs are
-                reused.
+            before: if ``values`` are the next values of another column, the values of that column
+                and their PNGs. A next value that equals the value of the following row reuses its
+                PNG.
         """
         known = np.zeros(len(values), bool)
         if before is not None:

@@ -34,7 +34,7 @@ _MOST_COUNT: Final = 2**48
 
 
 def about_rows(reader: RowReader, schema: Schema, span: range | None = None) -> dict[str, Any]:
-    """Return the metadata of the rows ``span`` as JSON. None selects all rows."""
+    """Return the metadata of the rows in ``span`` as JSON. None selects all rows."""
     span, manifest = reader.span if span is None else span, reader.manifest
     found: dict[str, Any] = {
         "tallyroll_exchange": _VERSION,
@@ -57,7 +57,7 @@ def omitted_counts(about: Mapping[str, Any]) -> dict[str, int]:
 
 
 def recorded_counts(about: Any) -> dict[str, int]:
-    """Return the number of trajectories by their end, as the metadata records them.
+    """Return the recorded number of trajectories for each kind of end.
 
     The result is empty without such a record.
     """
@@ -79,7 +79,7 @@ def recorded_spaces(about: Any, schema: Schema) -> dict[Key, dict[str, Any]]:
 
 
 def flat_runs(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the entries of collectors' runs, including those of copied rows."""
+    """Return the entries of collector runs, including the runs that made copied rows."""
     found: list[Mapping[str, Any]] = []
     for each in entries:
         found += flat_runs(copied_runs(each)) if is_copied(each) else [each]
@@ -96,8 +96,9 @@ def recorded_schema(about: Any) -> Schema | None:
         return None
     if about["tallyroll_exchange"] != _VERSION:
         raise InvalidSchema(
-            f"it was exported by another Tallyroll (version {about['tallyroll_exchange']!r:.20} of "
-            f"what is beside rows, and this one reads {_VERSION}). Use a newer Tallyroll."
+            "it was exported by another version of Tallyroll: expected metadata of version "
+            f"{_VERSION}, got {about['tallyroll_exchange']!r:.20}. "
+            "Use a newer version of Tallyroll."
         )
     return Schema.from_json(about.get("columns"))
 
@@ -113,6 +114,6 @@ def entry_of(about: Mapping[str, Any] | None, imported: Mapping[str, Any]) -> di
     if found is None or not isinstance(said, dict):
         return entry
     runs, unchanged = copied_runs(said), is_unchanged(said)
-    # Formats number trajectories, each in its own way.
+    # Each format numbers trajectories in its own way, so the shift of the ids is unknown.
     source = {**bounded(said), MOVED: None}
     return copy_entry(entry, source, runs, room_for_copies([]), unchanged=unchanged)

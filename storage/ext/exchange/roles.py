@@ -1,4 +1,4 @@
-"""Assign columns the roles of observations, actions, rewards and ends, for episodes. Pure."""
+"""Assign columns their roles in episodes: observation, action, reward or end. Pure."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class Roles:
         lacking += [] if actions else [_ACTION]
         if lacking:
             raise InvalidSchema(
-                f"{kind} holds episodes, and the rows have no {', no '.join(lacking)}. Export to a "
-                "format of tables, as parquet."
+                f"{kind} holds episodes, but the rows have no {', no '.join(lacking)}. Export to a "
+                "table format, such as parquet."
             )
         for key in (TERMINATED, TRUNCATED):
             if key in found and (found[key].dtype_name, found[key].row_nbytes) != ("bool", 1):
                 raise InvalidSchema(
-                    f"{format_key(key)}: expected one bool a row, got {list(found[key].shape)} of "
-                    f"{found[key].dtype_name}."
+                    f"{format_key(key)}: expected one bool per row, got "
+                    f"{list(found[key].shape)} of {found[key].dtype_name}."
                 )
         roles = (REWARD, TERMINATED, TRUNCATED)
         used = {*roles, *(each.key for each in (*observations, *actions))}

@@ -22,14 +22,17 @@ from tallyroll.storage.rows.keys import Key, format_key
 from tallyroll.storage.rows.schema import Schema
 
 _STATISTICS_NBYTES: Final = 2**18
-"""The maximum size in bytes of all statistics in the metadata, which each file may repeat."""
+"""The maximum size in bytes of all statistics in the metadata.
+
+Each file of an export may repeat the metadata.
+"""
 _QUANTILES: Final = "quantiles"
 
 
 def saved_statistics(
     reader: RowReader, schema: Schema, rows: int, changed: Collection[Key]
 ) -> tuple[dict[str, Any], int]:
-    """Return the kept statistics of columns as JSON, and the number that is left out.
+    """Return the saved statistics of columns as JSON, and the number of omitted statistics.
 
     Args:
         reader: the reader of the rows.
@@ -70,7 +73,7 @@ def _plain(values: Any) -> Any:
 
 
 def omitted_sidecars(reader: RowReader, schema: Schema) -> dict[str, int]:
-    """Count the overlays and priorities of the storages that the export leaves out.
+    """Count the overlays and priorities that the export leaves out.
 
     Overlays that are read as columns are part of ``schema`` and do not count.
     """

@@ -1,4 +1,4 @@
-"""Count the next observations that formats with one copy of each observation lose. Pure."""
+"""Count the next observations that are lost if each observation is stored once. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tallyroll.storage.rows.schema import Column
 class Successors:
     """Counts next observations that differ from the following row's observation.
 
-    A second count is of final observations that the source had lost already.
+    The class also counts the final observations that the source had already lost.
     """
 
     def __init__(self, roles: Roles) -> None:

@@ -28,7 +28,7 @@ _MOST_COLUMNS: Final = 2**14
 
 
 class TorchrlFormat(ExchangeFormat):
-    """A folder with every column bit for bit. Nested keys become folders.
+    """A folder that holds every column bit for bit. Nested keys become folders.
 
     Reading uses only the ``meta.json`` files. It ignores objects that tensordict pickles.
     """
@@ -108,7 +108,7 @@ class _Tree:
     def read(self) -> tuple[tuple[Column, ...], dict[Key, int], int, int]:
         self._folder((), 0)
         if not self._columns or self._rows is None:
-            raise refused(self._inside.root, "it has no column")
+            raise refused(self._inside.root, "it has no columns")
         return tuple(self._columns), self._dims, self._rows, self._lost
 
     def _folder(self, key: Key, depth: int) -> None:
@@ -119,7 +119,7 @@ class _Tree:
         meta = _json(self._inside, folder / _META)
         shape = meta.get("shape") if isinstance(meta, dict) else None
         if not isinstance(shape, list) or not shape or any(type(n) is not int for n in shape):
-            raise refused(root, f"{folder / _META} says no shape of rows")
+            raise refused(root, f"{folder / _META} declares no shape of the rows")
         self._count(shape[0])
         if len(shape) > 1:
             self._dims[key] = len(shape) - 1
@@ -154,7 +154,10 @@ class _Tree:
 
     def _count(self, rows: int) -> None:
         if rows < 0 or (self._rows is not None and rows != self._rows):
-            raise refused(self._inside.root, f"columns have {self._rows} rows, and {rows}")
+            raise refused(
+                self._inside.root,
+                f"expected columns with the same number of rows, got {self._rows} and {rows}",
+            )
         self._rows = rows
 
 

@@ -22,13 +22,13 @@ class Duplicates:
     member: int
     count: int
     of: int
-    """The number of trajectories of the member."""
+    """The number of all trajectories of the member."""
     pairs: tuple[tuple[int, int, int], ...]
-    """Some of the pairs: first row and id of the duplicate, and id of the earlier trajectory."""
+    """Some of the pairs: first row and id of the duplicate, id of the earlier trajectory."""
 
 
 def doubled_trajectories(union: UnionReader, most: int) -> list[Duplicates]:
-    """Find trajectories that equal one of an earlier member bit for bit, except for the id.
+    """Find trajectories that equal a trajectory of an earlier member in all bits except the id.
 
     Args:
         union: the members.
@@ -59,7 +59,7 @@ def doubled_trajectories(union: UnionReader, most: int) -> list[Duplicates]:
 
 
 def _names(union: UnionReader, table: np.ndarray) -> Iterator[bytes]:
-    """Yield for each trajectory a hash of its first row, its last row and its length."""
+    """Yield a hash of the first row, the last row and the length of each trajectory."""
     keys = [key for key in union.keys if key != TRAJ_IDS]
     size = max(1, _CHUNK_NBYTES // (2 * union.schema.row_nbytes))
     for start in range(0, len(table), size):

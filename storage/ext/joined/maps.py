@@ -1,4 +1,4 @@
-"""Files of many storages, mapped consecutively so that each column of all is one array."""
+"""Files of many storages, mapped consecutively so that each column is one array."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tallyroll.storage.rows.schema import Schema
 _APART: Final = PAGE_NBYTES
 """Each member begins at a multiple of this number of rows.
 
-Its files then begin at a page boundary for any row size.
+The files of a member then begin at a page boundary for any row size.
 """
 
 
@@ -62,11 +62,13 @@ class JoinedMaps:
 
     @classmethod
     def of(cls, members: Sequence[UnionMember], schema: Schema) -> JoinedMaps | None:
-        """Map the members; return None if one is not memory-mapped, or the system has no room."""
+        """Map the members; return None if one of them is not memory-mapped, or mapping fails."""
         formats = []
         for each in members:
-            files = each.reader.format if isinstance(each.reader, FileReader) else None
-            if not isinstance(files, MemmapFormat):
+            reader = each.reader
+            if not isinstance(reader, FileReader) or reader.once:
+                return None
+            if not isinstance(files := reader.format, MemmapFormat):
                 return None
             formats.append(files)
         columns = sum(len(files.schema.columns) for files in formats)
@@ -90,7 +92,7 @@ class JoinedMaps:
                 return None
             return cls(members, schema, [wanted[key] for key in schema.keys], begins)
         except (OSError, ValueError, StorageError):
-            return None  # members are then read separately, and the faulty one raises its error
+            return None  # members are then read separately, and a faulty member raises its error
 
     def _slots_of(self, rows: np.ndarray, member: np.ndarray) -> Any:
         """Convert row numbers [*] of the union to slots, given the ``member`` [*] of each row."""

@@ -7,16 +7,18 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
 from tallyroll.storage.errors import ColumnsMissing, RowsDoubled, SchemaMismatch, StorageMissing
 from tallyroll.storage.ext.remote.address import s3_path
+from tallyroll.storage.files.excluded_columns import excluded_note
 from tallyroll.storage.files.paths import is_pattern, user_path
 from tallyroll.storage.files.run_events import EVENTS, events_of
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.batch_dims import fitting
-from tallyroll.storage.rows.keys import Keys, as_key, format_key
+from tallyroll.storage.rows.keys import Key, Keys, as_key, format_key
 from tallyroll.storage.rows.schema import Column, Schema
 
 PathLike = str | os.PathLike[str]
@@ -35,7 +37,7 @@ class UnionMember:
     id: str
     format: str
     span: range
-    """Row numbers within the storage, as of the time when the union was opened."""
+    """Row numbers within the storage when the union was opened."""
     rows: range
     """Row numbers within the union."""
     rewinds: int
@@ -72,15 +74,15 @@ def expanded(paths: PathLike | Sequence[PathLike]) -> list[Path]:
         if (before := real.setdefault(os.path.realpath(path), path)) is not path:
             same = "" if before == path else f", which is {before}"
             raise RowsDoubled(
-                f"{path}{same} is given twice: each of its rows would be there twice. Leave one "
-                "out."
+                f"{path}{same} is given twice, so each of its rows would occur twice. Leave "
+                "one out."
             )
     return found
 
 
 def _matched(pattern: PathLike) -> list[Path]:
     found = glob.glob(os.fspath(user_path(pattern)))
-    # The lock and the side files of an HDF5 file are next to it.
+    # Skip the lock and the side files next to an HDF5 file.
     files = tuple(f"{each}." for each in found if os.path.isfile(each))
     found = [each for each in found if not each.startswith(files)]
     if not found:
@@ -102,8 +104,9 @@ def joined_schema(readers: Sequence[RowReader], columns: Keys | None) -> Schema:
     Each member must have every one of these columns.
 
     Raises:
-        SchemaMismatch: a member lacks columns or has different ones. The message names each one.
-        ColumnsMissing: no member has a selected column.
+        SchemaMismatch: a member lacks a column, or has it with another dtype or shape. The message
+            names each such column.
+        ColumnsMissing: no column is selected, or none of the members has a selected column.
     """
     first = readers[0].schema
     every: dict[Any, Column] = {}
@@ -122,12 +125,13 @@ def joined_schema(readers: Sequence[RowReader], columns: Keys | None) -> Schema:
             )
         wanted.sort(key=list(every).index)
     by_key = [{each.key: each for each in reader.schema.columns} for reader in readers]
-    lacking, other = [], []
+    lacking, absent, other = [], list[Key](), []
     for key in wanted:
         without = [
             reader.path for reader, own in zip(readers, by_key, strict=True) if key not in own
         ]
         if without:
+            absent.append(key)
             lacking.append(f"{format_key(key)} is not in {_some(without)}")
         differ = [
             f"{reader.path} has {own[key].dtype_name} {list(own[key].shape)}"
@@ -137,16 +141,17 @@ def joined_schema(readers: Sequence[RowReader], columns: Keys | None) -> Schema:
         if differ:
             told = f"{every[key].dtype_name} {list(every[key].shape)}"
             other.append(
-                f"{format_key(key)} is {told} in the first that has it, and {_some(differ)}"
+                f"{format_key(key)} is {told} in the first storage that has it, but {_some(differ)}"
             )
     if lacking or other:
         common = [
             format_key(key) for key in every if all(own.get(key) == every[key] for own in by_key)
         ]
         raise SchemaMismatch(
-            f"these storages have not the same columns: {'; '.join([*lacking, *other])}. Give "
-            f"columns= with those that you want of the {len(common)} that all have alike: "
+            f"these storages have different columns: {'; '.join([*lacking, *other])}. Pass "
+            f"columns= with some of the {len(common)} columns that all storages share: "
             f"{', '.join(common) or 'none'}."
+            f"{excluded_note(chain.from_iterable(each.runs for each in readers), absent)}"
         )
     chosen = tuple(every[key] for key in wanted)
     dims = fitting(dict(first.batch_dims), {each.key: each.shape for each in chosen})
@@ -174,7 +179,7 @@ def _moved(run: Mapping[str, Any], member: UnionMember) -> dict[str, Any]:
         if type(entry.get(name)) is int:
             entry[name] = max(first, entry[name] + by)
     if run["first_row"] < member.span.start:
-        entry.pop(_OF_ITS_BEGINNING, None)  # the trajectories that it describes are gone
+        entry.pop(_OF_ITS_BEGINNING, None)  # the trajectories that the entry describes are gone
     if EVENTS in entry:
         events = events_of(run, member.span.stop)
         entry[EVENTS] = [{**each, "row": max(0, each["row"] + by)} for each in events]

@@ -1,5 +1,5 @@
 """Packed members read through one cache, so that one call per array copies rows of all members."""
-# ruff: noqa: D102 - what a column's states give is said once, in `States`
+# ruff: noqa: D102 - `States` documents the methods of states
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHARE: Final = 4
 _MOST_OPEN: Final = 4096
 """Maximum number of files that a union keeps open.
 
-It also keeps at most 1 / `_SHARE` of the files open that this process may open.
+The limit is lower if 1 / `_SHARE` of the files that this process may open is less.
 """
 
 
@@ -58,7 +58,7 @@ class JoinedChunks:
         return [0, *(stop * size for stop in self._stops[:-1])]
 
     def prepared(self, chunk: int) -> tuple[Chunks, Any, int]:
-        """Return the part that has a chunk, the prepared state, and the chunk's number there."""
+        """Return the part that has a chunk, the part's ``where``, and the chunk's number in it."""
         number = bisect_right(self._stops, chunk)
         part = self._parts[number]
         own = chunk - self._stops[number] + part.layout.chunks

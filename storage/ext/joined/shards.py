@@ -12,8 +12,9 @@ from tallyroll.storage.files.copied_runs import copied_runs
 SHARD: Final = "shard"
 """Manifest key of the entry that marks a shard's run.
 
-The entry contains the shard's ``index``, the number ``of`` shards, the transitions that were
-``asked`` of all shards together, and ``run``, an id that all shards of the run share.
+The entry contains ``index``, the index of the shard; ``of``, the number of shards; ``asked``, the
+number of transitions requested from all shards together; and ``run``, an id that all shards of the
+run share.
 """
 
 
@@ -30,7 +31,7 @@ class RunShards:
     """The rows of the present shards, each shard counted once."""
     missing: tuple[int, ...]
     doubled: Mapping[int, tuple[str, ...]]
-    """The paths of each shard that occurs more than once, by index."""
+    """The paths of each shard that occurs more than once, by the index of the shard."""
 
     @property
     def problems(self) -> list[str]:
@@ -39,13 +40,11 @@ class RunShards:
         if self.missing:
             found.append(f"shards {_listed(self.missing)} of {self.of} are missing")
         found += [
-            f"shard {index} of {self.of} is there more than once: {', '.join(paths)}"
+            f"shard {index} of {self.of} occurs more than once: {', '.join(paths)}"
             for index, paths in self.doubled.items()
         ]
         if self.asked is not None and self.rows != self.asked and not self.missing:
-            found.append(
-                f"the shards have {self.rows:,} rows, and {self.asked:,} were asked of them"
-            )
+            found.append(f"the shards have {self.rows:,} rows, expected {self.asked:,}")
         return found
 
     def as_json(self) -> dict[str, Any]:
@@ -80,7 +79,7 @@ class Shards:
             for problem in run.problems
         ]
         whose = f" of run {self.runs[0].run}" if one else ""
-        return [*found, *(f"{path} is no shard{whose}" for path in self.foreign)]
+        return [*found, *(f"{path} is not a shard{whose}" for path in self.foreign)]
 
     def as_json(self) -> dict[str, Any]:
         """Return all fields as JSON values."""

@@ -1,4 +1,4 @@
-"""Detection of rows that two members of a union share, by their manifests or by their content."""
+"""Detection of rows that two members of a union share, based on manifests or on content."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ Pairs: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class _MemberStretch:
-    """Rows of a member that come, or may come, from one storage, such as the member itself."""
+    """Rows of a member that come, or may come, from one storage: the member itself or a source."""
 
     rows: range
     """Row numbers in the member."""
     id: str | None
     """The id of the source storage; None if it is unknown."""
     span: range
-    """A range of rows of the source storage that contains them."""
+    """A range of row numbers of the source storage that contains these rows."""
     moved: int | None
-    """The amount by which their trajectory ids exceed those of the source; None if unknown."""
+    """The trajectory ids of these rows minus the ids in the source; None if unknown."""
     direct: bool = False
-    """True if a single copy took all of them directly from the source."""
+    """True if one copy took all these rows directly from the source."""
     complete: bool = False
-    """True if they are all rows of `span`."""
+    """True if these rows are all rows of `span`."""
     rewinds: int = 0
     """The number of rewinds of the source storage at the time of the copy."""
 
@@ -68,9 +68,9 @@ class _MemberStretch:
 def refuse_shared_rows(members: Sequence[UnionMember]) -> None:
     """Raise `RowsDoubled` if two members contain the same row of one storage.
 
-    The manifests record which members are copies of which rows. Rows are read only if the
-    manifests do not decide the question. The comparison then uses trajectory ids and steps, or the
-    other columns if ids or steps were changed.
+    The manifests record which rows of a member were copied from which storage. Rows are read only
+    if the manifests do not decide the question. The comparison then uses trajectory ids and steps,
+    or the other columns if ids or steps were changed.
 
     Args:
         members: storages whose ids differ.
@@ -82,7 +82,7 @@ def refuse_shared_rows(members: Sequence[UnionMember]) -> None:
         return
     stretches = [list(_stretches(each.reader.manifest, each.span)) for each in members]
     if not any(len(each) > 1 for each in stretches):
-        return  # none has rows of another storage
+        return  # no member has rows of another storage
     rows = _MemberRows([each.reader for each in members])
     by_id: dict[str, list[tuple[int, _MemberStretch]]] = {}
     unknown: list[tuple[int, _MemberStretch]] = []
@@ -105,12 +105,12 @@ def refuse_shared_rows(members: Sequence[UnionMember]) -> None:
 def _doubled(one: UnionMember, other: UnionMember, id: str | None) -> RowsDoubled:
     if id in (one.id, other.id):
         copy, source = (other, one) if id == one.id else (one, other)
-        got = f"rows that were copied from {source.path}, which is here too"
+        got = f"rows that were copied from {source.path}, another of them"
     else:
-        copy, got = other, f"rows of one storage that {one.path} has, too"
+        copy, got = other, f"rows that {one.path} has too"
     return RowsDoubled(
         f"{copy.path}: expected rows that no other of these storages has, got {got}. Leave one of "
-        "the two out, or take parts without common rows, as `split` makes them."
+        "the two out, or use parts without common rows, such as the parts that `split` makes."
     )
 
 
@@ -118,7 +118,7 @@ def _doubled(one: UnionMember, other: UnionMember, id: str | None) -> RowsDouble
 
 
 def _stretches(manifest: Mapping[str, Any], span: range) -> Iterator[_MemberStretch]:
-    """Yield the storages that the rows ``span`` come from, beginning with this storage."""
+    """Yield a stretch for each storage that the rows ``span`` come from, this storage first."""
     yield _MemberStretch(
         span, manifest["id"], span, 0, True, True, len(manifest.get(REWINDS) or ())
     )
@@ -144,7 +144,11 @@ def _entries(
 def _of_entry(
     entry: Mapping[str, Any], rows: range, moved: int | None, *, direct: bool
 ) -> Iterator[_MemberStretch]:
-    """Yield the storages that the rows of an entry come from; ``moved`` is as in `_Stretch`."""
+    """Yield a stretch for each storage that the rows of an entry come from.
+
+    ``moved`` is the offset of the member's trajectory ids from the ids in the storage that has the
+    entry; None if it is unknown.
+    """
     if entry.get(LEFT_OUT) is True:
         yield _MemberStretch(rows, None, _UNKNOWN, None)
     if not is_copied(entry):
@@ -164,7 +168,7 @@ def _of_entry(
 
 
 def _of_sources(sources: Any, rows: range, moved: int | None) -> Iterator[_MemberStretch]:
-    """Yield the source storages of a union or of a view."""
+    """Yield a stretch for each source storage of a union or of a view."""
     if not isinstance(sources, list):
         yield _MemberStretch(rows, None, _UNKNOWN, None)
         return
@@ -206,7 +210,7 @@ def _count(number: Any) -> int:
 
 
 class _MemberRows:
-    """Compare rows of members, and cache the results.
+    """Comparison of the rows of members, with cached results.
 
     Args:
         readers: the readers of the members.
@@ -248,7 +252,7 @@ class _MemberRows:
     def _equal_steps(self, one: tuple[int, range], other: tuple[int, range], move: int) -> bool:
         """Return True if two members have a row with the same trajectory, step and values.
 
-        ``move`` is the amount by which trajectory ids of the other member are larger.
+        ``move`` is the offset of the trajectory ids of the other member from those of this one.
         """
         ids = np.intersect1d(self._ids_of(*one), self._ids_of(*other) - move, assume_unique=True)
         if not len(ids):
@@ -339,7 +343,10 @@ def _hashes(reader: RowReader, rows: np.ndarray, keys: Sequence[Key]) -> np.ndar
 
 
 def _compared(readers: Readers) -> list[Key]:
-    """Return the common columns except the collector's and end flags, which copies may change."""
+    """Return the common columns that copies do not change.
+
+    Copies may change the columns of the collector and the flags for ends.
+    """
     one, other = ({each.key: each for each in reader.schema.columns} for reader in readers)
     return [
         key

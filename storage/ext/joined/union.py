@@ -1,5 +1,5 @@
 """Reader that presents several storages as one, with their rows in member order."""
-# ruff: noqa: D102 - what a reader does is said once, in `RowReader`
+# ruff: noqa: D102 - `RowReader` documents the methods of all readers
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from tallyroll.storage.ext.joined.packs import JoinedPacks
 from tallyroll.storage.ext.joined.shards import Shards, shards_of
 from tallyroll.storage.ext.joined.shared_rows import refuse_shared_rows
 from tallyroll.storage.files.copied_runs import SOURCES, source_of
+from tallyroll.storage.files.excluded_columns import excluded_note
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.readers.row_reader import ColumnReader, RowReader, columns_of
 from tallyroll.storage.rows.indexing import resolve
@@ -79,8 +80,8 @@ def require_not_rewound(member: UnionMember) -> None:
     """Raise `StateMismatch` if a member has been rewound since the union was opened."""
     if member.reader.rewinds != member.rewinds:
         raise StateMismatch(
-            f"{member.path} had rows taken back since this union was opened, and its numbers may "
-            "mean others now. Open the union again."
+            f"{member.path} was rewound since this union was opened, so row numbers may mean other "
+            "rows now. Open the union again."
         )
 
 
@@ -156,7 +157,7 @@ class UnionColumn(ColumnReader):
         return None if array is None else array[: len(members[0].rows)]
 
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        found = self._union.taken(self._place, rows, out)
+        found = self._union.copy_rows(self._place, rows, out)
         if out is None or found is out:
             return found
         out[...] = found
@@ -181,23 +182,23 @@ class UnionReader(RowReader):
     """Reader of the rows of several storages, one member after the other, numbered from 0.
 
     The union contains the rows that existed when it was opened. It ignores rows that writers add
-    later, so a number always denotes the same row. Reading a row that has disappeared since, by
-    being overwritten in a ring or rewound, raises an error.
+    later, so a number always denotes the same row. Reading a row that was overwritten in a ring or
+    rewound in the meantime raises an error.
 
     Args:
-        members: readers of the storages, which `close` closes.
+        members: the readers of the storages; `close` closes them.
         path: the path to show in messages.
         columns: the columns to read; None: all columns, which every member must have.
         ids: treatment of trajectory ids. ``"offset"``: if an id of a member occurs in an earlier
-            one, one offset moves all ids of the member above those of the earlier members; see
+            member, one offset moves all ids of the member above those of the earlier members; see
             `ids_moved_by`. ``"keep"``: ids stay unchanged.
         spans: the rows of each member; None: the rows that exist now.
-        owners: objects that the reader keeps alive, because they close the members when they are
-            collected.
+        owners: objects that the reader keeps alive, because their garbage collection would close
+            the members.
 
     Raises:
         SchemaMismatch: the columns of the members differ. The message names each difference.
-        ColumnsMissing: no member has a selected column.
+        ColumnsMissing: no column is selected, or none of the members has a selected column.
         RowsDoubled: two members are the same storage, or one has rows that were copied from the
             other, or both have copies of the same rows.
         NotInitialised: a member has no columns yet.
@@ -217,7 +218,7 @@ class UnionReader(RowReader):
     ) -> None:
         self._owners = owners
         if ids not in ("offset", "keep"):
-            raise ValueError(f"ids is one of 'offset', 'keep', got {ids!r}.")
+            raise ValueError(f"ids: expected 'offset' or 'keep', got {ids!r}.")
         self.path, self.ids = path, ids
         for each in members:
             if not each.initialised:
@@ -241,7 +242,7 @@ class UnionReader(RowReader):
                 )
             )
         _refuse_doubled(found)
-        if spans is None:  # otherwise an earlier check covered it, or it has shards of one run
+        if spans is None:  # members with spans were checked before, or are shards of one run
             refuse_shared_rows(found)
         self.members: tuple[UnionMember, ...] = tuple(found)
         """The storages in order, with their rows."""
@@ -265,8 +266,8 @@ class UnionReader(RowReader):
         self.require_left(number, span.start)
         if span.stop > (head := self.members[number].reader.head):
             raise StateMismatch(
-                f"{self.members[number].path} has {head} rows, and {span.stop} were wanted. Open "
-                "a copy that is as new."
+                f"{self.members[number].path}: expected at least {span.stop} rows, got {head}. "
+                "Open an up-to-date copy."
             )
 
     # --- contents ---------------------------------------------------------------------------------
@@ -316,7 +317,7 @@ class UnionReader(RowReader):
 
     def _sources(self) -> list[dict[str, Any]]:
         """Return the source storages of the rows, for the manifests of copies."""
-        moves = self._known_moves()
+        moves = vars(self).get("ids_moved_by")  # None until ids are read
         found = []
         for number, each in enumerate(self.members):
             if len(each.rows):
@@ -327,18 +328,13 @@ class UnionReader(RowReader):
                 )
         return found
 
-    def _known_moves(self) -> tuple[int, ...] | None:
-        """Return `ids_moved_by` if it has been computed, which reading ids does; otherwise None."""
-        found: tuple[int, ...] | None = vars(self).get("ids_moved_by")
-        return found
-
     @property
     def runs(self) -> list[dict[str, Any]]:
         return self._runs
 
     @property
     def shards(self) -> Shards | None:
-        """The shards of runs among the members, and the missing ones; None without any shard."""
+        """The shards among the members, and the missing shards; None if no member is a shard."""
         return shards_of(self.members)
 
     def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
@@ -389,9 +385,9 @@ class UnionReader(RowReader):
             if len(clash) and self.ids == "keep":
                 before = int(of[np.flatnonzero(taken == clash[0])[0]])
                 raise TrajectoryIdTaken(
-                    f"{len(clash)} trajectory ids of {self.members[number].path} are those of "
-                    f"earlier members, as {clash[0]} of {self.members[before].path}. Open them "
-                    'with ids="offset", which moves them.'
+                    f"{len(clash)} trajectory ids of {self.members[number].path} also occur in "
+                    f"earlier members, such as {clash[0]} in {self.members[before].path}. Open the "
+                    'storages with ids="offset", which changes the ids.'
                 )
             if len(clash):
                 moves[number] = self._move_to(number, own, int(taken[-1]) + 1)
@@ -406,9 +402,9 @@ class UnionReader(RowReader):
         column = self._schema.columns[self._schema.keys.index(TRAJ_IDS)]
         if int(own[-1]) + move > np.iinfo(column.numpy_dtype).max:
             raise TrajectoryIdTaken(
-                f"the trajectory ids of {self.members[number].path} are to be moved to above "
-                f"{least - 1}, which {column.dtype_name} does not hold. Copy the storages one by "
-                "one with other ids."
+                f"the trajectory ids of {self.members[number].path} must be moved above "
+                f"{least - 1}, and {column.dtype_name} cannot hold such ids. Copy the storages one "
+                "by one with other ids."
             )
         return move
 
@@ -438,7 +434,8 @@ class UnionReader(RowReader):
         if found is None:
             if key not in self._schema:
                 names = ", ".join(map(format_key, self._schema.keys))
-                raise KeyError(f"{self.path} has no column {key!r}; it has {names}.")
+                note = excluded_note(self.runs, [key])
+                raise KeyError(f"{self.path} has no column {key!r}; it has {names}.{note}")
             found = self._columns[key] = UnionColumn(self, key)
         return found
 
@@ -459,7 +456,7 @@ class UnionReader(RowReader):
         return [found[place] for place in self._all]
 
     def _gathered(self, rows: np.ndarray, only: Places | None) -> list[np.ndarray]:
-        """Copy rows of all columns or of some."""
+        """Copy rows of all columns, or of the columns at the positions ``only``."""
         self.require_open()
         of = self._member_of(rows)
         places = self._all if only is None else only
@@ -489,7 +486,7 @@ class UnionReader(RowReader):
                 every[part.at] = some
         return [each.reshape(*rows.shape, *each.shape[1:]) for each in found]
 
-    def taken(self, place: int, rows: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+    def copy_rows(self, place: int, rows: np.ndarray, out: np.ndarray | None) -> np.ndarray:
         """Copy rows of one column, to ``out`` if possible."""
         if self._joined is None:
             return self._gathered(rows, (place,))[0]
@@ -510,10 +507,10 @@ class UnionReader(RowReader):
         return column.slice(rows.start, rows.stop)
 
     def require_rows(self, rows: np.ndarray) -> None:
-        """Raise an error if rows that were just read are no longer those of the union.
+        """Raise an error if the union no longer has the rows that were just read.
 
         Raises:
-            Overrun: a ring's writer has overwritten them.
+            Overrun: the writer of a ring has overwritten some of the rows.
             StateMismatch: a member has been rewound.
         """
         self._require_left(rows, self._member_of(rows))
@@ -557,7 +554,10 @@ class UnionReader(RowReader):
         return found or [UnionPart(0, slice(None), own)]
 
     def stretches(self, start: int, stop: int) -> Iterator[tuple[int, range]]:
-        """Yield the members that have rows ``[start, stop)``, with the rows' numbers there."""
+        """Yield the index of each member that has some of the rows ``[start, stop)``.
+
+        The second item of each pair is the range of these rows in the member's own row numbers.
+        """
         self.require_open()
         for number, each in enumerate(self.members):
             begin, end = max(start, each.rows.start), min(stop, each.rows.stop)
@@ -565,10 +565,10 @@ class UnionReader(RowReader):
                 yield number, range(begin - each.moved_by, end - each.moved_by)
 
     def require_left(self, number: int, first: int) -> None:
-        """Raise an error if rows of a member from ``first`` on are gone.
+        """Raise an error unless a member still has all its rows from ``first`` on.
 
         Raises:
-            Overrun: a ring's writer has overwritten them.
+            Overrun: the writer of the ring has overwritten some of these rows.
             StateMismatch: the member has been rewound.
         """
         member = self.members[number]
@@ -576,8 +576,8 @@ class UnionReader(RowReader):
         if member.reader.ring and first < (least := member.reader.span.start):
             raise Overrun(
                 f"{member.path} is a ring, and its writer has overwritten row {first} since this "
-                f"union was opened: it begins with row {least} now. Open the union again, or copy "
-                "it when the writer is done."
+                f"union was opened: the ring begins with row {least} now. Open the union again, or "
+                "copy the ring when the writer is done."
             )
 
 
@@ -586,8 +586,8 @@ def _refuse_doubled(members: Sequence[UnionMember]) -> None:
     for each in members:
         if (before := by_id.setdefault(each.id, each)) is not each:
             raise RowsDoubled(
-                f"{before.path} and {each.path} are the same storage, or copies of one: each of "
-                "its rows would be there twice. Leave one out."
+                f"{before.path} and {each.path} are the same storage, or copies of the same one, "
+                "so each of its rows would occur twice. Leave one out."
             )
 
 

@@ -39,11 +39,11 @@ _Fill = bool | int | float | complex
 
 @dataclass(frozen=True, slots=True)
 class OverlayColumn:
-    """Column that an overlay stores for each row, and the value of rows that have none yet."""
+    """Column that an overlay stores for each row, and the fill of rows without a value."""
 
     column: Column
     fill: bytes
-    """One element of the column's dtype."""
+    """The bytes of one element of the column's dtype."""
 
     @property
     def key(self) -> Key:
@@ -63,20 +63,20 @@ class OverlayColumn:
 
     def differences(self, other: OverlayColumn) -> list[str]:
         """Return the differences of ``other`` from this column, one clause each."""
-        mine, theirs = self._said(), other._said()
+        mine, theirs = self._column_json(), other._column_json()
         return [
             f"{name} {theirs[name]}, expected {mine[name]}"
             for name in mine
             if mine[name] != theirs[name]
         ]
 
-    def _said(self) -> dict[str, str]:
+    def _column_json(self) -> dict[str, str]:
         column = self.column
         shape, fill = str(list(column.shape)), repr(self.fill_value)
         return {"dtype": column.dtype_name, "shape": shape, "fill": fill}
 
 
-def kept_as(
+def checked_column(
     key: str | Key, dtype: torch.dtype, shape: Sequence[int] | int, fill: _Fill
 ) -> OverlayColumn:
     """Validate the description of an overlay and return it.
@@ -142,8 +142,8 @@ def header_bytes(kept: OverlayColumn, owner: OverlayOwner, rewinds: int) -> byte
     content = json.dumps(said).encode()
     if _START.size + len(content) > WORDS_AT:
         raise InvalidSchema(
-            f"overlay {format_key(kept.key)}: its key and shape take {len(content)} bytes, and "
-            f"may take {WORDS_AT - _START.size}. Make them shorter."
+            f"overlay {format_key(kept.key)}: expected at most {WORDS_AT - _START.size} bytes for "
+            f"its key and shape, got {len(content)}. Use a shorter key or shape."
         )
     start = _START.pack(_MAGIC, _VERSION, len(content), _crc(_VERSION, content))
     words = _WORDS.pack(0, rewinds, 0)
@@ -155,18 +155,20 @@ def read_header(page: bytes, path: Path, key: Key, owner: OverlayOwner) -> Overl
 
     Raises:
         DamagedOverlay: the page is damaged, or belongs to another overlay or storage.
-        FormatVersionMismatch: a later Tallyroll wrote the page.
+        FormatVersionMismatch: a later version of Tallyroll wrote the page.
     """
-    said = _said_in(page, path)
+    said = _header_json(page, path)
     try:
         column = Schema.from_json([said]).columns[0]
         fill = bytes.fromhex(said["fill"])
         whose = OverlayOwner(said["id"], said["ring"])
     except (InvalidSchema, KeyError, TypeError, ValueError) as error:
-        raise damaged(path, f"its header does not say what it is ({error!r:.200})") from error
+        raise damaged(path, f"its header does not describe an overlay ({error!r:.200})") from error
     if len(fill) != column.numpy_dtype.itemsize or column.key != key:
         raise damaged(
-            path, f"its header is of {format_key(column.key)}, and its name of {format_key(key)}"
+            path,
+            f"its header is for overlay {format_key(column.key)}, but its file name is for "
+            f"{format_key(key)}",
         )
     if whose != owner:
         raise damaged(path, f"it belongs to another storage ({whose.id}, ring {whose.ring})")
@@ -176,32 +178,34 @@ def read_header(page: bytes, path: Path, key: Key, owner: OverlayOwner) -> Overl
 def is_of_another(page: bytes, path: Path, owner: OverlayOwner) -> bool:
     """Return True if a first page is intact and names a storage other than ``owner``."""
     try:
-        said = _said_in(page, path)
+        said = _header_json(page, path)
     except (DamagedOverlay, FormatVersionMismatch):
         return False
     return isinstance(said.get("id"), str) and said["id"] != owner.id
 
 
-def _said_in(page: bytes, path: Path) -> Mapping[str, Any]:
+def _header_json(page: bytes, path: Path) -> Mapping[str, Any]:
     if len(page) < HEADER_NBYTES:
-        raise damaged(path, f"it has {len(page)} bytes, and begins with a page of {HEADER_NBYTES}")
+        raise damaged(
+            path, f"expected at least a first page of {HEADER_NBYTES} bytes, got {len(page)} bytes"
+        )
     magic, version, nbytes, crc = _START.unpack_from(page)
     if magic != _MAGIC:
-        raise damaged(path, "it does not begin as an overlay does")
+        raise damaged(path, "Tallyroll did not write this file as an overlay")
     content = page[_START.size : min(_START.size + nbytes, WORDS_AT)]
     if version > _VERSION and crc != _crc(_VERSION, content):
         raise FormatVersionMismatch(
-            f"{path} is an overlay of version {version}, and this Tallyroll reads {_VERSION}. Use "
-            f"a newer Tallyroll, or drop it: storage.drop_overlay(...)."
+            f"{path} is an overlay of version {version}, but this Tallyroll reads version "
+            f"{_VERSION}. Use a newer Tallyroll, or drop the overlay: storage.drop_overlay(...)."
         )
     if version != _VERSION or crc != _crc(version, content):
-        raise damaged(path, "the checksum of its header does not fit")
+        raise damaged(path, "the checksum of its header does not match")
     try:
         said = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise damaged(path, f"its header is no JSON ({error})") from error
+        raise damaged(path, f"its header is not JSON ({error})") from error
     if not isinstance(said, dict):
-        raise damaged(path, "its header is no mapping")
+        raise damaged(path, "its header is not a JSON object")
     return said
 
 
@@ -212,6 +216,6 @@ def _crc(version: int, content: bytes) -> int:
 def damaged(path: Path, why: str) -> DamagedOverlay:
     """Return the error for an unusable file; its message says how to recover."""
     return DamagedOverlay(
-        f"{path} cannot be used: {why}. The rows are as they were. Restore the file from a copy, "
-        'or give it up: open_storage(path, mode="append").drop_overlay(name).'
+        f"{path} cannot be used: {why}. The rows are intact. Restore the file from a copy, or "
+        'drop the overlay: open_storage(path, mode="append").drop_overlay(name).'
     )

@@ -1,9 +1,9 @@
 """Reader of rows together with overlays, which appear as further columns."""
-# ruff: noqa: D102 - what a reader does is said once, in `RowReader`
+# ruff: noqa: D102 - `RowReader` documents these methods
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ class OverlaidReader(RowReader):
         self.copied_as, self.trajectory_index = rows.copied_as, rows.trajectory_index
         self._added = {each.key: each for each in overlays}
         schema = rows.schema
-        added = [each.kept.column for each in overlays]
+        added = [each.header.column for each in overlays]
         self._schema = Schema((*schema.columns, *added), schema.batch_dims)
 
     def require_open(self) -> None:
@@ -74,10 +74,6 @@ class OverlaidReader(RowReader):
     @property
     def initialised(self) -> bool:
         return self.rows.initialised
-
-    @property
-    def head(self) -> int:
-        return self.rows.head
 
     @property
     def floor(self) -> int:
@@ -129,12 +125,6 @@ class OverlaidReader(RowReader):
     def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
         return self.rows.episode_lines(dtype)
 
-    def shown_wrongly(self) -> Iterator[str]:
-        return self.rows.shown_wrongly()
-
-    def made_wrongly(self) -> Iterator[str]:
-        return self.rows.made_wrongly()
-
     def slots_of(self, rows: np.ndarray) -> np.ndarray:
         return self.rows.slots_of(rows)
 
@@ -144,11 +134,7 @@ class OverlaidReader(RowReader):
         return self.rows.column(key)
 
     def shown(self, key: Key) -> np.ndarray:
-        if (file := self._added.get(key)) is None:
-            return self.rows.shown(key)
-        head = self.head
-        slots = np.arange(min(head, self.ring) if self.ring else head)
-        return file.take(self.rows_in(slots))
+        return super().shown(key) if key in self._added else self.rows.shown(key)
 
     def copies(self, rows: np.ndarray, keys: Sequence[Key] | None = None) -> list[np.ndarray]:
         keys = self.keys if keys is None else keys

@@ -22,9 +22,9 @@ _PATIENCE_SECONDS: Final = 1.0
 class Overlay:
     """Column that can be rewritten row by row, next to rows that never change.
 
-    `DiskStorage.overlay` creates or opens one. ``overlay[index]`` reads values and
+    `DiskStorage.overlay` creates or opens an overlay. ``overlay[index]`` reads values and
     ``overlay[index] = values`` writes them. A value belongs to one row permanently. A row without
-    a value has the fill, and so has a row that replaced another one in the same slot of a ring.
+    a value has the fill. So has a row that replaced another row in the same slot of a ring.
     After the process is killed, each row has the value of its last completed write, or the value
     of the write in progress.
 
@@ -52,17 +52,17 @@ class Overlay:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the values."""
-        return self._file.kept.column.dtype
+        return self._file.header.column.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one row's value."""
-        return self._file.kept.column.shape
+        return self._file.header.column.shape
 
     @property
     def fill(self) -> bool | int | float | complex:
-        """The value that rows have until one is written for them."""
-        return self._file.kept.fill_value
+        """The value of a row for which no value has been written."""
+        return self._file.header.fill_value
 
     @property
     def writable(self) -> bool:
@@ -90,15 +90,15 @@ class Overlay:
             numbers = _numbers(rows)
             found = self._file.take(numbers)
             self._require_there(numbers)
-            return as_tensor(found, self._file.kept.column)
+            return as_tensor(found, self._file.header.column)
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             numbers = numbers_of(self._reader, index)
             found = self._file.take(numbers)
             if _are_in(numbers, self._reader.span):
-                return as_tensor(found, self._file.kept.column)
+                return as_tensor(found, self._file.header.column)
             if time.monotonic() > deadline:
-                raise self._reader.overrun(f"these {numbers.size}")
+                raise self._reader.overrun(f"these {numbers.size} rows")
 
     def set(self, index: Any = None, values: Any = None, *, rows: Any = None) -> int:
         """Write values of some rows, and return the number of rows written.
@@ -106,10 +106,10 @@ class Overlay:
         Args:
             index: an index as for `DiskStorage.get`.
             values: a tensor or array on any device with one value per row and the overlay's dtype.
-                Alternatively one number for all rows, or a sequence of numbers. Floats are rounded
-                to the precision of the dtype. A number that the dtype cannot represent is refused:
-                out of range, with a fraction, NaN, or an integer that would be rounded. If a row
-                occurs twice, its last value wins.
+                One number for all rows and a sequence of numbers are also accepted. Floats are
+                rounded to the precision of the dtype. A number that the dtype cannot represent is
+                refused, because it is out of range, has a fraction, is NaN, or is an integer that
+                would be rounded. If a row occurs twice, its last value wins.
             rows: row numbers as for `get`. Rows that are gone from a ring are skipped and not
                 counted, because the writer may have overwritten them since they were sampled.
 
@@ -124,12 +124,12 @@ class Overlay:
         self._file.require_right()
         if rows is None:
             numbers = numbers_of(self._reader, index)
-            given = self._given(values, numbers.shape)
+            given = self._as_array(values, numbers.shape)
             self._file.put(numbers.reshape(-1), given)
             return int(numbers.size)
         _require_one(index)
         numbers = _numbers(rows)
-        given = self._given(values, numbers.shape)
+        given = self._as_array(values, numbers.shape)
         numbers = numbers.reshape(-1)
         span = self._reader.span
         if numbers.size and (int(numbers.max()) >= span.stop or int(numbers.min()) < 0):
@@ -155,13 +155,13 @@ class Overlay:
         span = self._reader.span
         if not _are_in(numbers, span):
             raise IndexOutOfRange(
-                f"rows {numbers.min()} to {numbers.max()} were asked for, and {self._reader.path} "
-                f"has those from {span.start} to {span.stop - 1}."
+                f"rows: expected row numbers of {self._reader.path} from {span.start} to "
+                f"{span.stop - 1}, got {numbers.min()} to {numbers.max()}."
             )
 
-    def _given(self, values: Any, batch: tuple[int, ...]) -> np.ndarray:
+    def _as_array(self, values: Any, batch: tuple[int, ...]) -> np.ndarray:
         """Validate ``values`` and return them as one array [n, *shape]."""
-        column, name = self._file.kept.column, format_key(self.key)
+        column, name = self._file.header.column, format_key(self.key)
         if isinstance(values, np.ndarray | np.generic):
             values = torch.as_tensor(np.asarray(values))
         if not isinstance(values, torch.Tensor):
@@ -170,25 +170,26 @@ class Overlay:
             except (TypeError, ValueError, RuntimeError, OverflowError) as error:
                 raise RowsMismatch(
                     f"overlay {name}: expected values of {column.dtype_name}, got "
-                    f"{type(values).__name__}: {error}. Nothing was written; convert them."
+                    f"{type(values).__name__}: {error}. Nothing was written. Convert the values."
                 ) from error
         elif values.dtype != column.dtype:
             got = str(values.dtype).removeprefix("torch.")
             raise RowsMismatch(
                 f"overlay {name}: expected values of {column.dtype_name}, got {got}. Nothing was "
-                "written; convert them."
+                "written. Convert the values."
             )
         wanted = (*batch, *column.shape)
         if values.ndim and tuple(values.shape) != wanted:
             raise RowsMismatch(
-                f"overlay {name}: expected values {list(wanted)}, got {list(values.shape)}. "
-                "Nothing was written; give one value a row, or one number for all."
+                f"overlay {name}: expected values of shape {list(wanted)}, got "
+                f"{list(values.shape)}. Nothing was written. Give one value per row, or one "
+                "number for all rows."
             )
         array = np.broadcast_to(as_array(values, column), wanted)
         return array.reshape((-1, *column.shape))
 
     def __repr__(self) -> str:
-        column = self._file.kept.column
+        column = self._file.header.column
         return (
             f"{type(self).__name__}({format_key(self.key)!r}, {column.dtype_name}, "
             f"{list(column.shape)}, fill={self.fill!r}, {self._reader.path})"

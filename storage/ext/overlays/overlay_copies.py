@@ -21,10 +21,10 @@ _CHUNK_NBYTES: Final = 2**24
 
 
 def copy_overlays(source: FileReader, target: Overlays, *, exactly: bool) -> None:
-    """Copy the values of the rows that both storages have from ``source`` to ``target``.
+    """Copy values from ``source`` to ``target``, for the rows that both storages have.
 
     With ``exactly``, the target ends up with the overlays of the source and no others. Without it,
-    the target keeps overlays that only it has, and values of rows that only it has.
+    the target keeps overlays that the source lacks, and values of rows that the source lacks.
 
     Raises:
         DamagedOverlay: an overlay of the source cannot be used.
@@ -37,12 +37,12 @@ def copy_overlays(source: FileReader, target: Overlays, *, exactly: bool) -> Non
         for key in keys:
             file = given.open(key)
             try:
-                into = target.made(file.kept, writable=True)
+                into = target.made(file.header, writable=True)
             except SchemaMismatch:
                 if not exactly:
                     raise
                 target.drop(key)
-                into = target.made(file.kept, writable=True)
+                into = target.made(file.header, writable=True)
             _copy(source, file, target.reader, into)
         if exactly:
             for key in set(target.keys()).difference(keys):
@@ -53,7 +53,7 @@ def copy_overlays(source: FileReader, target: Overlays, *, exactly: bool) -> Non
 
 def _copy(source: FileReader, file: OverlayFile, target: FileReader, into: OverlayFile) -> None:
     into.put(np.empty(0, np.int64), np.empty(0))  # clears the entries of rewound rows
-    step = max(1, _CHUNK_NBYTES // max(1, file.kept.column.row_nbytes))
+    step = max(1, _CHUNK_NBYTES // max(1, file.header.column.row_nbytes))
     for each in (into, file):  # a row that has a value only in the target gets the fill
         for start, stop in each.stretches(step):
             rows = each.rows_in(start, stop)
@@ -72,11 +72,11 @@ class RowsOf(Protocol):
 
     @property
     def at(self) -> np.ndarray | slice:
-        """Their positions among the requested rows."""
+        """The positions of these rows among the requested rows."""
 
     @property
     def rows(self) -> np.ndarray:
-        """Their row numbers in the source."""
+        """The numbers of these rows in the source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class OverlayValues:
 
     key: Key
     at: np.ndarray
-    """Positions [n] of their rows among the requested rows."""
+    """The positions [n], among the requested rows, of the rows with these values."""
     values: np.ndarray
     """The values [n, ...]."""
 
@@ -123,19 +123,19 @@ class OverlaysOf:
             self.every.add(key)
             known = self._files.get(key, {})
             file = beside.open(key) if wanted(key) else None
-            if file is None or any(each.kept != file.kept for each in known.values()):
+            if file is None or any(each.header != file.header for each in known.values()):
                 self.left_out.append(f"{beside.reader.path}: {format_key(key)}")
             else:
                 self._files[key] = {**known, source: file}
 
     @property
-    def kept(self) -> list[OverlayColumn]:
+    def headers(self) -> list[OverlayColumn]:
         """The columns of the selected overlays."""
-        return [next(iter(files.values())).kept for files in self._files.values()]
+        return [next(iter(files.values())).header for files in self._files.values()]
 
     def nbytes(self, rows: int) -> int:
         """Return the disk space in bytes that the selected overlays need for ``rows`` rows."""
-        return sum(HEADER_NBYTES + rows * entry_nbytes(each.column) for each in self.kept)
+        return sum(HEADER_NBYTES + rows * entry_nbytes(each.column) for each in self.headers)
 
     def take(self, parts: Iterable[RowsOf], count: int) -> list[OverlayValues]:
         """Copy the values of ``count`` requested rows, and skip rows without a value.
@@ -146,7 +146,7 @@ class OverlaysOf:
 
         Raises:
             Overrun: a writer changes values faster than they are read.
-            ColumnsMissing: an overlay has been dropped since.
+            ColumnsMissing: an overlay was dropped after this object was created.
         """
         found = []
         for part in parts if self._files else ():

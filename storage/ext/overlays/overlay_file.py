@@ -63,12 +63,12 @@ def lock_of(path: Path) -> Path:
     return path.with_name(path.name + ".lock")
 
 
-def acquire(reader: FileReader, path: Path, key: Key) -> WriterLock:
+def lock_overlay(reader: FileReader, path: Path, key: Key) -> WriterLock:
     """Acquire the writer lock of an overlay, which has one writer at a time.
 
     Raises:
         StorageLocked: another writer holds the lock.
-        NotWritable: this user may not write there.
+        NotWritable: this user may not write the lock file.
     """
     inside, place = reader.format.inside, lock_of(path)
     try:
@@ -80,8 +80,8 @@ def acquire(reader: FileReader, path: Path, key: Key) -> WriterLock:
             holder = inside.read_start(place, 32).strip()
         who = f"process {holder.decode(errors='replace')}" if holder else "another process"
         raise StorageLocked(
-            f"overlay {format_key(key)} of {reader.path} has one writer at a time, and {who} "
-            "writes to it. Close the storage there, or write from there."
+            f"overlay {format_key(key)} of {reader.path} can have one writer at a time, and {who} "
+            "is writing to it. Close the storage in that process, or write there."
         ) from error
 
 
@@ -89,7 +89,7 @@ def make_file(reader: FileReader, path: Path, kept: OverlayColumn) -> None:
     """Create the file of a new overlay atomically, without entries."""
     page = header_bytes(kept, owner_of(reader), reader.rewinds)
     with translated(path, len(page)):
-        reader.format.inside.write_aside(path, page, durable=reader.format.durable)
+        reader.format.inside.write_atomically(path, page, durable=reader.format.durable)
 
 
 class OverlayFile:
@@ -104,7 +104,7 @@ class OverlayFile:
     Raises:
         ColumnsMissing: the file does not exist.
         DamagedOverlay: the file cannot be used.
-        FormatVersionMismatch: a later Tallyroll created the file.
+        FormatVersionMismatch: a later version of Tallyroll created the file.
     """
 
     def __init__(self, reader: FileReader, path: Path, key: Key, *, writable: bool) -> None:
@@ -118,7 +118,9 @@ class OverlayFile:
             raise _missing(reader, key) from error
         except OSError as error:
             if error.errno in OTHER_KINDS:
-                raise damaged(path, f"it is a link, or no plain file ({error.strerror})") from error
+                raise damaged(
+                    path, f"it is a link, or not a regular file ({error.strerror})"
+                ) from error
             raise failed(path, error, 0) from error
         self._file, self._right = file, RightToWrite(None, path)
         self._held: list[WriterLock] = []
@@ -126,11 +128,11 @@ class OverlayFile:
         try:
             with translated(path):
                 page = os.pread(file, HEADER_NBYTES, 0)
-                self.kept = read_header(page, path, key, owner_of(reader))
+                self.header = read_header(page, path, key, owner_of(reader))
                 access: Access = "write" if writable else "read"
                 head = map_file(file, HEADER_NBYTES, access)
             self._access, self._words = access, head.array(np.dtype("<i8"), (3,), WORDS_AT)
-            self._dtype = entries.entry_dtype(self.kept.column)
+            self._dtype = entries.entry_dtype(self.header.column)
             self._entries: np.ndarray = np.empty(0, self._dtype)
             self._block = max(_BLOCK_NBYTES, self._dtype.itemsize)
             self._reserved = np.zeros(0, np.bool_)
@@ -164,14 +166,16 @@ class OverlayFile:
         inside, place = self._reader.format.inside, lock_of(self.path)
         if platform.machine() not in _ORDERED and not self.writable and is_held(inside, place):
             raise UnsupportedPlatform(
-                f"{self.path} is being written, and {platform.machine()} may show a reader values "
-                "that are half written. Read it when its writer has closed the storage."
+                f"{self.path} is being written, and on {platform.machine()} a reader may see "
+                "half-written values. Read the overlay after its writer has closed the storage."
             )
 
     def _mapped(self) -> np.ndarray:
         """Return all entries that the file has room for, and map the file again if it has grown."""
         if not self._closed.alive:
-            raise StorageClosed(f"{self.path} was closed. Ask the storage for the overlay again.")
+            raise StorageClosed(
+                f"{self.path} was closed. Open the overlay again with storage.overlay(name)."
+            )
         room = int(self._words[ROOM])
         if room == len(self._entries):
             return self._entries
@@ -180,12 +184,12 @@ class OverlayFile:
                 raise _missing(self._reader, self.key, " any more: it was dropped")
             most = self._reader.ring or entries.MOST_ROWS
             if not 0 <= room <= most:
-                raise damaged(self.path, f"it says that it has room for {room} rows")
+                raise damaged(self.path, f"its header records an impossible size of {room} rows")
             nbytes = HEADER_NBYTES + room * self._dtype.itemsize
             with translated(self.path):
                 if (size := os.fstat(self._file).st_size) < nbytes:
                     raise damaged(
-                        self.path, f"it has {size} bytes of {nbytes}, so that it was cut short"
+                        self.path, f"it has {size} bytes instead of {nbytes}, so it was truncated"
                     )
                 region = map_file(self._file, nbytes, self._access)
             self._entries = region.array(self._dtype, (room,), HEADER_NBYTES)
@@ -194,7 +198,7 @@ class OverlayFile:
     # --- reading ----------------------------------------------------------------------------------
 
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Copy the values of ``rows`` [*], in any order: [*rows.shape, *shape of a value].
+        """Return copies of the values of ``rows`` [*], in any order, [*rows.shape, *value shape].
 
         Rows without a value get the fill.
 
@@ -202,36 +206,36 @@ class OverlayFile:
             Overrun: a writer changes the values faster than they are read.
         """
         found, _ = self.values_of(rows.reshape(-1))
-        found = found.reshape((*rows.shape, *self.kept.column.shape))
+        found = found.reshape((*rows.shape, *self.header.column.shape))
         if out is None:
             return found
         out[...] = found
         return out
 
     def values_of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the values of ``rows`` [n] as `take` does, and which have one, bool [n]."""
+        """Return the values of ``rows`` [n] as `take` does, and a mask [n] of rows with a value."""
         return read_consistently(self._reader, lambda: self._take(rows))
 
     def _take(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        mapped, column = self._mapped(), self.kept.column
+        mapped, column = self._mapped(), self.header.column
         if self._words[DROPPED]:
             raise _missing(self._reader, self.key, " any more: it was dropped")
         limit = self._limit()
         if not len(mapped):
-            fill = np.full((len(rows), *column.shape), self.kept.fill_array)
+            fill = np.full((len(rows), *column.shape), self.header.fill_array)
             return fill, np.zeros(len(rows), np.bool_)
         slots = self._slots(rows)
         try:
             found, own = entries.take(mapped, np.minimum(slots, len(mapped) - 1), rows)
         except entries.Torn as error:
             raise Overrun(
-                f"{self.path} is written again and again while these {len(rows)} rows are read. "
-                "Read fewer at a time."
+                f"a writer kept changing {self.path} while {len(rows)} rows were read. Read fewer "
+                "rows at a time."
             ) from error
         if limit is not None:
             own &= rows < limit
         if not own.all():
-            found[~own] = self.kept.fill_array
+            found[~own] = self.header.fill_array
         return found, own
 
     def _slots(self, rows: np.ndarray) -> np.ndarray:
@@ -273,8 +277,8 @@ class OverlayFile:
     def stretches(self, most: int) -> Iterator[tuple[int, int]]:
         """Yield ranges of at most ``most`` entries that together cover all rows.
 
-        Holes in the file contain no entries and are skipped: a damaged file may be sparse, and as
-        long as the file system allows.
+        Holes in the file contain no entries and are skipped, because a damaged file may be sparse
+        and as long as the file system allows.
         """
         room, size, done = len(self._mapped()), self._dtype.itemsize, 0
         with translated(self.path):
@@ -290,15 +294,18 @@ class OverlayFile:
         """Acquire the lock on the first write; raise a `WriteError` if writing is not allowed."""
         if not self.writable:
             raise ReadOnlyStorage(
-                f"overlay {format_key(self.key)} of {self._reader.path} was opened to be read. "
-                "Open it by storage.overlay(..., writable=True), in one process at a time."
+                f"overlay {format_key(self.key)} of {self._reader.path} was opened read-only. "
+                "Open the overlay with storage.overlay(..., writable=True), in one process at a "
+                "time."
             )
         if not self._closed.alive:
-            raise StorageClosed(f"{self.path} was closed. Ask the storage for the overlay again.")
+            raise StorageClosed(
+                f"{self.path} was closed. Open the overlay again with storage.overlay(name)."
+            )
         if not self._held:
             with self._turn:
                 if not self._held:
-                    lock = acquire(self._reader, self.path, self.key)
+                    lock = lock_overlay(self._reader, self.path, self.key)
                     self._right = RightToWrite(lock, self.path)
                     self._held.append(lock)
         if self._held[0].lost:  # in a forked child; the periodic check below would miss it
@@ -335,7 +342,9 @@ class OverlayFile:
             ring = self._reader.ring
             room = ring or max(needed, len(mapped) + len(mapped) // 2, _FEWEST)
             if room > entries.MOST_ROWS:
-                raise StateMismatch(f"{self.path} may have {entries.MOST_ROWS} rows, got {room}.")
+                raise StateMismatch(
+                    f"{self.path}: expected at most {entries.MOST_ROWS} rows, got {room}."
+                )
             with translated(self.path, HEADER_NBYTES + room * size):
                 os.ftruncate(self._file, HEADER_NBYTES + room * size)
             self._words[ROOM] = room
@@ -364,8 +373,8 @@ class OverlayFile:
                 found = failed(self.path, error, nbytes)
                 if error.errno in FULL:
                     found = StorageFull(
-                        f"{self.path} needs {nbytes} more bytes ({error.strerror}). Values that "
-                        "were written are intact, and none of this call is. Free space."
+                        f"{self.path} needs {nbytes} more bytes ({error.strerror}). No value was "
+                        "changed. Free disk space."
                     )
                 raise found from error
             self._reserved[block] = True
@@ -382,8 +391,8 @@ class OverlayFile:
 
 def _missing(reader: FileReader, key: Key, why: str = "") -> ColumnsMissing:
     return ColumnsMissing(
-        f"{reader.path} has no overlay {format_key(key)}{why}. Make it: storage.overlay(name, "
-        "dtype, shape, fill)."
+        f"{reader.path} has no overlay {format_key(key)}{why}. Create the overlay with "
+        "storage.overlay(name, dtype, shape, fill)."
     )
 
 

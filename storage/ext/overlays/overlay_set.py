@@ -17,8 +17,8 @@ from tallyroll.storage.errors import (
 from tallyroll.storage.ext.overlays.header import HEADER_NBYTES, OverlayColumn, is_of_another
 from tallyroll.storage.ext.overlays.overlay_file import (
     OverlayFile,
-    acquire,
     lock_of,
+    lock_overlay,
     make_file,
     owner_of,
 )
@@ -81,13 +81,16 @@ class Overlays:
         """
         if not key or not all(isinstance(part, str) and can_be_stored(part) for part in key):
             raise InvalidSchema(
-                f"overlay {key!r:.200}: expected a name, or a tuple of names, each not empty and "
-                "without '/'. Rename it."
+                f"overlay {key!r:.200}: expected a non-empty name without '/', or a tuple of such "
+                "names. Rename the overlay."
             )
         parts = [quote(part, safe="").replace(".", "%2E") for part in key]
         name = self._first + "%2F".join(parts)
         if len(name + _SUFFIX) > _LONGEST_NAME:
-            raise InvalidSchema(f"overlay {format_key(key)}: the name is too long for a file name.")
+            raise InvalidSchema(
+                f"overlay {format_key(key)}: the name is too long for a file name. Give a shorter "
+                "name."
+            )
         return self._table.with_name(name + _SUFFIX)
 
     def __contains__(self, key: Key) -> bool:
@@ -97,7 +100,7 @@ class Overlays:
             return False
 
     def open(self, key: Key, *, writable: bool = False) -> OverlayFile:
-        """Open an existing overlay; raises the errors of `OverlayFile`."""
+        """Open an existing overlay, and raise the errors of `OverlayFile`."""
         writable = writable or self.reader.mode != "read"
         known = self._files.get(key)
         if known is not None and known.is_current and (known.writable or not writable):
@@ -112,7 +115,7 @@ class Overlays:
         Raises:
             SchemaMismatch: the overlay exists with another dtype, shape or fill.
             InvalidSchema: the rows have a column of that name, or the overlay cannot be read
-                together with them or with another overlay.
+                together with the rows or with another overlay.
             ReadOnlyStorage: the overlay does not exist, and this process may not create it.
         """
         key, reader = kept.key, self.reader
@@ -122,20 +125,22 @@ class Overlays:
             self._require_no_group(key)
             if not writable:
                 raise ReadOnlyStorage(
-                    f'{reader.path} has no overlay {format_key(key)}, and mode="read" makes none. '
-                    "Give writable=True, or make it in the process that writes the rows."
+                    f'{reader.path} has no overlay {format_key(key)}, and mode="read" does not '
+                    "create one. Give writable=True, or create the overlay in the process that "
+                    "writes the rows."
                 )
-            lock = acquire(reader, path, key)
+            lock = lock_overlay(reader, path, key)
             try:
                 if not self._has(key):
                     make_file(reader, path, kept)
             finally:
                 lock.release()
         found = self.open(key, writable=writable)
-        if different := kept.differences(found.kept):
+        if different := kept.differences(found.header):
             raise SchemaMismatch(
                 f"overlay {format_key(key)} of {reader.path} has {', '.join(different)}. Ask for "
-                "it as it is, or drop it: storage.drop_overlay(name)."
+                "the overlay with its stored dtype, shape and fill, or drop the overlay: "
+                "storage.drop_overlay(name)."
             )
         return found
 
@@ -150,7 +155,7 @@ class Overlays:
                 raise InvalidSchema(
                     f"overlay {format_key(key)}: expected a name that can be read together with "
                     f"the overlay {format_key(other)}, got one that would be both a column and a "
-                    "group. Give it another name."
+                    "group. Choose another name."
                 )
 
     def drop(self, key: Key) -> None:
@@ -158,18 +163,18 @@ class Overlays:
 
         Raises:
             ColumnsMissing: the overlay does not exist.
-            StorageLocked: another process writes to it.
+            StorageLocked: another process writes to the overlay.
         """
         reader, path = self.reader, self.path_of(key)
         if not os.path.lexists(path):
             raise ColumnsMissing(
-                f"{reader.path} has no overlay {format_key(key)}; it has "
+                f"{reader.path} has no overlay {format_key(key)}. Its overlays are "
                 f"{', '.join(map(format_key, self.keys())) or 'none'}."
             )
         known, inside = self._files.get(key), reader.format.inside
         if known is not None and known.is_locked:
             known.close()
-        lock = acquire(reader, path, key)
+        lock = lock_overlay(reader, path, key)
         try:
             if (known := self._files.pop(key, None)) is not None:
                 known.close()
@@ -187,7 +192,7 @@ class Overlays:
             lock.release()
 
     def flush(self) -> None:
-        """Flush the values of all overlays that were opened for writing to the disk."""
+        """Flush to the disk the values of all overlays that are open for writing."""
         for file in self._files.values():
             if file.writable and file.is_open:
                 file.flush()
@@ -203,14 +208,14 @@ def require_fits(schema: Schema, kept: OverlayColumn) -> None:
     """Raise `InvalidSchema` unless an overlay can be read together with the columns of a schema."""
     if kept.key in schema:
         raise InvalidSchema(
-            f"{format_key(kept.key)} is a column of the rows, which never change. Give the overlay "
-            "another name."
+            f"overlay {format_key(kept.key)}: the rows have a column of this name, and rows never "
+            "change. Give the overlay another name."
         )
     try:
         Schema((*schema.columns, kept.column), schema.batch_dims)
     except InvalidSchema as error:
         raise InvalidSchema(
-            f"overlay {format_key(kept.key)} does not fit beside the rows: {error}"
+            f"overlay {format_key(kept.key)} cannot be read together with the rows: {error}"
         ) from error
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tallyroll.storage.errors import ReadOnlyStorage
-from tallyroll.storage.ext.overlays.header import kept_as
+from tallyroll.storage.ext.overlays.header import checked_column
 from tallyroll.storage.ext.overlays.overlaid import OverlaidReader
 from tallyroll.storage.ext.overlays.overlay import Overlay
 from tallyroll.storage.ext.overlays.overlay_file import OverlayFile
@@ -55,7 +55,7 @@ class StorageOverlays:
         if dtype is None:
             file = self.files.open(key, writable=writable)
         else:
-            kept = kept_as(key, _dtype_of(dtype), shape, fill)
+            kept = checked_column(key, _dtype_of(dtype), shape, fill)
             file = self.files.made(kept, writable=writable)
         return Overlay(reader, file)
 
@@ -101,7 +101,7 @@ class StorageOverlays:
             self._files.close()
 
     def flush(self) -> None:
-        """Flush the values that were set to the disk."""
+        """Flush all values that were written."""
         if self._files is not None:
             self._files.flush()
 
@@ -112,8 +112,8 @@ class StorageOverlays:
         reader.require_open()
         if not isinstance(reader, FileReader):
             raise ReadOnlyStorage(
-                f"{reader.path} is read by {type(reader).__name__}, which cannot have overlays. "
-                "Copy the rows to a storage of Tallyroll."
+                f"{reader.path} does not support overlays, because its reader is "
+                f"{type(reader).__name__}. Copy the rows to a storage of Tallyroll."
             )
         reader.running()
         return reader
@@ -128,6 +128,6 @@ def _dtype_of(dtype: torch.dtype | np.dtype[Any] | str | Any) -> torch.dtype:
         return TORCH[np.dtype(dtype)]
     except (KeyError, TypeError) as error:
         raise TypeError(
-            f"dtype: expected one of torch's that a storage holds ({', '.join(NAMES)}), got "
+            f"dtype: expected a torch dtype that a storage supports ({', '.join(NAMES)}), got "
             f"{dtype!r}."
         ) from error

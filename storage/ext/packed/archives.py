@@ -5,14 +5,14 @@
     DIR/zarr.json                      the root group: schema, provenance
     DIR/action/zarr.json               a column that is stored as an array
     DIR/action/c.0, c.1, ...           its shards
-    DIR/observation/frames/            a column that is stored as states: their frames
+    DIR/observation/frames/            the frames of a column that is stored as states
     DIR/observation/breaks/, starts/   the rows and states that do not continue the previous one
     DIR/tallyroll/row/                 the row numbers in the source storage
     DIR/tallyroll/manifest.json        the manifest, with the layout of the packed rows
     DIR/tallyroll/episodes.npy         the table of episodes
     DIR/tallyroll/trajectories.index   the positions of the rows of trajectories
 """
-# ruff: noqa: D102 - what an archive does is said once, in `Archive`
+# ruff: noqa: D102 - `Archive` documents the methods of all archives
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tallyroll.storage.files.safe_files import Inside, open_any
 from tallyroll.storage.formats.metadata_checks import differs
 from tallyroll.storage.trajectories.blocks.saved_blocks import SavedBlocks
 from tallyroll.storage.trajectories.episode_file import read_table
-from tallyroll.storage.trajectories.lane_file import IndexOwner, read_index
+from tallyroll.storage.trajectories.index_file import IndexOwner, read_index
 
 OURS: Final = "tallyroll"
 MANIFEST, EPISODES, INDEX = "manifest.json", "episodes.npy", "trajectories.index"
@@ -54,20 +54,26 @@ class Archive(ABC):
 
     @abstractmethod
     def read_manifest(self) -> Manifest:
-        """Return the manifest; raises the errors of the function `read_manifest`."""
+        """Return the manifest.
+
+        Raises the errors of the function `read_manifest`.
+        """
 
     @abstractmethod
     def chunks(self, layout: ArrayLayout) -> Chunks:
         """Return the chunks of an array."""
 
     def read_episodes(self, dtype: np.dtype[Any], rows: int) -> np.ndarray | None:
-        """Return the table of episodes, or None; raises the errors of `read_table`."""
+        """Return the table of episodes, or None if there is none.
+
+        Raises the errors of `read_table`.
+        """
         return None
 
     def read_index(self, owner: IndexOwner, rows: int, *, whole: bool) -> SavedBlocks | None:
-        """Return the index of trajectories, with at most ``rows`` rows; None if there is none.
+        """Return the index of trajectories, or None if there is none.
 
-        Raises the errors of `read_index`.
+        The index covers at most ``rows`` rows. Raises the errors of `read_index`.
         """
         return None
 
@@ -150,7 +156,10 @@ class Hdf5Archive(Archive):
     def shown_wrongly(self, layout: Layout, manifest: Manifest) -> Iterator[str]:
         with open(open_any(self.path, os.O_RDONLY | os.O_CLOEXEC), "rb") as file:
             if self._file.userblock_size > LEAST and front_in(file) is None:
-                yield f"{self.path} has no whole copy at its front, by which it could be repaired."
+                yield (
+                    f"{self.path} has no complete copy of its metadata at its front, which a "
+                    "repair of the file would need."
+                )
 
     def close(self) -> None:
         if self._file is not None:

@@ -30,7 +30,7 @@ _SMALL_NBYTES: Final = 2**16
 """Chunks up to this size are cached on first use; results up to this size are not pooled."""
 _MOST_POOLED_NBYTES: Final = 2**26
 _DENSE: Final = 4
-"""A call is dense if it requests at least one in this number of its chunks' rows."""
+"""A call is dense if it requests at least 1 / `_DENSE` of the rows in the needed chunks."""
 
 
 class Chunks(Protocol):
@@ -40,13 +40,16 @@ class Chunks(Protocol):
     nbytes: int
 
     def prepared(self, chunk: int) -> Any:
-        """Prepare a chunk for `load`, and return its ``where``; called by one thread at a time."""
+        """Prepare a chunk for `load`, and return the argument ``where`` of that call.
+
+        One thread at a time may call this.
+        """
 
     def load(self, where: Any, chunk: int) -> np.ndarray:
-        """Decompress a chunk: [chunk_rows, *shape]; may be called by several threads at once."""
+        """Decompress a chunk: [chunk_rows, *shape]. Several threads may call this at once."""
 
     def done(self, *, idle: bool = False) -> None:
-        """Release the least recently used resources of `prepared`; if ``idle``, release all."""
+        """Release the least recently used resources that `prepared` opened; if ``idle``, all."""
 
     def another(self) -> Chunks:
         """Return the same chunks with separate file handles, for another cache."""
@@ -110,7 +113,7 @@ def _threads() -> int:
 _Some = tuple[np.ndarray, np.ndarray]
 """Positions [k] in an array, and the rows [k] of a chunk to copy there."""
 _Wanted = tuple[int, np.ndarray | None, _Some | None]
-"""A chunk, its target array or None to discard it, and the rows to copy or None for all."""
+"""A chunk, its target array (None: discard the chunk), and the rows to copy (None: all rows)."""
 
 
 class CachedArray:
@@ -132,7 +135,7 @@ class CachedArray:
         _LIVE.add(self)
 
     @property
-    def kept_nbytes(self) -> int:
+    def max_nbytes(self) -> int:
         """The maximum size of the cache in bytes."""
         return self._slots * self.layout.chunk_nbytes
 
@@ -182,7 +185,7 @@ class CachedArray:
         return out
 
     def take_each(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Copy rows for several requests at once, many of which may touch the same chunks.
+        """Copy the rows of several requests, which may touch the same chunks, in one call.
 
         The memory of the result is reused once nothing refers to it.
         """
@@ -207,8 +210,9 @@ class CachedArray:
     def _chosen(self, needed: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Split the needed chunks into those to cache, and those whose rows are only copied.
 
-        A chunk is only copied if the cache has no room for it. It is also only copied if it was not
-        requested recently, unless ``rows`` is at least a quarter of the rows of the chunks.
+        A chunk is cached if there is room for it and one of the following holds: the chunks of this
+        array are small, ``rows`` is at least a quarter of the rows of the needed chunks, or the
+        chunk was requested recently.
         """
         there = self._slot_of[needed] >= 0
         missing, present = needed[~there], needed[there]
@@ -254,8 +258,8 @@ class CachedArray:
     def _hold(self, needed: np.ndarray, *, alone: bool = False) -> None:
         """Load chunks [n], at most one per slot, into the cache.
 
-        With ``alone`` the calling thread loads them itself, because pool threads that wait for
-        other threads of the pool could deadlock.
+        If ``alone``, the calling thread loads the chunks itself. A pool thread must do so, because
+        pool threads that wait for each other could deadlock.
         """
         layout = self.layout
         if self._slab is None:
@@ -295,7 +299,10 @@ class CachedArray:
             chunks.done()
 
     def slice(self, start: int, stop: int) -> np.ndarray:
-        """Copy the rows ``[start, stop)``, and decompress the next ones if the caller reads on."""
+        """Copy the rows ``[start, stop)``.
+
+        If the previous call ended at ``start``, also begin to decompress the rows after ``stop``.
+        """
         layout, size = self.layout, self.layout.chunk_rows
         out = np.empty((max(0, stop - start), *layout.shape), layout.numpy_dtype)
         if not len(out):
@@ -329,7 +336,7 @@ class CachedArray:
         out[begin - start : end - start] = self._slab[at + begin : at + end]
 
     def _read_ahead(self, start: int, count: int) -> None:
-        """Start to decompress the rows that follow, if they fit into the cache, too."""
+        """Begin to decompress ``count`` rows from ``start`` on if they fit into half the cache."""
         size = self.layout.chunk_rows
         chunks = np.arange(start // size, min(-(-(start + count) // size), self.layout.chunks))
         if not len(chunks) or 2 * len(chunks) > self._slots:
@@ -338,7 +345,7 @@ class CachedArray:
             self._ahead = self._workers.begin(_Prefetch(self, chunks))
 
     def hold(self, chunks: np.ndarray) -> None:
-        """Load chunks into the cache in the calling thread; the read-ahead job calls this method.
+        """Load chunks into the cache in the calling thread, for the read-ahead job.
 
         A chunk that cannot be loaded raises its error again when its rows are requested.
         """

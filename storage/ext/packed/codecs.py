@@ -69,7 +69,7 @@ def _unzstd(frame: bytes, nbytes: int) -> bytes:
     zstd = library("zstandard")
     try:
         if (found := zstd.frame_content_size(frame)) != nbytes:
-            raise BadChunk(f"it would have {found} bytes, expected {nbytes}")
+            raise BadChunk(f"it declares {found} bytes, expected {nbytes}")
         body: bytes = _decompressor().decompress(frame, allow_extra_data=False)
     except zstd.ZstdError as error:
         raise BadChunk(f"it cannot be decompressed ({error})") from error
@@ -106,7 +106,7 @@ class Codec:
             return text
         name, colon, level = str(text).partition(":")
         if name == "none" and colon:
-            raise ValueError(f"codec none has no level, got {text!r:.80}.")
+            raise ValueError(f'codec: expected "none" without a level, got {text!r:.80}.')
         if not colon:
             return cls(name, _USUAL_LEVEL.get(name, 0))
         if not level.isdecimal() or len(level) > 2:
@@ -120,8 +120,8 @@ class Codec:
         """Raise ValueError if the codec cannot compress chunks of ``nbytes`` bytes."""
         if self.name == "shuffle" and nbytes > _BLOSC_MOST:
             raise ValueError(
-                f"codec {self.name} has chunks of less than 2 GiB, and a chunk here would have "
-                f"{nbytes:,} bytes. Use zstd."
+                f"codec {self.name}: expected chunks of less than 2 GiB, got chunks of {nbytes:,} "
+                "bytes. Use zstd."
             )
 
     def as_zarr(self, itemsize: int) -> list[dict[str, Any]]:
@@ -141,11 +141,11 @@ class Codec:
         return library("zstandard").ZstdCompressor(level=self.level)
 
     def most_stored(self, nbytes: int) -> int:
-        """Return an upper bound of the stored size of ``nbytes`` bytes."""
+        """Return an upper bound of the stored size of a chunk of ``nbytes`` bytes."""
         return nbytes + nbytes // 128 + 4096
 
     def encode(self, chunk: np.ndarray) -> bytes:
-        """Encode a C-contiguous chunk for storage; called by one thread at a time."""
+        """Encode a C-contiguous chunk for storage. One thread at a time may call this."""
         if self.name == "none":
             body = chunk.tobytes()
         elif self.name == "zstd":
@@ -171,7 +171,7 @@ class Codec:
             *(2, 1, _BLOSC_FLAGS, size, nbytes, nbytes, len(body), _BLOSC_HEAD.size - 4),
             max(0, len(body) - _BLOSC_HEAD.size),
         ):
-            raise BadChunk("its header is not that of its bytes")
+            raise BadChunk("its header does not match its content")
         stream = body[_BLOSC_HEAD.size :]
         if len(stream) != nbytes:
             stream = _unzstd(stream, nbytes)
@@ -179,14 +179,16 @@ class Codec:
         return np.ascontiguousarray(shuffled.T).reshape(-1)
 
     def decode(self, stored: bytes, nbytes: int, itemsize: int) -> np.ndarray:
-        """Decompress a chunk of ``nbytes`` bytes with items of ``itemsize`` bytes: uint8 [nbytes].
+        """Decompress a chunk to ``nbytes`` bytes, uint8 [nbytes].
+
+        ``itemsize`` is the number of bytes per item of the array.
 
         Raises:
             BadChunk: the bytes are not such a chunk.
         """
         body = stored[: -_SUM.size]
         if len(stored) < _SUM.size or _SUM.pack(crc32c(body)) != stored[-_SUM.size :]:
-            raise BadChunk("its checksum does not fit")
+            raise BadChunk("its checksum does not match")
         if self.name == "shuffle":
             return self._unblosc(body, nbytes, itemsize)
         if self.name == "zstd":
@@ -199,16 +201,16 @@ class Codec:
 def stored_nbytes(codec: Codec, content: bytes, nbytes: int) -> int:
     """Return the stored size in bytes of the chunk at the start of ``content``.
 
-    The chunk declares its stored size, except with the codec ``none``. ``nbytes`` is its size
-    after decompression.
+    The chunk declares this size, except with the codec ``none``. ``nbytes`` is the size of the
+    chunk after decompression.
 
     Raises:
-        ValueError, IndexError, struct.error: there is no valid chunk.
+        ValueError, IndexError, struct.error: ``content`` does not start with a valid chunk.
     """
     if codec.name == "shuffle":
         found = int(_BLOSC_HEAD.unpack_from(content)[6])
         if found < _BLOSC_HEAD.size:
-            raise ValueError("it has no bytes")
+            raise ValueError("its header declares too few bytes")
         return found + _SUM.size
     return (_zstd_nbytes(content) if codec.name == "zstd" else nbytes) + _SUM.size
 
@@ -216,7 +218,7 @@ def stored_nbytes(codec: Codec, content: bytes, nbytes: int) -> int:
 def _zstd_nbytes(content: bytes) -> int:
     """Return the size of the zstd frame at the start of ``content`` (RFC 8878, 3.1.1)."""
     if content[:4] != b"\x28\xb5\x2f\xfd":
-        raise ValueError("it is no frame of zstd")
+        raise ValueError("it is not a zstd frame")
     about = content[4]
     alone, summed = about >> 5 & 1, about >> 2 & 1
     at = 5 + (1 - alone) + (0, 1, 2, 4)[about & 3] + (alone, 2, 4, 8)[about >> 6]
@@ -224,26 +226,29 @@ def _zstd_nbytes(content: bytes) -> int:
     while not last:
         head = int.from_bytes(content[at : at + 3], "little")
         if at + 3 > len(content):
-            raise ValueError("it is cut")
+            raise ValueError("it was cut short")
         last, kind, size = head & 1, head >> 1 & 3, head >> 3
         at += 3 + (1 if kind == 1 else size)  # kind 1 is a run of a single byte
     return at + 4 * summed
 
 
 def inflate(stored: bytes, mask: int, shuffled: bool, nbytes: int, itemsize: int) -> np.ndarray:
-    """Decompress a chunk of an HDF5 dataset with the filters gzip and shuffle: uint8 [nbytes].
+    """Decompress a gzip chunk of an HDF5 dataset to uint8 [nbytes].
+
+    ``mask`` has a bit for each filter that HDF5 skipped. ``shuffled`` is True if the dataset also
+    has the shuffle filter.
 
     Raises:
         BadChunk: the bytes are not such a chunk.
     """
     if mask:
-        raise BadChunk("it was written without its filters")
+        raise BadChunk("it was written without some of its filters")
     tool = zlib.decompressobj()
     try:
         body = tool.decompress(stored, nbytes + 1)
     except zlib.error as error:
         raise BadChunk(f"it cannot be decompressed ({error})") from error
     if len(body) != nbytes or not tool.eof:
-        raise BadChunk(f"it has not {nbytes} bytes")
+        raise BadChunk(f"its decompressed size is not {nbytes} bytes")
     found = np.frombuffer(body, np.uint8)
     return np.ascontiguousarray(found.reshape(itemsize, -1).T).reshape(-1) if shuffled else found

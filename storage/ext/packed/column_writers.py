@@ -33,7 +33,8 @@ from tallyroll.storage.ext.packed.stacks import (
     in_order,
     same_bits,
 )
-from tallyroll.storage.rows.keys import Key, format_key
+from tallyroll.storage.rows.frame_stacks import FrameStack as FrameStack  # pickles name it here
+from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.schema import Column, Schema
 
 MakeWriter: TypeAlias = Callable[[ArrayLayout], ChunkWriter]
@@ -48,67 +49,20 @@ The result is valid until the next call.
 _BLOCK_NBYTES: Final = 2**21
 """Size in bytes of the blocks in which a column is read, so that they stay in the CPU cache."""
 _LONG, _WIDE_NBYTES = 16, 2**10
-"""Minimum count and row size of consecutive rows that are read in place, without a copy."""
+"""Minimum number of consecutive rows, and minimum bytes per row, for reading them in place."""
 
 _MOST_FRAMES: Final = 16
 _LEAST_FRAME_NBYTES: Final = 16
 
 
 @dataclass(frozen=True)
-class FrameStack:
-    """Declaration that the values of a column are stacks of frames, the oldest frame first.
-
-    Args:
-        key: the column, such as ``"observation"``. Its column in ``next`` is stacked alike.
-        n: frames per stack; None: the length of the axis.
-        axis: the axis of a row's value along which frames are stacked; -1 is the last.
-    """
-
-    key: str | Key
-    n: int | None = None
-    axis: int = 0
-
-
-@dataclass(frozen=True)
 class ColumnPlan:
-    """Plan for packing a column, together with its column in ``next`` if that shares its states."""
+    """Plan for packing a column, together with its column in ``next`` if the two share states."""
 
     column: Column
     next: Column | None = None
     n: int = 1
     axis: int = 0
-
-
-def frames_declared(schema: Schema, stacks: Sequence[FrameStack]) -> dict[Key, tuple[int, int]]:
-    """Return the number of frames and the axis of the columns in ``stacks``.
-
-    Raises:
-        ValueError: a column does not exist, or cannot be such a stack.
-    """
-    found: dict[Key, tuple[int, int]] = {}
-    shapes = {each.key: each.shape for each in schema.columns}
-    for each in stacks:
-        key = (each.key,) if isinstance(each.key, str) else tuple(each.key)
-        if key not in shapes:
-            raise ValueError(
-                f"stacks: there is no column {format_key(key)}; there are "
-                f"{', '.join(map(format_key, shapes))}."
-            )
-        shape, axis = shapes[key], each.axis
-        if not -len(shape) <= axis < len(shape):
-            raise ValueError(
-                f"stacks: {format_key(key)} has values of shape {list(shape)}, of which none is "
-                f"axis {axis}."
-            )
-        axis %= len(shape)
-        n = shape[axis] if each.n is None else each.n
-        if type(n) is not int or n < 2 or shape[axis] % n or n > 4096:
-            raise ValueError(
-                f"stacks: {format_key(key)} has values of shape {list(shape)}, and {n!r:.80} "
-                f"frames cannot be stacked along axis {axis} of that."
-            )
-        found[key] = n, axis
-    return found
 
 
 def planned(
@@ -123,7 +77,8 @@ def planned(
     Args:
         schema: the columns.
         looks: samples of consecutive rows, in packing order.
-        once: store states once if that helps.
+        once: True: store the states of a column once if it mostly shares them with its column in
+            ``next``.
         stacks: the number of frames and the axis of stacked columns; None: detect them.
     """
     columns = {each.key: each for each in schema.columns}
@@ -146,7 +101,7 @@ def planned(
             n, axis = stacks[key]
             plan = replace(plan, n=n, axis=axis)
         found.append(plan)
-    # In schema order; columns in `next` that share states belong to the plan of their column.
+    # Drop the plans of columns in `next` that another plan includes; keep the order of the schema.
     return [plan for plan in found if plan.column.key not in taken]
 
 
@@ -160,7 +115,7 @@ def _mostly(found: Any) -> bool:
 
 
 def _looked_at(plan: ColumnPlan, looks: Sequence[Values]) -> ColumnPlan:
-    """Add the frames of a stack to a plan if the column looks like one."""
+    """Add the number of frames and the axis to a plan if the values look like stacked frames."""
     shape = plan.column.shape
     for axis in dict.fromkeys((0, len(shape) - 1)) if len(shape) > 1 else ():
         n = shape[axis]
@@ -277,7 +232,7 @@ def codec_of_numbers(make: MakeWriter) -> Codec:
 
 
 class _States:
-    """Writer of the states of a column and its column in ``next``."""
+    """Writer of the states of a column and of its column in ``next``."""
 
     def __init__(self, plan: ColumnPlan, codec: Codec, packing: PackedWriter) -> None:
         self._plan, self._packing = plan, packing

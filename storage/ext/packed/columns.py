@@ -1,5 +1,5 @@
 """Columns of a packed storage: rows of an array, or states and their frames."""
-# ruff: noqa: D102 - what a column gives is said once, in `ColumnReader`
+# ruff: noqa: D102 - `ColumnReader` documents the methods of all columns
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class RowRequest:
 
 
 def copied(wanted: Sequence[RowRequest]) -> list[np.ndarray]:
-    """Return the values of columns, with one call for all columns of the same array.
+    """Return the values of columns, with one read for all columns of the same array.
 
-    The next state of a row is usually in the same chunk as the row.
+    This saves time because the state and the next state of a row are usually in the same chunk.
     """
     found: dict[CachedArray, Iterator[np.ndarray]] = {}
     for each in wanted:
@@ -50,7 +50,7 @@ def copied(wanted: Sequence[RowRequest]) -> list[np.ndarray]:
 
 
 class PackedColumn(ColumnReader):
-    """A column of packed rows, which are derived from an array."""
+    """A column of packed rows whose values are derived from an array."""
 
     @property
     @abstractmethod
@@ -112,8 +112,8 @@ class States:
         """Return the breaks and the starts, which are read once.
 
         Raises:
-            CorruptStorage: they are inconsistent with the rows.
-            NotEnoughMemory: there is not enough memory for them.
+            CorruptStorage: the tables are inconsistent with the rows.
+            NotEnoughMemory: there is not enough memory for the tables.
         """
         if self._found is None:
             with self._lock:
@@ -126,7 +126,7 @@ class States:
         frames = self.frames.layout.rows
         if wrong := what_is_wrong(breaks, starts, self._rows, layout.states, frames, layout.n):
             raise CorruptStorage(
-                f"{self.path} has states that cannot be: {wrong}. Restore it from a copy."
+                f"{self.path} has invalid states: {wrong}. Restore it from a copy."
             )
         return breaks, starts
 
@@ -136,14 +136,14 @@ class States:
         array = self._array(place)
         count = array.layout.rows
         if not is_little(nbytes := 3 * count * array.layout.row_nbytes):
-            require_memory(nbytes, f"where the {count:,} states of {self.path} begin")
+            require_memory(nbytes, f"a table of {count:,} states of {self.path}")
         found = array.slice(0, count)
         array.let_go()  # the array is not read again
         return found
 
 
 class StateColumn(PackedColumn):
-    """A column whose rows are states, or the next states of rows.
+    """A column whose values are the states of rows, or their next states.
 
     Args:
         states: the states.

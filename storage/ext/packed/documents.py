@@ -1,4 +1,4 @@
-"""Metadata with which zarr-python, TensorStore and xarray read packed rows. Pure."""
+"""Metadata from which zarr-python, TensorStore and xarray can read packed rows. Pure."""
 
 from __future__ import annotations
 

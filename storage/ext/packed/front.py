@@ -1,8 +1,8 @@
 """Copy of the metadata at the front of a packed HDF5 file.
 
 HDF5 stores the manifest and the state tables after all rows, and chunk positions throughout the
-file. Its library therefore cannot read anything of a truncated file. The user block before HDF5's
-own bytes contains a copy of this metadata, with which `repair` reads the remaining chunks.
+file. The HDF5 library therefore cannot read anything of a truncated file. The user block before
+HDF5's own bytes contains a copy of this metadata, which `repair` uses to read the remaining chunks.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Front:
 
     manifest: bytes
     places: tuple[tuple[np.ndarray, np.ndarray], ...]
-    """The offset and size in bytes of each chunk, by array."""
+    """The offsets [chunks] and the sizes [chunks] in bytes of the chunks of each array."""
     tables: dict[int, list[bytes]]
-    """The stored chunks of the arrays that are written last, by array."""
+    """The stored chunks of the arrays that are written last, by array index."""
 
 
 def room_for(manifest: Manifest, layouts: Sequence[ArrayLayout], rows: int) -> int:
-    """Return a user block size in bytes that is most likely sufficient for a copy.
+    """Return a user block size in bytes that is most likely sufficient for the copy.
 
-    It allows for one trajectory start per eight rows.
+    The size allows for one trajectory start per eight rows.
     """
     chunks = sum(each.chunks for each in layouts)
     wanted = _SPARE + len(json.dumps(manifest)) + 8 * chunks + rows // 4
@@ -51,7 +51,7 @@ def room_for(manifest: Manifest, layouts: Sequence[ArrayLayout], rows: int) -> i
 
 
 def written(manifest: bytes, places: Sequence[tuple[list[int], list[int]]], tables: Any) -> bytes:
-    """Serialize a copy. Arguments are the fields of a `Front`; ``tables`` may be any mapping."""
+    """Serialize the copy from the fields of a `Front`; ``tables`` may be any mapping."""
     arrays = []
     for starts, sizes in places:
         ends = [0, *(start + size for start, size in zip(starts, sizes, strict=True))]

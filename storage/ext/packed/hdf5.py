@@ -1,9 +1,9 @@
 """Packed rows in an HDF5 file: chunked datasets with HDF5's shuffle and gzip filters.
 
-The user block at the front identifies the file and contains a copy of the metadata at its end; see
-`front`. The manifest is a dataset of bytes, ``tallyroll/manifest``. Chunks are read in stored form
-and decompressed here, which bounds the memory that a damaged chunk can take. The checksum of a
-chunk is that of zlib, Adler-32.
+The user block at the front identifies the file and contains a copy of the metadata that HDF5 stores
+later in the file; see `front`. The manifest is a dataset of bytes, ``tallyroll/manifest``. This
+module decompresses the stored chunks itself, which bounds the memory that a damaged chunk can take.
+The checksum of a chunk is the Adler-32 of its zlib stream.
 """
 
 from __future__ import annotations
@@ -76,24 +76,27 @@ def _dataset(file: Any, path: Path, name: str) -> Any:
         found = file
         for part in name.split("/"):
             if not isinstance(found.get(part, getlink=True), h5py.HardLink):
-                raise _damaged(path, f"{name} is not there, or is a link")
+                raise _damaged(path, f"{name} is missing, or is a link")
             found = found[part]
         if not isinstance(found, h5py.Dataset) or found.is_virtual or found.external:
-            raise _damaged(path, f"{name} is no dataset of this file")
+            raise _damaged(path, f"{name} is not a dataset of this file")
         return found
 
 
 def stored_manifest(file: Any, path: Path) -> Manifest:
-    """Return the manifest; raises the errors of `parse_manifest`."""
+    """Return the manifest.
+
+    Raises the errors of `parse_manifest`.
+    """
     data = _dataset(file, path, _MANIFEST)
     with _reading(path, _MANIFEST):
         plain = data.dtype == np.uint8 and data.ndim == 1 and data.chunks is None
         if not plain or not 0 < data.shape[0] <= min(MANIFEST_LIMIT, data.id.get_storage_size()):
-            raise _damaged(path, f"{_MANIFEST} is no text of up to {MANIFEST_LIMIT} bytes")
+            raise _damaged(path, f"{_MANIFEST} is not a text of 1 to {MANIFEST_LIMIT} bytes")
         content = data[()].tobytes()
     found = parse_manifest(content, path)
     if found["format"] != FORMAT_HDF5:
-        raise _damaged(path, f"its manifest is of format {found['format']!r:.80}")
+        raise _damaged(path, f"its manifest has the unexpected format {found['format']!r:.80}")
     return found
 
 
@@ -114,9 +117,9 @@ class DatasetChunks:
             found = (data.shape, data.dtype, data.compression, data.shuffle)
             others = data.fletcher32 or data.scaleoffset is not None
             if found != wanted or others or data.chunks != (layout.chunk_rows, *layout.shape):
-                raise _damaged(path, f"{name} is not as the manifest says")
+                raise _damaged(path, f"{name} does not match the manifest")
             if data.id.get_num_chunks() != layout.chunks:
-                raise _damaged(path, f"{name} has not all {layout.chunks:,} chunks")
+                raise _damaged(path, f"{name} does not have all {layout.chunks:,} chunks")
             self.nbytes: int = data.id.get_storage_size()
 
     def prepared(self, chunk: int) -> tuple[int, bytes]:
@@ -126,7 +129,7 @@ class DatasetChunks:
         try:
             info = self._data.id.get_chunk_info_by_coord(place)
             if info.byte_offset is None or info.size > _most_stored(layout.chunk_nbytes):
-                raise BadChunk("it is not there, or has more bytes than a chunk can have")
+                raise BadChunk("it is missing, or is larger than a chunk can be")
             mask, stored = self._data.id.read_direct_chunk(place)
         except (BadChunk, *DAMAGE) as error:
             raise self._bad(chunk, error) from error
@@ -188,7 +191,7 @@ class DatasetWriter(ChunkWriter):
         stored = zlib.compress(body, self.layout.codec.level)
         size, start = self.layout.chunk_rows, self._chunks * self.layout.chunk_rows
         if start + size > len(self._data):
-            # Grow geometrically, since a call takes longer than writing a chunk.
+            # Grow geometrically, since a resize takes longer than writing a chunk.
             self._data.resize(size * max(16, 2 * self._chunks), axis=0)
         self._data.id.write_direct_chunk((start, *(0 for _ in self.layout.shape)), stored)
         self._guard.check()
@@ -214,7 +217,7 @@ def finish_file(file: Any, manifest: Manifest, layout: Layout) -> bytes:
     """
     content = json.dumps(sealed(manifest)).encode()
     if len(content) > MANIFEST_LIMIT:
-        raise ValueError(f"the manifest has {len(content)} bytes, and may have {MANIFEST_LIMIT}")
+        raise ValueError(f"manifest: expected at most {MANIFEST_LIMIT} bytes, got {len(content)}.")
     file.create_dataset(_MANIFEST, data=np.frombuffer(content, np.uint8))
     file.attrs["about"] = "packed by Tallyroll: tallyroll/manifest says how its rows are packed"
     copied = _copy(file, content, layout)
@@ -230,7 +233,7 @@ def write_front(path: Path, content: bytes) -> None:
 
 
 def _copy(file: Any, manifest: bytes, layout: Layout) -> bytes:
-    """Return the copy of the metadata at the end of a file, for its front."""
+    """Return a copy of the metadata that HDF5 stores later in the file, for the front."""
     late = {place for each in layout.states for place in (each.breaks, each.starts)}
     places, tables = [], {}
     for number, array in enumerate(layout.arrays):
@@ -252,7 +255,7 @@ class FrontChunks:
         path: the file, for messages.
         layout: the array.
         places: the offsets and sizes of the chunks in bytes.
-        kept: the stored chunks, for arrays that were written last.
+        kept: the stored chunks in the copy itself; empty unless the array was written last.
     """
 
     def __init__(
@@ -267,7 +270,7 @@ class FrontChunks:
         self._starts, self._sizes = places
         self._kept = kept
         if not len(self._starts) == len(self._sizes) == layout.chunks:
-            raise _damaged(path, f"its front has not the chunks of {'/'.join(layout.path)}")
+            raise _damaged(path, f"its front does not locate all chunks of {'/'.join(layout.path)}")
         self.nbytes = int(self._sizes.sum())
 
     def prepared(self, chunk: int) -> bytes:
@@ -276,7 +279,9 @@ class FrontChunks:
         if chunk < len(self._kept):
             return self._kept[chunk]
         if not 0 <= nbytes <= _most_stored(self.layout.chunk_nbytes) or start < 0:
-            raise damaged_chunk(self._path, self.layout, chunk, BadChunk("its place is none"))
+            raise damaged_chunk(
+                self._path, self.layout, chunk, BadChunk("its offset or size is invalid")
+            )
         try:
             return self._read(nbytes, start)
         except OSError as error:
@@ -297,7 +302,7 @@ class FrontChunks:
         """Do nothing: the file stays open."""
 
     def another(self) -> FrontChunks:
-        """Return the same chunks."""
+        """Return a shallow copy, which reads the same file."""
         return copy.copy(self)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Layout of a packed storage: its arrays, and how columns are derived from them. Pure.
 
-The manifest contains the layout as ``packed``. Readers use no other source.
+The manifest stores the layout under the key ``packed``. Readers use no other source.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tallyroll.storage.rows.schema import Column, Schema
 
 VERSION: Final = 1
 FORMAT: Final = "tallyroll.packed"
-"""The format of a Zarr group. An HDF5 file has the suffix ``.hdf5`` appended."""
+"""The format name of a Zarr group. `FORMAT_HDF5` is the format name of an HDF5 file."""
 FORMAT_HDF5: Final = f"{FORMAT}.hdf5"
 
 WIDE_ROWS: Final = 64
-"""Rows per chunk for wide rows, and thus the rows that one random read decompresses."""
+"""Rows per chunk for wide rows. Reading one random row decompresses this many rows."""
 _NARROW_NBYTES, _NARROW_ROWS, _WIDE_NBYTES = 2**14, 2**11, 2**23
 _SHARD_NBYTES, _SHARD_CHUNKS = 2**28, 2**10
 _MOST_ROWS: Final = 2**48
@@ -35,7 +35,10 @@ _DTYPES: Final = frozenset(dtype.name for dtype in NUMPY.values())
 
 
 def chunk_rows_of(row_nbytes: int) -> int:
-    """Return the rows per chunk: 64, but more for narrow rows and fewer for rows of some MiB."""
+    """Return the number of rows per chunk.
+
+    It is 64, but more for rows of at most 128 bytes, and fewer for rows of more than 128 KiB.
+    """
     if row_nbytes * WIDE_ROWS > _WIDE_NBYTES:
         return _power_of_two(_WIDE_NBYTES // row_nbytes)
     narrow = _NARROW_NBYTES // row_nbytes
@@ -47,7 +50,7 @@ def _power_of_two(most: int) -> int:
 
 
 def shard_rows_of(chunk_rows: int, row_nbytes: int, rows: int) -> int:
-    """Return the rows per file: up to 1,024 chunks, and up to 256 MiB before compression.
+    """Return the rows per file. A file has up to 1,024 chunks and 256 MiB before compression.
 
     The index of a file has an entry for each chunk, so a single file gets no more chunks than
     exist.
@@ -130,25 +133,32 @@ class ArrayLayout:
         path, shape = (tuple(value[name]) for name in ("path", "shape"))
         rows, chunk, shard = (value[name] for name in ("rows", "chunk_rows", "shard_rows"))
         if value["dtype"] not in _DTYPES or not path or not all(type(p) is str for p in path):
-            raise ValueError(f"no array is called {path!r:.80}, of {value['dtype']!r:.80}")
+            raise ValueError(
+                f"array {path!r:.80} has an invalid path or dtype, {value['dtype']!r:.80}"
+            )
         if any(part in ("", ".", "..") or "/" in part or "\0" in part for part in path):
-            raise ValueError(f"no array is called {path!r:.80}")
+            raise ValueError(f"array {path!r:.80} has an invalid path")
         if any(type(n) is not int or n < 1 for n in (*shape, chunk, shard)) or len(shape) > 64:
-            raise ValueError(f"the sizes of {path!r:.80} are none")
+            raise ValueError(f"array {path!r:.80} has invalid sizes")
         if type(rows) is not int or not 0 <= rows < _MOST_ROWS:
-            raise ValueError(f"{path!r:.80} has {rows!r:.80} rows")
+            raise ValueError(f"array {path!r:.80} has an invalid number of rows, {rows!r:.80}")
         found = cls(path, value["dtype"], shape, rows, chunk, shard, Codec.of(value["codec"]))
         if found != found.with_rows(rows):
-            raise ValueError(f"the chunks of {path!r:.80} are not valid in version {VERSION}")
+            raise ValueError(
+                f"array {path!r:.80} has chunks that are not valid in version {VERSION}"
+            )
         return found
 
 
 @dataclass(frozen=True)
 class StatesLayout:
-    """States from which rows are derived: row r has one state, and its next state follows it.
+    """States from which columns are derived.
 
-    ``breaks`` are the rows, ascending, that do not begin with the next state of the row before. It
-    is None if every row has one state of its own and there are no next states. ``starts`` describes
+    States are stored in sequence: the state of a row is followed by the row's next state.
+
+    ``breaks`` and ``starts`` are indices of arrays. The array of breaks has the ascending numbers
+    of the rows that do not begin with the next state of the previous row. ``breaks`` is None if
+    every row has one state of its own and there are no next states. The array of starts describes
     the states that are not the previous state with one new frame; see `stacks`.
     """
 
@@ -199,14 +209,14 @@ class Layout:
 
         Raises:
             CorruptStorage: the value is damaged.
-            FormatVersionMismatch: a later Tallyroll wrote it.
+            FormatVersionMismatch: a later version of Tallyroll wrote the value.
         """
         try:
             version = value["version"]
             if type(version) is int and VERSION < version < 2**16:
                 raise FormatVersionMismatch(
-                    f"{path} is packed by version {version} of the layout, and this Tallyroll "
-                    f"reads version {VERSION}. Use the Tallyroll that packed it."
+                    f"{path} is packed with version {version} of the layout, but this version "
+                    f"of Tallyroll reads version {VERSION}. Use the version that packed the rows."
                 )
             found = cls(
                 value["rows"],
@@ -220,21 +230,26 @@ class Layout:
             found._check(schema)
         except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
             raise CorruptStorage(
-                f"{path} does not say how its rows are packed ({error!s:.200}). Restore it from a "
+                f"{path} has an invalid layout of packed rows ({error!s:.200}). Restore it from a "
                 "copy."
             ) from error
         return found
 
     def _check(self, schema: Schema) -> None:
         if self.version != VERSION or type(self.rows) is not int or self.rows < 0:
-            raise ValueError(f"version {self.version!r:.80} of {self.rows!r:.80} rows is none")
+            raise ValueError(
+                f"expected a known version and at least 0 rows, got version {self.version!r:.80} "
+                f"and {self.rows!r:.80} rows"
+            )
         if type(self.first) is not int or not 0 <= self.first < _MOST_ROWS:
-            raise ValueError(f"{self.first!r:.80} is no number of a row")
+            raise ValueError(f"{self.first!r:.80} is not a row number")
         if len({each.path for each in self.arrays}) < len(self.arrays):
-            raise ValueError("an array is named twice")
+            raise ValueError("two arrays have the same path")
         require_array(self.arrays, self.old_rows, self.rows, "int64", ())
         if len(self.columns) != len(schema.columns):
-            raise ValueError(f"{len(self.columns)} columns, expected {len(schema.columns)}")
+            raise ValueError(
+                f"there are {len(self.columns)} columns, expected {len(schema.columns)}"
+            )
         for each in self.states:
             self._check_states(each)
         for place, column in zip(self.columns, schema.columns, strict=True):
@@ -243,64 +258,64 @@ class Layout:
         if len({*shown}) < len(shown) or [n for n, later in shown if not later] != [
             *range(len(self.states))
         ]:
-            raise ValueError("each states need one column, and at most one next column")
+            raise ValueError("each set of states needs one column, and at most one next column")
 
     def _check_states(self, each: StatesLayout) -> None:
         for number in (each.n, each.states, each.axis):
             if type(number) is not int or number < 0:
-                raise ValueError(f"states: {number!r:.80} is no count")
+                raise ValueError(f"states: {number!r:.80} is not a count")
         if each.breaks is None:
             if each.states != self.rows:
-                raise ValueError("there are not as many states as rows")
+                raise ValueError("the number of states differs from the number of rows")
         else:
             breaks = self.arrays[_place(each.breaks)]
             require_array(self.arrays, each.breaks, breaks.rows, "int64", ())
             if each.states != self.rows + breaks.rows or breaks.rows > self.rows:
-                raise ValueError("there are not as many states as rows and breaks")
+                raise ValueError("the number of states differs from the sum of rows and breaks")
         frames = self.arrays[_place(each.frames)]
         if each.starts is None:
             if each.n != 1 or frames.rows != each.states:
-                raise ValueError("there are not as many frames as states")
+                raise ValueError("the number of frames differs from the number of states")
             return
         starts = self.arrays[_place(each.starts)]
         require_array(self.arrays, each.starts, starts.rows, "int64", (4,))
         most = each.states * max(each.n, 1)
         if not 2 <= each.n <= 4096 or not starts.rows <= each.states <= frames.rows <= most:
-            raise ValueError("the frames are not those of the states")
+            raise ValueError("the frames do not match the states")
 
     def _check_column(self, place: ColumnLayout, column: Column) -> None:
         if type(place.is_next) is not bool or (place.array is None) == (place.states is None):
-            raise ValueError("a column comes from nowhere, or from two places")
+            raise ValueError("a column has no source, or has two sources")
         if place.states is None:
             dtype, shape = column.numpy_dtype.name, column.shape
             require_array(self.arrays, place.array, self.rows, dtype, shape)
             return
         states = self.states[_place(place.states)]
         if place.is_next and states.breaks is None:
-            raise ValueError("nothing comes next")
+            raise ValueError("a next column has states without next states")
         shape = column.shape
         if states.starts is not None:
             if states.axis >= len(shape) or shape[states.axis] % states.n:
-                raise ValueError("a stack does not fit its column")
+                raise ValueError("a stack does not match its column")
             shape = frame_shape(shape, states.n, states.axis)
         frames = self.arrays[_place(states.frames)]
         if frames.dtype != column.numpy_dtype.name or frames.shape != shape:
-            raise ValueError("frames do not fit their column")
+            raise ValueError("frames do not match their column")
 
 
 def _place(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r:.80} is no place")
+        raise ValueError(f"{value!r:.80} is not an index")
     return value
 
 
 def require_array(
     arrays: Sequence[ArrayLayout], place: Any, rows: int, dtype: str, shape: tuple[int, ...]
 ) -> None:
-    """Raise ValueError unless the array at an index has these properties."""
+    """Raise ValueError unless the array with index ``place`` has these rows, dtype and shape."""
     found = arrays[_place(place)]
     if (found.rows, found.dtype, found.shape) != (rows, dtype, shape):
-        raise ValueError(f"array {'/'.join(found.path)} is not that of its column")
+        raise ValueError(f"array {'/'.join(found.path)} has the wrong rows, dtype or shape")
 
 
 def pair_of(key: Key) -> Key:

@@ -20,14 +20,12 @@ from tallyroll.storage.errors import (
     StateMismatch,
     StorageFull,
 )
-from tallyroll.storage.ext.atomic_create import require_free, written_aside
+from tallyroll.storage.ext.atomic_create import atomic_creation, require_free
 from tallyroll.storage.ext.packed.archives import EPISODES, INDEX, MANIFEST, OURS, ZarrArchive
 from tallyroll.storage.ext.packed.codecs import Codec
 from tallyroll.storage.ext.packed.column_writers import (
     ColumnPlan,
-    FrameStack,
     PackedWriter,
-    frames_declared,
     planned,
 )
 from tallyroll.storage.ext.packed.documents import documents
@@ -35,7 +33,7 @@ from tallyroll.storage.ext.packed.front import room_for
 from tallyroll.storage.ext.packed.layout import FORMAT, FORMAT_HDF5, ArrayLayout, Layout
 from tallyroll.storage.ext.packed.packed_reader import PackedReader
 from tallyroll.storage.ext.packed.shards import ChunkWriter, ShardWriter
-from tallyroll.storage.ext.storage_copy import is_overwritten, overlays_of, source_around
+from tallyroll.storage.ext.storage_copy import may_be_overwritten, overlays_of, source_around
 from tallyroll.storage.files.copied_runs import FIRST_ROW_OF_RUN, PACKED, Entry, source_of
 from tallyroll.storage.files.manifest import Manifest, new_manifest, write_manifest
 from tallyroll.storage.files.paths import free_bytes, translated, user_path
@@ -44,14 +42,16 @@ from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.by_name import SUFFIXES
 from tallyroll.storage.formats.zarr.metadata import require_names
 from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.frame_stacks import FrameStack, frames_declared
 from tallyroll.storage.rows.keys import LANE, TERMINATED, TRAJ_IDS, Key, as_key, format_key
+from tallyroll.storage.rows.pages import Page, PageSource
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.schema import Column, Schema
 from tallyroll.storage.trajectories.columns import WHOSE, missing, numbers_of
 from tallyroll.storage.trajectories.content import expanded
 from tallyroll.storage.trajectories.episode_file import write_table
 from tallyroll.storage.trajectories.index import says_whose
-from tallyroll.storage.trajectories.lane_file import IndexOwner, write_index
+from tallyroll.storage.trajectories.index_file import IndexOwner, write_index
 from tallyroll.storage.user_code import user_callback
 
 _NBYTES_OF_A_ROW = 56
@@ -60,13 +60,13 @@ _NBYTES_OF_A_ROW = 56
 def packed_order(reader: RowReader, span: range) -> np.ndarray:
     """Return the row numbers of ``span`` in packing order.
 
-    Trajectories come in the order of their first rows. The rows of a run stay together, so a
+    Trajectories are in the order of their first rows. The rows of a run stay together, so a
     trajectory that continues in the next run has two parts. Rows without trajectory ids keep their
     order.
 
     Raises:
-        NotEnoughMemory: there is not enough memory for the numbers.
-        Overrun: a ring's writer overwrites rows in the meantime.
+        NotEnoughMemory: there is not enough memory for the row numbers.
+        Overrun: the writer of a ring overwrote rows in the meantime.
     """
     rows = np.arange(span.start, span.stop)
     if not len(rows) or not says_whose(reader.schema):
@@ -87,7 +87,7 @@ def packed_order(reader: RowReader, span: range) -> np.ndarray:
     begins[1:] |= np.diff(run) != 0
     start = np.flatnonzero(begins)
     count = np.diff(start, append=len(rows))
-    # By first row: this is the order of trajectories within a run, and keeps runs in order.
+    # Sort by first row. This orders the trajectories within a run, and keeps the runs in order.
     order = np.argsort(at[start], kind="stable")
     found: np.ndarray = rows[at[expanded(start[order], count[order])]]
     return found
@@ -96,8 +96,8 @@ def packed_order(reader: RowReader, span: range) -> np.ndarray:
 def packed_runs(runs: Sequence[Mapping[str, Any]], *, counted: bool) -> list[Entry]:
     """Return the manifest entries of runs for their packed rows.
 
-    ``counted`` is True if a collector's record covers these rows. Otherwise the entries are no
-    longer those of a collector, whose rows a record must count.
+    ``counted`` is True if a collector's record covers these rows. Otherwise the entries lose the
+    key that marks an entry of a collector, because a record must count the rows of such an entry.
     """
     if not counted:
         runs = [{name: run[name] for name in run if name != FIRST_ROW_OF_RUN} for run in runs]
@@ -112,7 +112,7 @@ _SPARE_NBYTES: Final = 2**22
 
 
 @dataclass(frozen=True)
-class PackReport:
+class PackReport(PageSource):
     """Result of packing a storage."""
 
     path: str
@@ -122,13 +122,36 @@ class PackReport:
     row_nbytes: int
     """Bytes per row before packing."""
     columns: dict[str, int]
-    """Disk space in bytes by array."""
+    """Disk space in bytes of each array, by path."""
     once: tuple[str, ...]
     """Columns that share their states with their column in ``next``."""
     stacks: dict[str, int]
     """Columns that are stored as single frames, with the number of frames per stack."""
     overlays_left_out: tuple[str, ...] = ()
     """Overlays of the sources, as ``PATH: NAME``. Packed storages have no overlays."""
+
+    def _show_on_(self, page: Page) -> None:
+        show_pack(self, page)
+
+
+def show_pack(report: PackReport, page: Page, seconds: float | None = None) -> None:
+    """Write a report to a page; ``seconds`` is the duration of packing."""
+    rows = max(1, report.rows)
+    took = "" if seconds is None else f", {seconds:.1f} s"
+    page.print(
+        f"{report.path}: {report.rows:,} rows of {report.nbytes / rows:,.1f} bytes, which were "
+        f"{report.row_nbytes:,} ({report.nbytes:,} bytes in all){took}"
+    )
+    if report.once:
+        page.print(f"observations stored once: {', '.join(report.once)}")
+    if report.stacks:
+        found = ", ".join(f"{name} ({n})" for name, n in report.stacks.items())
+        page.print(f"frames stored once: {found}")
+    for each in report.overlays_left_out:
+        page.print(f"not packed: overlay {each}")
+    page.head("Bytes a row")
+    for name, nbytes in sorted(report.columns.items(), key=lambda each: -each[1]):
+        page.print(f"  {nbytes / rows:10,.2f}  {name}")
 
 
 @user_callback("pack")
@@ -145,10 +168,11 @@ def pack(
     """Pack the rows of a reader into a new storage at ``destination``; see `DiskStorage.pack`.
 
     Raises:
-        OpenError: ``destination`` exists or cannot be written, or another process packs to it.
-        StorageFull: the rows will not fit on the disk, or did not.
-        Overrun: a ring's writer overwrites rows before they are packed.
-        StateMismatch: rows were rewound in the meantime.
+        OpenError: ``destination`` exists or cannot be written, or another process is packing to
+            it.
+        StorageFull: the disk has too little space, by an estimate or while packing.
+        Overrun: the writer of a ring overwrote rows before they were packed.
+        StateMismatch: rows were rewound while they were packed.
         MissingLibrary: a library is not installed.
         ValueError: an argument has an invalid value.
     """
@@ -164,7 +188,7 @@ def pack(
     looks = _looks(reader, order)
     plans = planned(schema, looks, once=once, stacks=declared if once or stacks else {})
     _require_room(place, plans, looks, codec, len(order))
-    with written_aside(place) as target:
+    with atomic_creation(place) as target:
         room = _room_for(reader, order, codec)
         with (
             translated(place),
@@ -180,8 +204,7 @@ def pack(
                 packing.abandon()
             if reader.rewinds != rewinds:
                 raise StateMismatch(
-                    f"rows of {reader.path} were taken back while they were packed. Pack them "
-                    "again."
+                    f"{reader.path} was rewound while its rows were packed. Pack the storage again."
                 )
             manifest = _manifest(reader, span, schema, layout, files.format)
             files.finish(layout, manifest)
@@ -205,8 +228,8 @@ def _format_at(place: Path, wanted: Format | None) -> Format:
     suffix = SUFFIXES.get(place.suffix.lower())
     if wanted is not None and suffix not in (None, wanted):
         raise ValueError(
-            f"format: expected {suffix!r} by the suffix of {place}, got {wanted!r}. Leave format "
-            "out, or give another path."
+            f"format: expected {suffix!r}, from the suffix of {place}, got {wanted!r}. Leave "
+            "format out, or give another path."
         )
     return wanted or ("hdf5" if suffix == "hdf5" else "zarr")
 
@@ -222,14 +245,14 @@ def _codecs(
     chosen = {as_key(key): Codec.of(text) for key, text in (given or {}).items()}
     if unknown := [format_key(key) for key in chosen if key not in schema.keys]:
         raise ValueError(
-            f"codecs: there is no column {', '.join(unknown)}; there are "
-            f"{', '.join(map(format_key, schema.keys))}."
+            f"codecs: expected some of {', '.join(map(format_key, schema.keys))}, got "
+            f"{', '.join(unknown)}."
         )
     for each in (*chosen.values(), *([every] if every else [])):
         if (each.name == "gzip") != (format == "hdf5"):
             raise ValueError(
-                f"codec {each}: HDF5 is packed with gzip:1 to gzip:9, and Zarr with zstd, shuffle "
-                "or none."
+                "codec: expected gzip:1 to gzip:9 for HDF5, or zstd, shuffle or none for Zarr, got "
+                f"{each}."
             )
 
     def codec(column: Column) -> Codec:
@@ -252,7 +275,7 @@ def _require_outside(reader: RowReader, place: Path) -> None:
 
 
 def _looks(reader: RowReader, order: np.ndarray) -> list[Callable[[Key], np.ndarray]]:
-    """Return samples of consecutive rows, whose columns are read on demand."""
+    """Return samples of rows that are consecutive in packing order; columns are read on demand."""
     size = max(2, min(_LOOK_ROWS, _LOOK_NBYTES // reader.schema.row_nbytes))
     starts = np.unique(np.linspace(0, max(0, len(order) - size), _LOOKS).astype(np.int64))
     parts = [order[start : start + size] for start in starts.tolist()]
@@ -288,23 +311,23 @@ def _require_room(
     wanted = nbytes * rows // max(1, seen) + _SPARE_NBYTES
     if wanted > (free := free_bytes(place)):
         raise StorageFull(
-            f"{place} has no room for {rows:,} packed rows: they will take about {wanted:,} bytes, "
-            f"and {free:,} are free. Nothing was written; make room, or give another path."
+            f"{place} has no room for {rows:,} packed rows: they need about {wanted:,} bytes, and "
+            f"{free:,} are free. Nothing was written. Free space, or give another path."
         )
 
 
 def _copy(
     reader: RowReader, order: np.ndarray, packing: PackedWriter, progress: Progress | None
 ) -> None:
-    # Use small blocks for a ring, so that the check precedes further overwriting.
+    # Use small blocks for a ring, so that an overwrite is detected soon after it happens.
     few = max(1, min(_MOST_BLOCK_ROWS, _RING_NBYTES // reader.schema.row_nbytes))
     block = few if reader.ring else _MOST_BLOCK_ROWS
-    read = partial(_read, reader, is_overwritten(reader), {})
+    read = partial(_read, reader, may_be_overwritten(reader), {})
     for start in range(0, len(order), block):
         rows = order[start : start + block]
         packing.append(rows, read)
         if reader.ring and int(rows.min()) < reader.span.start:
-            raise reader.overrun(f"these {len(rows):,}")
+            raise reader.overrun(f"these {len(rows):,} rows")
         if progress is not None:
             progress(packing.rows, len(order))
 
@@ -312,9 +335,9 @@ def _copy(
 def _read(
     reader: RowReader, copied: bool, room: dict[Key, np.ndarray], key: Key, rows: np.ndarray
 ) -> np.ndarray:
-    """Return rows of a column, possibly as a view of the stored rows unless ``copied`` is True.
+    """Return rows of a column: a copy if ``copied`` is True, otherwise possibly a view.
 
-    Buffers in ``room`` are reused.
+    Copies reuse the buffers in ``room``.
     """
     column, first = reader.column(key), int(rows[0])
     if not copied and int(rows[-1]) - first == len(rows) - 1 and (np.diff(rows) == 1).all():

@@ -1,5 +1,5 @@
 """Reader of packed rows."""
-# ruff: noqa: D102 - what a reader does is said once, in `RowReader`
+# ruff: noqa: D102 - `RowReader` documents the methods of all readers
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from tallyroll.storage.ext.packed.columns import (
     copied,
 )
 from tallyroll.storage.ext.packed.layout import Layout
+from tallyroll.storage.files.excluded_columns import excluded_note
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.readers.row_reader import RowReader, numbers_of
 from tallyroll.storage.rows.keys import Key, format_key
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.blocks.saved_blocks import SavedBlocks
 from tallyroll.storage.trajectories.index import TrajectoryIndex
-from tallyroll.storage.trajectories.lane_file import IndexOwner
+from tallyroll.storage.trajectories.index_file import IndexOwner
 
 CACHE_NBYTES: Final = 2**29
 """Default cache size in bytes, unless a tenth of the available memory is less."""
@@ -41,18 +42,21 @@ def usual_cache_nbytes(wanted: int) -> int:
 
 
 class PackedReader(RowReader):
-    """Reader of packed rows, numbered in packing order from 0, or from a ring's oldest row on.
+    """Reader of packed rows.
+
+    Rows are numbered in packing order, from 0 or, for a packed ring, from the number of its oldest
+    row.
 
     Args:
         archive: the files.
         cache_nbytes: the size of the cache of decompressed chunks, which holds at least one chunk
             of every array; None: 512 MiB, or a tenth of the available memory if that is less.
-        threads: threads that decompress; None: one per processor, at most eight.
+        threads: the number of threads that decompress; None: one per processor, at most eight.
 
     Raises:
         CorruptStorage: the files are damaged.
-        FormatVersionMismatch: a later Tallyroll packed them.
-        MissingLibrary: a library that is needed to read them is not installed.
+        FormatVersionMismatch: a later version of Tallyroll packed the rows.
+        MissingLibrary: a library that is needed to read the files is not installed.
     """
 
     def __init__(
@@ -64,10 +68,10 @@ class PackedReader(RowReader):
             self._schema = Schema.from_json(self._manifest.get("schema"))
         except InvalidSchema as error:
             raise CorruptStorage(
-                f"{self.path} does not say which columns it has ({error}). Restore it from a copy."
+                f"{self.path} has an invalid schema ({error}). Restore it from a copy."
             ) from error
         self.layout = Layout.from_json(self._manifest.get("packed"), self._schema, self.path)
-        self.trajectory_index = TrajectoryIndex()  # made now, since threads share it
+        self.trajectory_index = TrajectoryIndex()  # created now, since threads share it
         self._workers = Workers(threads)
         self._arrays = self._opened(cache_nbytes)
         self._states = [
@@ -106,7 +110,7 @@ class PackedReader(RowReader):
     @property
     def cache_nbytes(self) -> int:
         """The maximum size of the cache of decompressed chunks in bytes."""
-        return sum(each.kept_nbytes for each in self._arrays)
+        return sum(each.max_nbytes for each in self._arrays)
 
     @property
     def threads(self) -> int:
@@ -120,7 +124,7 @@ class PackedReader(RowReader):
 
     @property
     def nbytes(self) -> dict[tuple[str, ...], int]:
-        """Disk space in bytes by array."""
+        """Disk space in bytes of each array, by path."""
         return {each.layout.path: each.chunks.nbytes for each in self._arrays}
 
     @property
@@ -162,7 +166,8 @@ class PackedReader(RowReader):
             return self._columns[key]
         except KeyError:
             names = ", ".join(map(format_key, self.keys))
-            raise KeyError(f"{self.path} has no column {key!r}; it has {names}.") from None
+            note = excluded_note(self.runs, [key])
+            raise KeyError(f"{self.path} has no column {key!r}; it has {names}.{note}") from None
 
     @cached_property
     def _columns(self) -> dict[Key, PackedColumn]:
@@ -205,5 +210,5 @@ class PackedReader(RowReader):
 def old_rows(reader: RowReader, index: Any) -> np.ndarray:
     """Return the numbers that rows had before packing; see `DiskStorage.old_rows`."""
     if not isinstance(reader, PackedReader):
-        raise NotAStorage(f"{reader.path} is not packed, and its rows have their own numbers.")
+        raise NotAStorage(f"{reader.path} is not packed, so its rows have no earlier numbers.")
     return reader.old_rows(numbers_of(reader, index))

@@ -42,7 +42,7 @@ class ChunkWriter(ABC):
     """Base class of writers that split the rows of an array into chunks.
 
     Args:
-        layout: the array, whose number of rows is not known yet.
+        layout: the layout of the array; its number of rows is not known yet.
     """
 
     def __init__(self, layout: ArrayLayout) -> None:
@@ -79,7 +79,7 @@ class ChunkWriter(ABC):
             self._store(self._chunk)
             self._filled = 0
 
-    def abandon(self) -> None:  # noqa: B027 - a file of all arrays is closed by what made it
+    def abandon(self) -> None:  # noqa: B027 - the creator of a file with all arrays closes it
         """Close the file."""
 
 
@@ -87,8 +87,8 @@ class ShardWriter(ChunkWriter):
     """Writer of an array's rows to shards.
 
     Args:
-        inside: the files.
-        layout: the array.
+        inside: the directory of the storage.
+        layout: the layout of the array.
     """
 
     def __init__(self, inside: Inside, layout: ArrayLayout) -> None:
@@ -111,7 +111,7 @@ class ShardWriter(ChunkWriter):
             self._end_shard()
 
     def _end_shard(self, *, whole: bool = False) -> None:
-        """Write the index; ``whole`` marks the last shard."""
+        """Write the index of the current shard; ``whole`` is True for the last shard."""
         file = self._file
         if file is None:
             return
@@ -152,13 +152,13 @@ class ShardFiles(Protocol):
         """Return the size of a shard in bytes."""
 
     def read(self, file: Any, nbytes: int, begin: int) -> bytes:
-        """Read bytes, fewer at the end of the shard; may be called by several threads at once."""
+        """Read bytes, fewer at the end of the shard. Several threads may call this at once."""
 
     def will_read(self, file: Any, nbytes: int, begin: int) -> None:
         """Announce that these bytes will be read next."""
 
     def distrust(self, file: Any, nbytes: int, begin: int) -> bool:
-        """Discard cached copies of these invalid bytes; return True if a new read may differ."""
+        """Discard cached copies of invalid bytes; return True if reading again may help."""
 
     def close(self, file: Any) -> None:
         """Close a shard."""
@@ -200,7 +200,7 @@ class ShardChunks:
     Args:
         files: the shards.
         layout: the array.
-        nbytes: the total size of the files if it is known; None: determine it.
+        nbytes: the total size of the files in bytes; None: determine it.
 
     Raises:
         CorruptStorage: a shard is missing, or too short for its index.
@@ -219,12 +219,12 @@ class ShardChunks:
         return shard_path(self._source.root, self.layout, shard)
 
     def _nbytes_of(self, shard: int) -> int:
-        with self._told(shard), self._opened(shard) as file:
+        with self._translated_errors(shard), self._opened(shard) as file:
             found = self._source.size(file)
         if found < _index_nbytes(self.layout):
             raise CorruptStorage(
-                f"{self._path(shard)} has {found} bytes, fewer than its index: it was cut short. "
-                f"It has {self._rows_of(shard)}. Restore it from a copy."
+                f"{self._path(shard)} was cut short to {found} bytes, which is less than the size "
+                f"of its index. It contains {self._rows_of(shard)}. Restore it from a copy."
             )
         return found
 
@@ -237,13 +237,13 @@ class ShardChunks:
             self._source.close(file)
 
     @contextlib.contextmanager
-    def _told(self, shard: int) -> Iterator[None]:
+    def _translated_errors(self, shard: int) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError as error:
             raise CorruptStorage(
-                f"{self._path(shard)} is missing, which has {self._rows_of(shard)}. Restore it "
-                "from a copy."
+                f"{self._path(shard)}, with {self._rows_of(shard)}, is missing. Restore it from a "
+                "copy."
             ) from error
         except OSError as error:
             raise failed(self._path(shard), error, 0) from error
@@ -258,7 +258,7 @@ class ShardChunks:
         if shard in self._files:
             self._files.move_to_end(shard)
             return self._files[shard]
-        with self._told(shard):
+        with self._translated_errors(shard):
             file = self._source.open(self._path(shard))
         self._files[shard] = file
         return file
@@ -271,14 +271,14 @@ class ShardChunks:
 
     def _read_index(self, shard: int) -> np.ndarray:
         layout, nbytes, file = self.layout, _index_nbytes(self.layout), self._file(shard)
-        with self._told(shard):
+        with self._translated_errors(shard):
             begin = self._source.size(file) - nbytes
             content = self._source.read(file, nbytes, begin) if begin >= 0 else b""
             if not _sum_fits(content) and self._source.distrust(file, nbytes, begin):
                 content = self._source.read(file, nbytes, begin)
         body = content[:-_SUM_NBYTES]
         if len(content) != nbytes or not _sum_fits(content):
-            raise self._damaged(shard, "its index is not what was written")
+            raise self._damaged(shard, "its index is incomplete or does not match its checksum")
         index = np.frombuffer(body, "<u8").reshape(-1, 2)
         chunks = layout.shard_rows // layout.chunk_rows
         index = index[: min(chunks, layout.chunks - shard * chunks)]
@@ -287,13 +287,13 @@ class ShardChunks:
         if ((index[:, 0] > begin) | (index[:, 1] > begin) | (index[:, 1] > most)).any() or (
             index.sum(1) > begin
         ).any():
-            raise self._damaged(shard, "its index is of bytes that are not there")
+            raise self._damaged(shard, "its index points past the end of the file")
         return index.astype(np.int64)
 
     def _damaged(self, shard: int, why: str) -> CorruptStorage:
         return CorruptStorage(
-            f"{self._path(shard)}, which has {self._rows_of(shard)}, is damaged: {why}. Restore it "
-            "from a copy."
+            f"{self._path(shard)}, with {self._rows_of(shard)}, is damaged: {why}. Restore it from "
+            "a copy."
         )
 
     def prepared(self, chunk: int) -> tuple[Any, int, int]:
@@ -326,7 +326,7 @@ class ShardChunks:
 
     def _decoded(self, where: tuple[Any, int, int], shard: int) -> np.ndarray:
         (file, begin, nbytes), layout = where, self.layout
-        with self._told(shard):
+        with self._translated_errors(shard):
             stored = self._source.read(file, nbytes, begin)
         return layout.as_chunk(layout.codec.decode(stored, layout.chunk_nbytes, layout.itemsize))
 
@@ -360,6 +360,7 @@ def damaged_chunk(path: Any, layout: ArrayLayout, chunk: int, error: Exception) 
     start = chunk * layout.chunk_rows
     stop = min(start + layout.chunk_rows, layout.rows)
     return CorruptStorage(
-        f"{path} is damaged: {error}, of the chunk with rows {start:,} to {stop - 1:,} of "
-        f"{'/'.join(layout.path)}; those in other chunks are safe. Restore it from a copy."
+        f"{path} is damaged: the chunk with rows {start:,} to {stop - 1:,} of "
+        f"{'/'.join(layout.path)} cannot be read ({error}). Rows in other chunks are intact. "
+        "Restore the file from a copy."
     )

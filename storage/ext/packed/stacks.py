@@ -2,14 +2,15 @@
 
 A row begins in a state and leads to a next state. If the next state equals, bit for bit, the state
 in which the following row begins, both are stored as one state. States are numbered in the order of
-rows: first the state in which a row begins, unless it is the previous state, and then its next
-state.
+rows. Each row adds the state in which it begins, unless that is the previous state, and then its
+next state.
 
 A stack of frames is usually the previous stack without its oldest frame and with a new one. Frames
 are stored in that order, each of them once. A state that is not the previous state with one new
-frame is a *start*. Its line contains its number, the position of its first frame, the number of its
-frames (the newest ones of the stack), and the kind of padding before them: `REPEATS` repeats its
-first frame, and `ZEROS` fills with zeros, as wrappers do at the beginning of an episode.
+frame is a *start*. The table of starts has a line for each: the number of the state, the position
+of its first stored frame, the number of its stored frames (the newest of the stack), and the kind
+of padding before them. `REPEATS` repeats the first stored frame, and `ZEROS` fills with zeros, as
+wrappers do at the beginning of an episode.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ZEROS: Final = 1
 
 
 def as_bits(values: np.ndarray, skip: int = 0) -> np.ndarray:
-    """View rows [n, ...] as words [n, k], the widest that divide a row and ``skip`` bytes."""
+    """View rows [n, ...] as words [n, k] of the largest size that divides a row and ``skip``."""
     nbytes = values.itemsize * math.prod(values.shape[1:])
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8).reshape(len(values), nbytes)
     width = next(each for each in (8, 4, 2, 1) if nbytes % each == skip % each == 0)
@@ -74,12 +75,12 @@ def frame_shape(shape: tuple[int, ...], n: int, axis: int) -> tuple[int, ...]:
 
 
 def follows(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Return where ``after`` [rows, n, ...] is ``before`` with one new frame, bool [rows]."""
+    """Return bool [rows]: True where ``after`` [rows, n, ...] is ``before`` with one new frame."""
     return same_bits(before, after, before.itemsize * math.prod(before.shape[2:]))
 
 
 def own_frames(stack: np.ndarray) -> tuple[int, int]:
-    """Return how many frames of a stack [n, ...] must be stored, and the padding before them."""
+    """Return the number of frames of a stack [n, ...] to store, and the padding before them."""
     bits, n = as_bits(stack), len(stack)
     zero = 0
     while zero < n - 1 and not bits[zero].any():
@@ -91,7 +92,7 @@ def own_frames(stack: np.ndarray) -> tuple[int, int]:
 
 
 class StateWriter:
-    """Detector of the states of rows, which arrive one block after the other."""
+    """Detector of the states of rows that arrive one block after the other."""
 
     def __init__(self) -> None:
         self._last: np.ndarray | None = None
@@ -100,7 +101,12 @@ class StateWriter:
         self._rows = 0
 
     def breaks(self, root: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """Return which of the next rows [n, ...] begin in a state of their own, bool [n]."""
+        """Return bool [n]: True for each of the next rows that begins in a state of its own.
+
+        Args:
+            root: the states in which the rows begin [n, ...].
+            after: the next states of the rows [n, ...].
+        """
         own = np.ones(len(root), np.bool_)
         own[1:] = ~same_bits(root[1:], after[:-1])
         if self._last is not None:
@@ -112,7 +118,7 @@ class StateWriter:
 
 
 def in_order(root: np.ndarray, after: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """Return the states of rows in order, where rows in ``own`` begin in a state of their own.
+    """Return the states of rows in order; ``own`` [n] marks rows that begin in their own state.
 
     The result may be ``after`` itself.
     """
@@ -126,7 +132,7 @@ def in_order(root: np.ndarray, after: np.ndarray, own: np.ndarray) -> np.ndarray
 
 
 class FrameWriter:
-    """Detector of the frames of states, which arrive one block after the other."""
+    """Detector of the frames of states that arrive one block after the other."""
 
     def __init__(self) -> None:
         self._last: np.ndarray | None = None
@@ -156,13 +162,13 @@ class FrameWriter:
     def of(
         self, newest: np.ndarray, follow: np.ndarray, stack: Callable[[int], np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Like `add`, but the caller already knows which states follow the previous one.
+        """Return the same as `add`, given which states follow the previous state.
 
         The returned frames may be ``newest`` itself.
 
         Args:
             newest: the newest frame of each state [m, ...].
-            follow: bool [m]; True for states that are the previous state with that frame.
+            follow: bool [m]; True for each state that is the previous state with its newest frame.
             stack: a function that returns one of these states as frames [n, ...].
         """
         if follow.all():
@@ -198,7 +204,7 @@ def state_of(rows: np.ndarray, breaks: np.ndarray | None, is_next: bool) -> np.n
 
 
 def frames_of(states: np.ndarray, starts: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions [m, n] of the frames of ``states`` [m], and which are zeros, bool."""
+    """Return the positions [m, n] of the frames of ``states`` [m], and a mask of zero frames."""
     line = np.searchsorted(starts[:, 0], states, side="right") - 1
     state, first, count, what = starts[line].T
     newest = first + count - 1 + states - state
@@ -217,22 +223,22 @@ def what_is_wrong(
 ) -> str | None:
     """Validate breaks and starts; return the reason if they are inconsistent, or None."""
     if breaks is not None and not _ascend(breaks, rows):
-        return "breaks are not rows in their order"
+        return "the breaks are not ascending row numbers"
     if starts is not None:
         state, first, count, what = starts.T
         if not _ascend(state, states):
-            return "starts are not states in their order"
+            return "the starts are not ascending state numbers"
         if ((count < 1) | (count > n) | (what < REPEATS) | (what > ZEROS)).any():
-            return "a start has frames that a stack has not"
+            return "a start has an invalid number or kind of frames"
         # Each start begins at the end of the frames of the previous states.
         length = np.diff(state, append=states) + count - 1
         if (first != np.cumsum(length) - length).any() or length.sum() != frames:
-            return "starts are not where the frames before them end"
+            return "a start does not follow the frames of the states before it"
     return None
 
 
 def _ascend(numbers: np.ndarray, stop: int) -> bool:
-    """Return True if numbers ascend from 0 and are below ``stop``; if that is 0, there are none."""
+    """Return True if numbers ascend from 0 and are below ``stop``, or are empty if it is 0."""
     if not len(numbers) or not stop:
         return len(numbers) == 0 and not stop
     return bool(numbers[0] == 0 and numbers[-1] < stop and (np.diff(numbers) > 0).all())

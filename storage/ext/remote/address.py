@@ -56,20 +56,20 @@ def s3_path(path: object) -> S3Path | None:
     bucket, _, key = rest.partition("/")
     if "@" in rest or "?" in rest or ":" in bucket:
         raise InvalidAddress(
-            "the address (not repeated here) seems to have credentials or a query in it: expected "
+            "the address (not repeated here) seems to contain credentials or a query: expected "
             f"s3://BUCKET/KEY, without '@', '?', or ':' in the bucket's name. {HOW}."
         )
     if _PATTERN.search(rest):
         raise InvalidAddress(
-            "the address has a pattern in it, and objects in a store are not matched by patterns. "
+            "the address contains a pattern, and Tallyroll does not match patterns in a store. "
             "Give the address of each dataset: open_storage([...]) joins several."
         )
     parts = [part for part in key.split("/") if part]
     if not _BUCKET.fullmatch(bucket) or {".", ".."} & {*parts} or len(key) > _LONGEST:
         raise InvalidAddress(
-            "the address is no s3://BUCKET/KEY: a bucket's name has 3 to 63 lower-case letters, "
-            f"digits, dots and hyphens, and a key at most {_LONGEST} characters and no part '.' or "
-            "'..'. Give the address of a dataset."
+            "the address is not of the form s3://BUCKET/KEY. A bucket's name has 3 to 63 "
+            f"lower-case letters, digits, dots and hyphens. A key has at most {_LONGEST} "
+            "characters and no part '.' or '..'."
         )
     return S3Path("s3:", bucket, *parts)
 

@@ -1,7 +1,8 @@
 """Access to the objects below an address, with limits on time, retries and bytes.
 
-This module is the only place that reads the library's errors. Their texts may contain requests,
-which may include a signature or a key. None of these errors is passed on, as a text or as a cause.
+This module is the only place that reads the errors of the library obstore. The texts of these
+errors may contain requests, which may include a signature or a key. None of the errors is passed
+on, as a text or as a cause.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _PORTS: Final = {"http": 80, "https": 443}
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Raises redirects as errors instead of following them."""
+    """Handler that reports a redirect as an error instead of following it."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -44,8 +45,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 def redirected_host(method: str, url: str, timeout: float) -> str | None:
     """Return the other host (HOST:PORT) that a URL redirects to, or None.
 
-    The result is also None if the server does not answer. The request that follows reports that
-    error.
+    The result is also None if the server does not answer. The next request then reports the error.
 
     Args:
         method: the method of the request.
@@ -82,17 +82,17 @@ _STATUS: Final = re.compile(r"status(?: code)?: (\d{3})")
 _CODE: Final = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
 _FINAL_STATUS: Final = {"301", "307", "400", "401", "403", "404", "405", "409", "416", "501"}
 _SIGNS: Final = (
-    ("TimedOut", "no answer in time"),
-    ("Timeout", "no answer in time"),
+    ("TimedOut", "the store did not answer in time"),
+    ("Timeout", "the store did not answer in time"),
     ("ConnectionRefused", "the connection was refused"),
     ("ConnectionReset", "the connection broke"),
     ("IncompleteMessage", "the connection broke"),
-    ("dns error", "the host's name is not known"),
+    ("dns error", "the host name is unknown"),
     ("ertificate", "the server's certificate is not trusted"),
-    ("kind: Connect", "no connection"),
+    ("kind: Connect", "the connection failed"),
     ("169.254.169.254", "there are no credentials in the environment, and the machine has no role"),
     ("missing credentials", "there are no credentials"),
-    ("body", "the answer ended before it was whole"),
+    ("body", "the answer was incomplete"),
 )
 
 
@@ -158,11 +158,12 @@ class Objects:
         if not self.is_of_this_process:
             raise ObjectStoreFailed(
                 f"{self.place} was opened before this process was forked, and the library's "
-                "threads are not here. Open it again in the child, or start it by 'spawn'."
+                "threads do not survive a fork. Open the dataset again in the child, or start the "
+                "child with 'spawn'."
             )
 
     def listed(self) -> dict[str, ListedObject]:
-        """Return all objects by their names below the address. There may be none."""
+        """Return all objects by their names below the address; the result may be empty."""
 
         def every() -> dict[str, ListedObject]:
             found: dict[str, ListedObject] = {}
@@ -171,8 +172,8 @@ class Objects:
                     found[each["path"]] = ListedObject(each["size"], each["e_tag"])
                 if len(found) > _MOST_OBJECTS:
                     raise CorruptStorage(
-                        f"{self.place} has more than {_MOST_OBJECTS:,} objects, and no dataset has "
-                        "so many. Give the address of one."
+                        f"{self.place} has more than {_MOST_OBJECTS:,} objects, too many for a "
+                        "dataset. Give the address of a dataset."
                     )
             return found
 
@@ -193,12 +194,13 @@ class Objects:
             meta = got.meta
             if meta["size"] != listed.nbytes or listed.etag not in (None, meta["e_tag"]):
                 raise ObjectChanged(
-                    f"{self.place / name} was replaced while it was read: it had {listed.nbytes:,} "
-                    f"bytes, and has {meta['size']:,}, or others. Open the dataset again."
+                    f"{self.place / name} was replaced while it was read: its size "
+                    f"({listed.nbytes:,} bytes before, {meta['size']:,} now) or its content "
+                    "differs. Open the dataset again."
                 )
             content = bytes(got.bytes())
             if got.range != (begin, stop) or len(content) != stop - begin:
-                raise _TooShort(f"{len(content)} of {stop - begin} bytes came")
+                raise _TooShort(f"the store returned {len(content)} of {stop - begin} bytes")
             return content
 
         try:
@@ -209,7 +211,7 @@ class Objects:
             ) from error
 
     def note(self, name: str, key: str) -> str | None:
-        """Return the attribute of an object that `put` stored under ``key``."""
+        """Return the attribute ``key`` that `put` stored with an object, or None."""
         found = self._tried(
             "read", name, lambda: self._calls.get(self._store, name, options={"head": True})
         )
@@ -245,28 +247,28 @@ class Objects:
             try:
                 return call()
             except FileNotFoundError:
-                missing, why, final = True, "it is not there", True
+                missing, why, final = True, "the object does not exist", True
             except _TooShort as error:
                 why, final = str(error), False
             except (self._calls.exceptions.BaseError, OSError, ValueError) as error:
                 why, final = _reason(error)
             # Raise outside of `except`, so that the library's error is not the context of ours.
             if missing:
-                raise FileNotFoundError(f"{place} is not there")
+                raise FileNotFoundError(f"{place} does not exist")
             if final or tries == _MOST_TRIES or time.monotonic() + wait > end:
-                more = f" It was tried {tries} times." if tries > 1 else ""
+                more = f" Tallyroll tried {tries} times." if tries > 1 else ""
                 raise ObjectStoreFailed(
-                    f"the object store does not let us {verb} {place}: {why}.{more} Look whether "
-                    f"the endpoint, the region and the rights are as they should be. {HOW}."
+                    f"cannot {verb} {place}: {why}.{more} Check the endpoint, "
+                    f"the region and the permissions. {HOW}."
                 )
             time.sleep(wait * random.uniform(0.5, 1.0))
             wait = min(2 * wait, _LONGEST_WAIT)
         raise AssertionError
 
     def _refuse_redirects(self, verb: str, name: str) -> None:
-        """Raise `ObjectStoreFailed` if the endpoint redirects such requests to another host.
+        """Raise `ObjectStoreFailed` if the endpoint redirects this kind of request to another host.
 
-        Without an endpoint, the store is Amazon's, which redirects within itself.
+        Without an endpoint, the store is Amazon's, which redirects only to its own hosts.
         """
         if self._url is None:
             return
@@ -281,9 +283,10 @@ class Objects:
             there = redirected_host(method, url, min(_LOOK_SECONDS, self.options.timeout / 2))
             if there is not None:
                 raise ObjectStoreFailed(
-                    f"the object store does not let us {verb} {self.place / name}: "
-                    f"{host_of(self._url)} redirects to {there}, another host, where credentials "
-                    f"are not sent. Give the endpoint of the host that has the objects. {HOW}."
+                    f"cannot {verb} {self.place / name}: "
+                    f"{host_of(self._url)} redirects to {there}, and Tallyroll does not send "
+                    "credentials to another host. Give the endpoint of the host that has the "
+                    f"objects. {HOW}."
                 )
             self._looked.add(verb)
 
@@ -299,10 +302,10 @@ def _reason(error: Exception) -> tuple[str, bool]:
     status, code = _STATUS.search(text), _CODE.search(text)
     if status is not None:
         said = f" ({code[1]})" if code else ""
-        return f"it answers with status {status[1]}{said}", status[1] in _FINAL_STATUS
+        return f"the store answers with status {status[1]}{said}", status[1] in _FINAL_STATUS
     if kind in ("PermissionDeniedError", "UnauthenticatedError"):
-        return "it refuses these credentials", True
+        return "the store rejects these credentials", True
     for sign, words in _SIGNS:
         if sign in text:
             return words, words.startswith(("there are no", "the server's"))
-    return f"the library says {kind}", kind in ("InvalidPathError", "NotSupportedError")
+    return f"obstore reports {kind}", kind in ("InvalidPathError", "NotSupportedError")

@@ -14,8 +14,9 @@ from tallyroll.storage.ext.remote.address import HOW
 class S3Options:
     """Options of an S3 store and its reader. They hold no credentials and can be pickled.
 
-    The environment (``AWS_ENDPOINT_URL``, ``AWS_REGION``) supplies values that are None, and the
-    credentials. The library obstore reads it.
+    The library obstore takes the credentials from the environment or from the machine's role. The
+    endpoint (``AWS_ENDPOINT_URL``) and the region (``AWS_REGION``) come from the environment if
+    they are None.
 
     Raises:
         InvalidAddress: the endpoint contains credentials.
@@ -72,7 +73,7 @@ class S3Options:
                 plain = False
             if not plain or parts.scheme not in ("http", "https") or not parts.hostname:
                 raise InvalidAddress(
-                    "the endpoint (not repeated here) is no http://HOST:PORT or https://HOST, or "
-                    f"has credentials or a query in it. {HOW}."
+                    "endpoint (not repeated here): expected http://HOST:PORT or https://HOST, "
+                    f"without credentials or a query. {HOW}."
                 )
         return found

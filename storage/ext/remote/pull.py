@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from rich.filesize import decimal
+
 from tallyroll.storage.errors import CorruptStorage, InvalidAddress, StorageFull
-from tallyroll.storage.ext.atomic_create import require_free, written_aside
+from tallyroll.storage.ext.atomic_create import atomic_creation, require_free
 from tallyroll.storage.ext.packed.archives import ZarrArchive
 from tallyroll.storage.ext.packed.packed_reader import PackedReader
 from tallyroll.storage.ext.remote.address import s3_path
@@ -21,6 +23,7 @@ from tallyroll.storage.ext.remote.push_plan import PLAN, PlannedObject, files_of
 from tallyroll.storage.ext.remote.remote_archive import RemoteArchive
 from tallyroll.storage.files.paths import free_bytes, translated, user_path
 from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside
+from tallyroll.storage.rows.pages import Page, PageSource
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.user_code import user_callback
 
@@ -30,7 +33,7 @@ _SPARE_NBYTES: Final = 2**22
 
 
 @dataclass(frozen=True)
-class PullReport:
+class PullReport(PageSource):
     """The result of a pull."""
 
     path: str
@@ -39,7 +42,16 @@ class PullReport:
     objects: int
     nbytes: int
     checked_by: str
-    """``"checksums"`` of the objects, or ``"chunks"`` if `push` did not write the dataset."""
+    """The kind of check: ``"checksums"`` of the objects, or ``"chunks"``.
+
+    Chunks are checked only if `push` did not write the dataset.
+    """
+
+    def _show_on_(self, page: Page) -> None:
+        page.print(
+            f"{self.path}: {self.rows:,} rows, {decimal(self.nbytes)} in {self.objects:,} files, "
+            f"checked by {self.checked_by}"
+        )
 
 
 @user_callback("pull")
@@ -56,9 +68,9 @@ def pull(
     the process is killed, nothing is at ``destination``.
 
     Args:
-        address: a dataset that was pushed.
+        address: the address of a pushed dataset.
         destination: the path of the copy; it must not exist.
-        options: the store; see `S3Options`.
+        options: the options of the store; see `S3Options`.
         progress: called after each object with the number of bytes received and the total.
 
     Raises:
@@ -74,7 +86,7 @@ def pull(
     """
     source, place = s3_path(address), user_path(destination)
     if source is None:
-        raise InvalidAddress("the source is no address: expected s3://BUCKET/KEY.")
+        raise InvalidAddress("address: expected s3://BUCKET/KEY, got another path.")
     require_free(place)
     archive = RemoteArchive(source, options or S3Options())
     with contextlib.closing(archive):
@@ -82,10 +94,10 @@ def pull(
         nbytes = sum(each.nbytes for each in wanted.values())
         if nbytes + _SPARE_NBYTES > (free := free_bytes(place)):
             raise StorageFull(
-                f"{place} has no room for the {nbytes:,} bytes of {source}: {free:,} are free. "
-                "Nothing was written; make room, or give another path."
+                f"{place} has no room for the {nbytes:,} bytes of {source}: {free:,} bytes are "
+                "free. Nothing was written. Free space, or give another path."
             )
-        with written_aside(place) as target, translated(target):
+        with atomic_creation(place) as target, translated(target):
             target.mkdir()
             _copy(archive, Inside(target), wanted, plan, progress)
             rows = _checked(target, source, chunks=not plan)
@@ -108,7 +120,8 @@ def _wanted(archive: RemoteArchive) -> tuple[dict[str, ListedObject], dict[str, 
         if found is None or found.nbytes != each.nbytes:
             has = "is missing" if found is None else f"has {found.nbytes:,} bytes"
             raise CorruptStorage(
-                f"{source / name} {has}, and {each.nbytes:,} bytes were pushed. Push it again."
+                f"{source / name} {has}, but {each.nbytes:,} bytes were pushed. Push the dataset "
+                "again."
             )
     return {name: listed[name] for name in plan}, plan
 
@@ -148,7 +161,9 @@ def _copy_one(
     known: PlannedObject | None,
 ) -> None:
     if not is_inside(name):
-        raise CorruptStorage(f"{archive.path} names an object outside of it. It is no dataset.")
+        raise CorruptStorage(
+            f"{archive.path} is not a dataset: it names an object outside its address."
+        )
     path, digest = inside.root / name, hashlib.sha256()
     inside.make_directory(path.parent)
     with open(inside.make(path), "wb") as file:
@@ -161,13 +176,13 @@ def _copy_one(
         os.fsync(file.fileno())
     if known is not None and digest.hexdigest() != known.sha256:
         raise CorruptStorage(
-            f"{archive.path / name} is not as it was pushed: its checksum differs. Pull again, and "
-            "if that fails too, push it again."
+            f"{archive.path / name} differs from the pushed object: its checksum does not match. "
+            "Pull again. If that fails too, push the dataset again."
         )
 
 
 def _checked(target: Path, source: object, *, chunks: bool) -> int:
-    """Return the number of rows that were copied.
+    """Check the copy, and return its number of rows.
 
     Raises:
         CorruptStorage: the copy is damaged.

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from rich.filesize import decimal
+
 from tallyroll.storage.errors import CorruptStorage, InvalidAddress, NotAStorage, PathIsTaken
 from tallyroll.storage.ext.packed.archives import ZarrArchive
 from tallyroll.storage.ext.packed.packed_reader import PackedReader
@@ -28,6 +30,7 @@ from tallyroll.storage.ext.remote.push_plan import (
 )
 from tallyroll.storage.files.paths import refuse_nothing, translated, user_path
 from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside
+from tallyroll.storage.rows.pages import Page, PageSource
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.user_code import user_callback
 
@@ -38,7 +41,7 @@ _PIECE: Final = 2**20
 
 
 @dataclass(frozen=True)
-class PushReport:
+class PushReport(PageSource):
     """The result of a push."""
 
     address: str
@@ -49,6 +52,12 @@ class PushReport:
     sent: int
     """The number of objects that this call wrote. The others were present already."""
     sent_nbytes: int
+
+    def _show_on_(self, page: Page) -> None:
+        page.print(
+            f"{self.address}: {self.rows:,} rows, {decimal(self.nbytes)} in {self.objects:,} "
+            f"objects, {self.sent:,} of them sent"
+        )
 
 
 @user_callback("push")
@@ -64,28 +73,28 @@ def push(
 
     The dataset can be opened there once it is complete: the objects of rows are written first and
     the manifest last. After a kill or a failure of the store, a call with the same arguments
-    resumes. It does not write objects again that have the right size and checksum.
+    resumes. Objects that already have the right size and checksum are not written again.
 
     Args:
-        source: a local packed dataset, a directory.
+        source: the directory of a local packed dataset.
         address: the destination.
-        options: the store; see `S3Options`.
+        options: the options of the store; see `S3Options`.
         replace: replace a different dataset at the address. Readers that have it open raise
             `ObjectChanged`.
         progress: called after each object with the number of bytes present and the total.
 
     Raises:
-        PathIsTaken: the address holds another dataset, or objects of no dataset.
+        PathIsTaken: the address holds another dataset, or objects that belong to no dataset.
         NotAStorage: the source is not packed as Zarr.
-        CorruptStorage: a file of the source is missing or changed during the push, or the list at
-            the address is too large.
+        CorruptStorage: a file of the source is missing or changed during the push, or the list of
+            objects at the address is too large.
         InvalidAddress: the address contains credentials, or is invalid.
         ObjectStoreFailed: the store rejects a request, or does not answer in time.
         MissingLibrary: the extra ``s3`` is not installed.
     """
     place = s3_path(address)
     if place is None:
-        raise InvalidAddress("the destination is no address: expected s3://BUCKET/KEY.")
+        raise InvalidAddress("address: expected s3://BUCKET/KEY, got another path.")
     root = user_path(source)
     refuse_nothing(root, "Give the path of a packed dataset.")
     rows, plan = _planned(root)
@@ -95,7 +104,7 @@ def push(
     if before != plan:
         # Delete the objects that make a dataset visible first, so that a mix of two datasets is
         # never visible. Then delete the objects that only the previous dataset has, while its list
-        # still exists. Other objects are not ours.
+        # still exists. Keep all other objects, which no list names.
         own = set(before.objects) - set(plan.objects) if before is not None else set()
         objects.delete(name for name in (LAST, ROOT, *sorted(own)) if name in there)
         objects.put(PLAN, plan.to_json(), {})
@@ -146,7 +155,7 @@ def _file(inside: Inside, path: Path) -> Iterator[BinaryIO]:
 def _before(
     objects: Objects, there: dict[str, ListedObject], plan: PushPlan, replace: bool
 ) -> PushPlan | None:
-    """Return the list of the dataset at the address, complete or in part; None without a list.
+    """Return the object list of the complete or partial dataset at the address, or None.
 
     Raises:
         PathIsTaken: the address holds other objects, which must not be replaced.
@@ -157,21 +166,22 @@ def _before(
     if PLAN in there:
         if there[PLAN].nbytes > JSON_LIMIT:
             raise CorruptStorage(
-                f"{place / PLAN} has too many bytes. Remove it, or push elsewhere."
+                f"{place / PLAN} is too large for a list of objects. Remove it, or push to another "
+                "address."
             )
         content = objects.read(PLAN, 0, there[PLAN].nbytes, there[PLAN])
         with contextlib.suppress(CorruptStorage):
             found = parsed(content, place / PLAN)
     elif LAST not in there:
         raise PathIsTaken(
-            f"{place} has objects, such as {min(there)}, and no dataset of Tallyroll. They are "
-            "not replaced; give another address."
+            f"{place} has objects, such as {min(there)}, but no dataset of Tallyroll. A push does "
+            "not replace such objects. Give another address."
         )
     if found != plan and not replace:
         raise PathIsTaken(
             f"{place} has a different dataset, or a part of one"
-            + (f" (its id is {found.id}, and not {plan.id})" if found is not None else "")
-            + ". Give another address, or replace it: replace=True, or --replace of the command."
+            + (f" (its id is {found.id}, not {plan.id})" if found is not None else "")
+            + ". Give another address, or replace the dataset with replace=True (--replace)."
         )
     return found
 
@@ -191,7 +201,7 @@ def _sent(
         looks = pool.map(lambda name: _is_there(objects, name, plan, there), names)
         right = {name for name, found in zip(names, looks, strict=True) if found}
         if LAST in there and len(right) < len(names):
-            # The dataset is visible, and must not be until it is complete again.
+            # Hide the dataset until it is complete again.
             objects.delete([LAST, ROOT])
             right -= {LAST, ROOT}
 
@@ -201,7 +211,9 @@ def _sent(
             path = inside.root / name
             with translated(path), _file(inside, path) as file:
                 if os.fstat(file.fileno()).st_size != plan.objects[name].nbytes:
-                    raise CorruptStorage(f"{path} changed while it was pushed. Push it again.")
+                    raise CorruptStorage(
+                        f"{path} changed while it was pushed. Push the dataset again."
+                    )
                 objects.put(name, file, {SHA256: plan.objects[name].sha256})
             return True
 

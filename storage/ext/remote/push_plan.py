@@ -43,7 +43,7 @@ class PushPlan:
 
     @property
     def order(self) -> list[str]:
-        """The names of all objects in the order of writing: first rows, last the manifest."""
+        """The names of all objects in the order of writing: rows first, the manifest last."""
         ends = {ROOT: 2, LAST: 3}
         return sorted(self.objects, key=lambda name: (ends.get(name, name.endswith(".json")), name))
 
@@ -75,8 +75,8 @@ def parsed(content: bytes, place: object) -> PushPlan:
         sound = False
     if not sound:
         raise CorruptStorage(
-            f"{place} is not the list of a dataset's objects: it is damaged. Push the dataset "
-            "again with replace=True (--replace), or remove that object to read without it."
+            f"{place} is damaged: it is not a list of a dataset's objects. Push the dataset again "
+            "with replace=True (--replace), or remove this list and read the dataset without it."
         )
     return PushPlan(said["id"], objects)
 

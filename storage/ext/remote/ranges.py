@@ -57,13 +57,13 @@ class MemoryBlocks:
 class DiskBlocks:
     """A cache of blocks in a folder that several processes share.
 
-    Before it adds a block, the cache sums the file sizes in the folder. It holds a lock that ends
-    with the process, so the budget covers all processes, also after a kill. A block is not kept if
-    another process is adding one, or if the disk is full. Readers then read it from the store
-    again.
+    Before the cache adds a block, it sums the file sizes in the folder. It holds a lock meanwhile,
+    which the system releases when the process ends. The budget thus covers all processes, also
+    after a kill. A block is not kept if another process is adding one, or if the disk is full.
+    Readers then read the block from the store again.
 
     Args:
-        folder: created if it is missing, readable by its user only.
+        folder: the folder. A missing folder is created, readable by its user only.
         nbytes: the maximum size in bytes of all files in the folder.
     """
 
@@ -94,7 +94,7 @@ class DiskBlocks:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._make_room(len(content))
-                self._inside.write_aside(self._path(name), content)
+                self._inside.write_atomically(self._path(name), content)
             finally:
                 os.close(lock)
 
@@ -112,7 +112,7 @@ class DiskBlocks:
                 self._inside.remove(self._folder / name)
                 left -= size
         if left > 0:
-            raise OSError("there is no room")
+            raise OSError("the cache has no room for the block")
 
     def drop(self, name: str) -> None:
         """Remove a block."""
@@ -121,7 +121,7 @@ class DiskBlocks:
 
 
 class ObjectFiles:
-    """`ShardFiles` for the objects of a dataset, as they were when it was opened.
+    """`ShardFiles` for the objects of a dataset, as listed when the dataset was opened.
 
     Args:
         objects: the objects of the dataset.
@@ -138,7 +138,7 @@ class ObjectFiles:
         self._lock = threading.Lock()
         self._coming: dict[str, Future[bytes]] = {}
         self._distrusted: Counter[str] = Counter()
-        """How often each block was found damaged. Its copy on disk may be the reason."""
+        """The number of times that each block was damaged. The copy on disk may be at fault."""
         self._pool: ThreadPoolExecutor | None = None
         self.requests = self.nbytes = 0
         """The number of blocks requested so far, and their total size in bytes."""
@@ -147,7 +147,7 @@ class ObjectFiles:
         """Return the name of an object."""
         name = "/".join(path.parts[len(self.root.parts) :])
         if name not in self.listed:
-            raise FileNotFoundError(f"{path} is not there")
+            raise FileNotFoundError(f"{path} does not exist")
         return name
 
     def size(self, file: str) -> int:
@@ -228,7 +228,7 @@ class ObjectFiles:
         self.objects.require_own_process()
         stop = min(begin + nbytes, self.size(file))
         for number, name in self._blocks(file, begin, stop):
-            # Blocks that arrive before they are read would evict each other.
+            # More blocks could evict each other before they are read.
             if 2 * len(self._coming) * self._size < self._options.memory_nbytes:
                 self._ask(file, number, name)
 
@@ -253,7 +253,7 @@ class ObjectFiles:
         file = self.open(path)
         listed = self.listed[file]
         if listed.nbytes > limit:
-            raise ValueError(f"it has {listed.nbytes:,} bytes, and may have {limit:,}")
+            raise ValueError(f"it has {listed.nbytes:,} bytes, expected at most {limit:,}")
         return self.objects.read(file, 0, listed.nbytes, listed)
 
     def end(self) -> None:
@@ -263,4 +263,6 @@ class ObjectFiles:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def __reduce__(self) -> Any:
-        raise TypeError("objects of a store are opened in each process by their address")
+        raise TypeError(
+            "a reader of an object store cannot be pickled: open its address in each process"
+        )

@@ -1,5 +1,5 @@
 """An `Archive` of packed rows in an object store."""
-# ruff: noqa: D102 - what an archive does is said once, in `Archive`
+# ruff: noqa: D102 - `Archive` documents the methods of all archives
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tallyroll.storage.readers.file_reader import Mode
 from tallyroll.storage.storages import ReaderStorage, require_reading
 from tallyroll.storage.trajectories.blocks.saved_blocks import SavedBlocks
 from tallyroll.storage.trajectories.episode_file import read_table
-from tallyroll.storage.trajectories.lane_file import IndexOwner, UnusableIndex, read_index
+from tallyroll.storage.trajectories.index_file import IndexOwner, UnusableIndex, read_index
 
 _THREADS: Final = 8
 _TABLE_LIMIT: Final = 2**32
@@ -45,7 +45,7 @@ def open_at(
     """Open the packed dataset at an address for reading; see `open_storage`."""
     place = s3_path(path)
     if place is None:
-        user_path(path)  # raises an error: the address has another scheme
+        user_path(path)  # raises an error, because the address has another scheme
         raise AssertionError
     require_reading(str(place), mode)
     return ReaderStorage(opened(place, s3 or S3Options()), mode, path=str(place), s3=s3)
@@ -82,7 +82,8 @@ class RemoteArchive(Archive):
         place, listed = self.path / OURS / MANIFEST, self.files.listed
         if not listed:
             raise StorageMissing(
-                f"nothing is at {self.path}. Give the address of a dataset that was pushed."
+                f"there are no objects at {self.path}. Give the address of a dataset that was "
+                "pushed."
             )
         if f"{OURS}/{MANIFEST}" not in listed:
             if PLAN in listed:
@@ -92,14 +93,16 @@ class RemoteArchive(Archive):
                     "the push."
                 )
             raise NotAStorage(
-                f"{self.path} is no packed dataset: it has no {OURS}/{MANIFEST}. Give the address "
-                "of one; `tallyroll pack` and `tallyroll push` put it there."
+                f"{self.path} is not a packed dataset: it has no {OURS}/{MANIFEST}. Give the "
+                "address of a dataset that was packed with `tallyroll pack` and pushed with "
+                "`tallyroll push`."
             )
         found = parse_manifest(self._whole(place, MANIFEST_LIMIT), place)
         if found["format"] != FORMAT:
             raise NotAStorage(
-                f"{self.path} is of format {found['format']}, and in object stores packed datasets "
-                "are read. Pack it with `tallyroll pack`, and push that."
+                f"{self.path} has the format {found['format']}, and Tallyroll reads only packed "
+                "datasets from object stores. Pack the rows with `tallyroll pack`, and push the "
+                "result."
             )
         return found
 
@@ -107,7 +110,9 @@ class RemoteArchive(Archive):
         try:
             return self.files.whole(path, limit)
         except ValueError as error:
-            raise CorruptStorage(f"{path} cannot be read: {error}. Push it again.") from error
+            raise CorruptStorage(
+                f"{path} cannot be read: {error}. Push the dataset again."
+            ) from error
 
     def chunks(self, layout: ArrayLayout) -> Chunks:
         return ShardChunks(self.files, layout)
@@ -116,8 +121,8 @@ class RemoteArchive(Archive):
     def _copied(self, name: str, limit: int) -> Iterator[tuple[Inside, Path] | None]:
         """Yield a local copy of an object, or None if there is no such object.
 
-        The copy is removed at the end. A memory map of it remains valid, because the system keeps
-        the bytes of a file while it is mapped.
+        The copy is removed at the end. A memory map of the copy remains valid, because the system
+        keeps the bytes of a file while it is mapped.
         """
         path = self.path / OURS / name
         if f"{OURS}/{name}" not in self.files.listed:

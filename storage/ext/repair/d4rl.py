@@ -39,13 +39,13 @@ _NEEDED: Final = ("observation", "action")
 
 
 class D4rlRepair(RowsRepair):
-    """Reads the readable rows. Rows after a gap form a trajectory of their own."""
+    """Repair of a D4RL file. Rows after a gap form a trajectory of their own."""
 
     name: ClassVar[str] = "d4rl"
 
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:
-        """Read all rows, and find the readable ones."""
+        """Find and yield the readable rows."""
         with opened_damaged(self.folder(place.parent), place.name) as (file, there):
             found = CheckResults(room=there.room)
             datasets = hdf5.datasets_in(file, found, Where(place.name))
@@ -80,7 +80,7 @@ class _D4rlRows:
         lacking += [key[-1] for key in (REWARD, TERMINATED) if key not in self._data]
         if lacking:
             raise InvalidDataset(
-                f"{place} cannot be repaired: nothing of {', '.join(lacking)} can be read."
+                f"{place} cannot be repaired: it has no readable {', '.join(lacking)}."
             )
 
     def incoming(self) -> Incoming:
@@ -132,7 +132,10 @@ class _D4rlRows:
         return numbered(Schema(tuple(columns)))
 
     def _shifted(self, key: Key, begin: int, end: int, seen: int) -> np.ndarray:
-        """Return the observations of the next rows. The one after an episode's end is lost."""
+        """Return the observation of the row after each row.
+
+        The last row of an episode has no such row, and repeats its own observation.
+        """
         data, column = self._data[key], self._columns[key]
         values = read_rows(data, begin + 1, min(end + 1, seen), column, self._place)
         if len(values) < end - begin:
@@ -143,14 +146,14 @@ class _D4rlRows:
     def _good(self) -> np.ndarray:
         """Return a mask of the rows that are readable in all columns.
 
-        Infos with fewer readable rows are left out instead.
+        An info with fewer readable rows than the reward is left out as a column instead.
         """
         name = self._place.name
         rows = max(data.shape[0] for key, data in self._data.items() if key[0] != "infos")
         of_each = {key: self._readable(data, rows) for key, data in self._data.items()}
         for key in [*self._data]:
             if key[0] == "infos" and of_each[key].sum() < of_each[REWARD].sum():
-                message = "an info of which fewer rows can be read"
+                message = "an info that has fewer readable rows"
                 self._losses.add(message, 0, file=name, column="/".join(key))
                 del self._data[key], self._columns[key], of_each[key]
         after = {key: self._readable(data, rows) for key, data in self._after.items()}
@@ -164,7 +167,7 @@ class _D4rlRows:
                 for key, data in self._after.items()
             )
         ):
-            message = "next observations: fewer rows of them can be read"
+            message = "next observations that have fewer readable rows"
             self._losses.add(message, 0, file=name, column=_AFTER)
             self._after, after = {}, {}
         good: np.ndarray = np.logical_and.reduce([base, *after.values()])
@@ -209,8 +212,8 @@ class _D4rlRows:
     def _pieces(self, good: np.ndarray) -> list[tuple[int, int, int]]:
         """Return the rows of each trajectory: start, stop, and stop of the observations.
 
-        Without a column of next observations, the row before a gap has none. Inside an episode,
-        that row is lost.
+        Without a column of next observations, the row before a gap has no next observation. That
+        row is lost unless it ends an episode.
         """
         ended = np.zeros(len(good), bool)
         for key in (TERMINATED, TRUNCATED):
@@ -222,14 +225,17 @@ class _D4rlRows:
         for start, seen in cut_after(runs(good), ended | self._contradicted(good, ended)):
             stop = seen if self._after or ended[seen - 1] else seen - 1
             if stop < seen:
-                message = "a row whose next observation is not there"
+                message = "a row without a next observation"
                 self._losses.add(message, 1, file=self._place.name, row=stop)
             if stop > start:
                 pieces.append((start, stop, seen))
         return pieces
 
     def _contradicted(self, good: np.ndarray, ended: np.ndarray) -> np.ndarray:
-        """Return a mask of the rows whose next observation differs from the following row."""
+        """Return a mask of the rows whose next observation contradicts the following row.
+
+        Rows that end an episode are not in the mask.
+        """
         wrong = np.zeros(len(good), bool)
         for start, stop in self._parts(good):
             stop = min(stop + 1, len(good)) if good[stop : stop + 1].any() else stop

@@ -23,15 +23,15 @@ from tallyroll.storage.ext.repair.losses import Losses
 from tallyroll.storage.formats.hdf5.datasets import h5py_module
 
 _WORDS: Final = 16
-"""The number of bytes that finding the readable rows takes for each row."""
+"""The memory in bytes per row that it takes to find the readable rows."""
 
 
 class PaddedFile:
     """A file padded to the size in its superblock, with known missing parts.
 
-    HDF5 rejects a file that is shorter than its superblock says. It ignores the flags of a killed
-    writer if Python reads the file for it. A read of missing bytes fails, because zeros in metadata
-    could have another meaning. Nothing is written.
+    HDF5 rejects a file that is shorter than the size in its superblock. It ignores the flags that a
+    killed writer left if Python reads the file on behalf of HDF5. A read of missing bytes fails,
+    because zeros in metadata could have another meaning. Nothing is written.
     """
 
     def __init__(self, raw: Any) -> None:
@@ -58,10 +58,10 @@ class PaddedFile:
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer. Raises EIO if a byte is missing."""
+        """Fill a buffer; raise OSError (EIO) if a byte is missing."""
         view = memoryview(buffer).cast("B")
         if not self.has(self._at, len(view)):
-            raise OSError(errno.EIO, "a part of the file is not there")
+            raise OSError(errno.EIO, "a part of the file is missing")
         self._raw.seek(self._at)
         found = self._raw.readinto(view) or 0
         self._at += found
@@ -73,7 +73,7 @@ class PaddedFile:
 
 @contextmanager
 def opened_damaged(folder: DatasetFolder, name: str) -> Iterator[tuple[Any, PaddedFile]]:
-    """Yield an HDF5 file, as far as it can be read, and the padded file below it.
+    """Yield an HDF5 file that may be damaged, and the padded file through which HDF5 reads it.
 
     Raises:
         InvalidDataset: HDF5 cannot open the file.
@@ -87,8 +87,8 @@ def opened_damaged(folder: DatasetFolder, name: str) -> Iterator[tuple[Any, Padd
             file = _opened(padded)
         except (*DAMAGE, OverflowError) as error:
             raise InvalidDataset(
-                f"{place} cannot be repaired: HDF5 cannot open it ({error!s:.200}). A "
-                "writer that flushes after each episode leaves a file that can be."
+                f"{place} cannot be repaired: HDF5 cannot open it ({error!s:.200}). "
+                "Files of a writer that flushes after each episode can be repaired."
             ) from error
         with file:
             yield file, padded
@@ -116,7 +116,7 @@ def readable_rows(data: Any, there: PaddedFile) -> np.ndarray:
     row = max(1, math.prod(data.shape[1:]) * data.dtype.itemsize)
     step = data.chunks[0] if data.chunks else max(1, BLOCK_NBYTES // row)
     instead = "Nothing was written."
-    require_memory(_WORDS * rows, f"the {rows:,} rows that it claims to have", instead)
+    require_memory(_WORDS * rows, f"the {rows:,} rows that the file claims to have", instead)
     require_memory(step * row, f"a chunk of {step:,} rows", instead)
     try:
         good = _stored(data, there)
@@ -164,7 +164,7 @@ def _stored(data: Any, there: PaddedFile) -> np.ndarray:
 
 
 def runs(good: np.ndarray) -> list[tuple[int, int]]:
-    """Return the runs of True in a mask [n], each as its first row and the row after its last."""
+    """Return the runs of True in a mask [n] as pairs of start and stop (exclusive)."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], good, [False]]).astype(np.int8)))
     return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
 
@@ -181,6 +181,6 @@ def cut_after(pieces: Iterable[tuple[int, int]], last: np.ndarray) -> list[tuple
 def lose_gaps(
     losses: Losses, good: np.ndarray, message: str, file: str, episode: int | None = None
 ) -> None:
-    """Report the rows [n] that are not good."""
+    """Report the rows that are False in the mask ``good`` [n]."""
     for start, stop in runs(~good):
         losses.add(message, stop - start, file=file, episode=episode, row=start)

@@ -1,7 +1,7 @@
 """Repair a LeRobot dataset: save its readable part as a valid dataset of version 3.
 
-A recorder that was killed leaves Parquet files without a footer, and no list of its last episodes.
-The pages of each saved episode are on the disk, so the repair rebuilds the footer.
+A killed recorder leaves Parquet files without a footer, and has not listed its last episodes. The
+pages of each saved episode are on the disk, so the repair rebuilds the footer.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class _Piece:
 
 
 class LerobotRepair:
-    """Writes the readable part of a dataset to a new folder.
+    """Repair of a LeRobot dataset. It writes the readable part to a new folder.
 
     Args:
         source: the damaged dataset.
-        losses: collects the losses.
+        losses: the list to which losses are added.
         unreadable: the ranges of files that the disk cannot read, by path.
     """
 
@@ -71,8 +71,8 @@ class LerobotRepair:
         rate = info.get("fps") if isinstance(info, dict) else None
         if not isinstance(features, dict) or not isinstance(rate, int | float) or not rate > 0:
             raise InvalidDataset(
-                f"{source} cannot be repaired: {_INFO} is missing or damaged, and without it rows "
-                "have no names. Restore it from another dataset of the same robot."
+                f"{source} cannot be repaired: {_INFO} is missing or damaged, so the columns have "
+                "no names. Restore this file from another dataset of the same robot."
             )
         assert isinstance(info, dict)
         self._info: dict[str, Any] = info
@@ -126,7 +126,7 @@ class LerobotRepair:
             size = os.fstat(raw.fileno()).st_size
             found = rebuilt(raw, size, self._kinds(arrow), self._counts(), _CODEC)
             if found is None:
-                message = "a file of rows was not finished, and has no whole episode"
+                message = "a file of rows was not finished, and has no complete episode"
                 self._losses.add(message, None, file=name, what=f"{size:,} bytes")
                 return
             if found.stop < size and not self._is_footer(raw, found.stop, size):
@@ -138,7 +138,7 @@ class LerobotRepair:
             yield from self._groups(arrow, parquet.ParquetFile(view, pre_buffer=False), name)
 
     def _is_footer(self, raw: Any, start: int, size: int) -> bool:
-        """Return True if a footer starts here. Its end may be missing."""
+        """Return True if a footer starts at ``start``. The end of the footer may be missing."""
         raw.seek(start)
         try:
             return bool(raw.read(min(64, size - start)).startswith(b"\x15\x04\x19"))
@@ -160,14 +160,14 @@ class LerobotRepair:
             row += rows
 
     def _fitting(self, arrow: Any, table: Any) -> Any:
-        """Return the known columns with their known types.
+        """Return the columns that the metadata declare, with their declared types.
 
         Raises:
             ValueError: a column is missing, or has rows without a value.
         """
         kinds = self._kinds(arrow)
         if lacking := [each for each in (*kinds.names, *_OWN) if each not in table.column_names]:
-            raise ValueError(f"there is no {', '.join(lacking)}")
+            raise ValueError(f"the columns {', '.join(lacking)} are missing")
         columns = []
         for kind in kinds:
             column = table.column(kind.name)
@@ -220,7 +220,7 @@ class LerobotRepair:
     def _size(self, said: Mapping[str, Any]) -> int:
         shape = said.get("shape")
         if not isinstance(shape, list) or not all(declared_count(each) for each in shape):
-            raise InvalidDataset(f"{self._source} cannot be repaired: {_INFO} names no shapes.")
+            raise InvalidDataset(f"{self._source} cannot be repaired: {_INFO} lacks a shape.")
         return math.prod(shape)
 
     # --- films ------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class LerobotRepair:
             films[camera] = self._films(camera, pieces, listing)
             rows = sum(len(p) for p, f in zip(pieces, films[camera], strict=True) if f is not None)
             if 2 * rows < sum(map(len, pieces)) or not rows:
-                message = "frames of a camera, which is left out: they cannot be read or placed"
+                message = "frames of a camera cannot be read or placed, so the camera is left out"
                 self._losses.add(message, 0, column=camera)
                 del films[camera], self._features[camera]
         kept, places = list[_Piece](), list[int]()
@@ -268,7 +268,7 @@ class LerobotRepair:
 
         def seconds(name: str) -> float:
             if Path(name) in self._unreadable:
-                return 0.0  # the whole frames of such a file are not searched
+                return 0.0  # such a file is not searched for intact frames
             if name not in lengths:
                 frames = frames_of(av, self._folder, name, CheckResults())
                 lengths[name] = 0.0 if frames is None else len(frames.times) / self._rate
@@ -295,7 +295,7 @@ class LerobotRepair:
             )
         return found
 
-    # --- out --------------------------------------------------------------------------------------
+    # --- writing ----------------------------------------------------------------------------------
 
     def _write_rows(self, pieces: list[_Piece], target: Path) -> None:
         arrow = needed("pyarrow", "arrow", "Parquet needs")
@@ -381,7 +381,7 @@ class LerobotRepair:
         known = dict(self._known_tasks(listing))
         used = {int(n) for p in pieces for n in np.unique(p.table.column("task_index").to_numpy())}
         for number in sorted(used - {*known}):
-            self._losses.add("the text of a task", 0, what=f"task {number}")
+            self._losses.add("the text of a task is missing", 0, what=f"task {number}")
             known[number] = f"task {number}"
         return known
 

@@ -44,13 +44,13 @@ _METADATA: Final = "metadata.json"
 
 _Kind = tuple[np.dtype[Any], tuple[int, ...]]
 _Piece = tuple[int, int, int]
-"""Consecutive steps: the number of their episode, the first step, and the end."""
+"""Consecutive steps: the number of their episode, the first step, and the end (exclusive)."""
 
 
 class MinariRepair(RowsRepair):
-    """Reads the readable steps of a dataset. Steps after a gap form a trajectory of their own.
+    """Repair of a Minari dataset. Steps after a gap form a trajectory of their own.
 
-    An info is saved only if it can be read for all these steps. No step is dropped because of an
+    An info is saved only if it can be read for all saved steps. No step is dropped because of an
     info.
     """
 
@@ -58,7 +58,7 @@ class MinariRepair(RowsRepair):
 
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:
-        """Read all episodes, and find the readable steps."""
+        """Find and yield the readable steps of all episodes."""
         folder, below = self.folder(place), "data/" if (place / "data").is_dir() else ""
         with contextlib.ExitStack() as stack:
             files, said = self._files(folder, below, stack)
@@ -70,7 +70,7 @@ class MinariRepair(RowsRepair):
         """Return the episodes, and the number of episodes in the metadata."""
         said = folder.json(f"{below}{_METADATA}")
         if not isinstance(said, dict):
-            message = "the metadata cannot be read, and the shapes of values with them"
+            message = "the metadata cannot be read, so the shapes of values are unknown"
             self._losses.add(message, 0, file=f"{below}{_METADATA}")
             said = {}
         known = known_in(spaces_in(said))
@@ -86,7 +86,7 @@ class MinariRepair(RowsRepair):
 
 
 def _kind_in(data: Path) -> str:
-    """Return the format of the first file with a known suffix; "hdf5" without one."""
+    """Return the first of `KINDS` that has files in a folder, or "hdf5" if none has files."""
     found = (kind for kind in KINDS if next(data.glob(f"[0-9]*/*.{kind}"), None) is not None)
     return next(found, "hdf5")
 
@@ -139,9 +139,9 @@ class _RepairedEpisodes:
         for number in self._files.numbers:
             self._lose_missing(before + 1, number)
             before = number
-            file, said = self._files.file(number), self._files.said(number)
+            file, said = self._files.file(number), self._files.metadata(number)
             if said is None:
-                message = "what is said of an episode, as its seed, cannot be read"
+                message = "the metadata of an episode, such as its seed, cannot be read"
                 self._losses.add(message, 0, file=file, episode=number)
             try:
                 parts = self._parts(number)
@@ -176,16 +176,16 @@ class _RepairedEpisodes:
         for key, count in sorted(lost.items()):
             if count:
                 self._infos.pop(key, None)
-                what = f"{count:,} of its steps have no number that can be read"
+                what = f"{count:,} steps have no readable value"
                 name = "/".join(key[1:])
                 self._losses.add("an info is not saved", 0, column=name, what=what)
 
     def _readable(self, part: FilePart | None, key: Key, start: int, stop: int) -> int:
-        """Return the number of steps, from ``start`` up to ``stop``, whose info can be read."""
+        """Return the number of steps in ``[start, stop)`` whose info can be read."""
         info = self._infos.get(key)
         if info is None or part is None or not self._is_of(part, info[1]):
             return 0
-        # Infos of Minari have an entry for the reset before those of the steps.
+        # An info of Minari has an entry for the reset before the entries of the steps.
         return int(part.good[start + 1 : stop + 1].sum())
 
     def _is_of(self, part: FilePart, column: Column) -> bool:
@@ -204,7 +204,7 @@ class _RepairedEpisodes:
         lacking += [each for each in ("observations", "actions") if each not in tops]
         if lacking:
             raise InvalidDataset(
-                f"{self._place} cannot be repaired: nothing of {', '.join(lacking)} can be read."
+                f"{self._place} cannot be repaired: it has no readable {', '.join(lacking)}."
             )
         return found
 
@@ -287,7 +287,7 @@ class _RepairedEpisodes:
 
     def _seed(self, number: int) -> int:
         try:
-            seed = int((self._files.said(number) or {}).get("seed", -1))
+            seed = int((self._files.metadata(number) or {}).get("seed", -1))
         except (ValueError, TypeError, OverflowError):
             return -1
         return seed if 0 <= seed < 2**63 else -1

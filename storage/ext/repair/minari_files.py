@@ -1,4 +1,4 @@
-"""The episodes of a damaged Minari dataset in any kind of file, and in HDF5 groups."""
+"""Episodes of a damaged Minari dataset: an interface for any kind of file, and HDF5 groups."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ class EpisodeFiles(ABC):
         """
 
     @abstractmethod
-    def said(self, number: int) -> Mapping[str, Any] | None:
+    def metadata(self, number: int) -> Mapping[str, Any] | None:
         """Return the metadata of an episode, such as its seed, or None if it cannot be read."""
 
     def lost_end(self, number: int) -> tuple[str, int | None] | None:
-        """Return why the end of an episode is lost, and the number of lost steps.
+        """Return the reason why the end of an episode is lost, and the number of lost steps.
 
         The result is None if the end can be read. The number is None if it is unknown.
         """
@@ -107,7 +107,7 @@ class GroupFiles(EpisodeFiles):
 
     Args:
         file: the file.
-        there: the readable bytes of the file.
+        there: the padded file, which knows the missing bytes.
         pictures: the shapes of JPEG images, by their paths in a group.
     """
 
@@ -135,7 +135,7 @@ class GroupFiles(EpisodeFiles):
         values = Jpegs(data, shape) if shape and data.shape else data
         return part_of(name, values, lambda: readable_rows(data, self._there))
 
-    def said(self, number: int) -> Mapping[str, Any] | None:
+    def metadata(self, number: int) -> Mapping[str, Any] | None:
         """Return the attributes of a group."""
         try:
             return dict(self._file[f"episode_{number}"].attrs)

@@ -1,7 +1,8 @@
 """Damaged Minari episodes in Arrow or Parquet tables.
 
 An Arrow file stores a table column by column, uncompressed. To find the rows that depend on missing
-bytes, the file is read twice, with zeros and with ones in their place: such rows differ.
+bytes, the file is read twice, with zeros and with ones in place of these bytes. Rows that differ
+between the two depend on missing bytes.
 """
 
 from __future__ import annotations
@@ -46,15 +47,16 @@ If less of a batch remains, none of its rows is complete.
 """
 
 _Twins = tuple[Any, ...]
-"""A record batch. If parts of it are missing, two: filled with zeros and with ones."""
+"""A record batch, or two if parts of it are missing: filled with zeros and with ones."""
 
 
 class TableFiles(EpisodeFiles):
-    """The folders of episodes.
+    """Episodes in folders of tables, one folder each.
 
     Args:
         folder: the files of the dataset.
-        below: the name of the folder that contains them, with a trailing slash, or an empty string.
+        below: the name of the folder that contains the folders of episodes, with a trailing slash;
+            or an empty string.
         kind: ``"arrow"`` or ``"parquet"``.
         columns: the reader of tables.
     """
@@ -72,24 +74,24 @@ class TableFiles(EpisodeFiles):
         """Return the folder of an episode."""
         return f"{self._below}{number}"
 
-    def said(self, number: int) -> Mapping[str, Any] | None:
+    def metadata(self, number: int) -> Mapping[str, Any] | None:
         """Return the metadata file of an episode."""
         found = self._folder.json(f"{self.file(number)}/metadata.json")
         return found if isinstance(found, dict) else None
 
     def lost_end(self, number: int) -> tuple[str, int | None] | None:
-        """Compare the number of readable steps with the number in the metadata."""
+        """Return the reason, and how many more steps the metadata declares than can be read."""
         parts = self.parts(number)
         if not self._why:
             return None
         steps = max(
             (len(each.values) for (top, *_), each in parts.items() if top == "rewards"), default=0
         )
-        said = declared_count((self.said(number) or {}).get("total_steps"))
+        said = declared_count((self.metadata(number) or {}).get("total_steps"))
         return self._why, None if said is None else max(0, said - steps)
 
     def parts(self, number: int) -> dict[Key, FilePart]:
-        """Return the columns of a table. The columns of one episode at a time stay in memory."""
+        """Return the columns of a table. Only the columns of the last episode stay in memory."""
         if number != self._held:
             self._parts, self._held = {}, -1
             try:
@@ -112,7 +114,7 @@ class TableFiles(EpisodeFiles):
             except damage_of(arrow) as error:
                 self._why = f"{name}: {error!s:.200}"
         if not batches:
-            raise InvalidDataset(self._why or "it has no table")
+            raise InvalidDataset(self._why or "the episode has no table")
         tables = []
         for at in range(max(map(len, batches))):
             every = arrow.Table.from_batches([each[min(at, len(each) - 1)] for each in batches])
@@ -152,7 +154,7 @@ class TableFiles(EpisodeFiles):
         """Yield the record batches of a file, one message at a time; the footer may be missing."""
         raw = self._folder.opened(name)
         if raw is None:
-            raise InvalidDataset("it cannot be opened, or is a link")
+            raise InvalidDataset("the file cannot be opened, or is a link")
         with raw:
             yield from _Messages(self._columns.arrow, raw).batches()
 
@@ -160,7 +162,7 @@ class TableFiles(EpisodeFiles):
 def _batch(table: Any) -> Any:
     batches = table.to_batches()
     if len(batches) > 1:
-        raise InvalidDataset("it has too many bytes to be one array")
+        raise InvalidDataset("the table is too large for one array")
     return batches[0] if batches else table
 
 
@@ -180,7 +182,7 @@ class _Messages:
         """
         arrow, ipc = self._arrow, self._arrow.ipc
         if self._there(0, len(MAGIC)) != MAGIC:
-            raise InvalidDataset("it is no file of Arrow")
+            raise InvalidDataset("it is not an Arrow file")
         schema, at = None, len(MAGIC)
         while (head := self._head(at)) is not None:
             meta = head[_HEAD.size :]
@@ -192,13 +194,13 @@ class _Messages:
             if schema is None:
                 schema = ipc.read_schema(ipc.read_message(arrow.py_buffer(head)))
             elif is_compressed(meta):
-                raise InvalidDataset("it is compressed: Minari's are not")
+                raise InvalidDataset("it is compressed, unlike Minari's files")
             else:
                 damaged = touches(self._gaps, start, start + nbytes)
                 contents = [self._filled(start, nbytes, fill) for fill in b"\0\xff"[: 1 + damaged]]
                 messages = [ipc.read_message(arrow.py_buffer(head + each)) for each in contents]
                 if messages[0].type != "record batch":
-                    raise InvalidDataset("it has dictionaries: Minari's have none")
+                    raise InvalidDataset("it has dictionaries, unlike Minari's files")
                 yield tuple(ipc.read_record_batch(each, schema) for each in messages)
             at = start + nbytes
 
@@ -210,13 +212,15 @@ class _Messages:
         return None if nbytes == 0 else self._there(at, _HEAD.size + nbytes)
 
     def _there(self, at: int, nbytes: int) -> bytes:
-        """Return bytes. Raises `InvalidDataset` if some of them are missing."""
+        """Return bytes; raise `InvalidDataset` if some of them are missing."""
         if touches(self._gaps, at, at + nbytes):
-            raise InvalidDataset(f"what is at byte {at:,} cannot be read, or the file is cut")
+            raise InvalidDataset(
+                f"the bytes at offset {at:,} cannot be read, or the file was cut short"
+            )
         return self._filled(at, nbytes, 0)
 
     def _filled(self, at: int, nbytes: int, fill: int) -> bytes:
-        """Return bytes, with ``fill`` in place of missing ones."""
+        """Return bytes, with ``fill`` in place of missing bytes."""
         content = bytearray([fill]) * nbytes
         for start, stop in _between(self._gaps, at, at + nbytes):
             self._raw.seek(start)

@@ -41,7 +41,6 @@ from tallyroll.storage.ext.repair.rows_repair import RowsRepair
 from tallyroll.storage.ext.verification.findings import Findings, Place
 from tallyroll.storage.ext.verification.record_checks import check_runs
 from tallyroll.storage.ext.verification.row_checks import RowChecks
-from tallyroll.storage.ext.verification.storage_checks import SlotColumn
 from tallyroll.storage.files.checksums import mismatches
 from tallyroll.storage.files.commit_header import committed_counts
 from tallyroll.storage.files.paths import free_bytes
@@ -49,7 +48,7 @@ from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.memmap import place_of
 from tallyroll.storage.formats.zarr.format import ZarrFormat
 from tallyroll.storage.formats.zarr.metadata import chunk_name
-from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.readers.row_reader import RowReader, SlotColumn, newest_rows
 from tallyroll.storage.rows.keys import STEP, TRAJ_IDS, Key, format_key
 from tallyroll.storage.rows.row_words import words
 from tallyroll.storage.rows.schema import Schema
@@ -116,7 +115,8 @@ def working_copy(
     Args:
         place: a folder, or a file.
         target: the path of the copy; it must not exist.
-        unreadable: ranges of files, also beyond their ends, that are filled with ``filled``.
+        unreadable: byte ranges by file, to fill with ``filled``. A range may lie beyond the end of
+            its file.
         filled: the fill byte.
         lengths: the minimum sizes of files in bytes. Shorter files are padded with zeros.
 
@@ -128,8 +128,8 @@ def working_copy(
     more = sum(b - a for ranges in unreadable.values() for a, b in ranges)
     if more > free_bytes(target):
         raise StorageFull(
-            f"{place} lacks {more:,} bytes, and {target.parent} has no room for a copy with them. "
-            "Nothing was written."
+            f"{more:,} bytes of {place} are missing. The repair fills them in a copy, but "
+            f"{target.parent} has no room for it. Nothing was written."
         )
     files = [*files_of(place)]
     for path in dict.fromkeys([*files, *unreadable]):
@@ -163,7 +163,7 @@ def _write(out: Any, source: int | None, ranges: Ranges, filled: bytes) -> None:
 
 
 def _linked(source: Path, copy: Path) -> bool:
-    """Create a hard link. Return False if the file system cannot."""
+    """Create a hard link. Return False if the file system does not support it."""
     try:
         os.link(source, copy, follow_symlinks=False)
     except OSError as error:
@@ -179,12 +179,12 @@ _MANIFEST: Final = "manifest.json"
 
 
 class OurRepair(RowsRepair):
-    """Reads the rows that are as they were written.
+    """Repair of a storage of Tallyroll. It keeps the rows that were not damaged.
 
     Rows after a gap form a trajectory of their own.
 
     Args:
-        losses: collects the losses.
+        losses: the list to which losses are added.
         aside: an empty folder for copies of damaged files.
         unreadable: ranges of files that the disk cannot read.
     """
@@ -250,11 +250,11 @@ def _lengths(place: Path, error: CorruptStorage) -> tuple[dict[Path, int], dict[
 
 
 class _RepairedRows:
-    """The rows of a reader, without those that are lost.
+    """The rows of a reader, without the lost rows.
 
     Args:
         reader: the reader of the rows.
-        losses: collects the losses.
+        losses: the list to which losses are added.
         short: the row counts of the columns whose files are too short.
         twin: a reader of the same rows with another fill for the bytes that the disk could not
             read.
@@ -295,7 +295,7 @@ class _RepairedRows:
         return Incoming(schema, len(rows), blocks(), about_rows(self._reader, schema), "tallyroll")
 
     def _good(self) -> np.ndarray:
-        """Return a mask [n] of the rows that are as they were written, as far as is known."""
+        """Return a mask [n] of the rows without a known fault."""
         good = np.ones(len(self._span), bool)
         for column, rows in self._short.items():
             lost = good.copy()
@@ -310,7 +310,7 @@ class _RepairedRows:
         sums = self._sums()
         if sums is not None:
             self._by_checksums(good, sums)
-        elif self._twin is None:  # a row next to a lost one would contradict it
+        elif self._twin is None:  # rows next to a lost row would contradict its fill
             self._by_checks(good)
         return good
 
@@ -330,7 +330,7 @@ class _RepairedRows:
     def _lose(
         self, good: np.ndarray, wrong: np.ndarray, message: str, column: str | None = None
     ) -> None:
-        """Mark rows [n] as lost, and report them, except those that were lost already."""
+        """Mark the rows of the mask ``wrong`` [n] as lost, and report those not lost before."""
         for start, stop in runs(wrong & good):
             row = start + self._span.start
             self._losses.add(message, stop - start, row=row, column=column)
@@ -346,10 +346,10 @@ class _RepairedRows:
         try:
             for each in mismatches(columns, sums):
                 wrong = np.zeros(len(good), bool)
-                rows = reader.rows_in(np.arange(each.start, each.stop)) - self._span.start
+                rows = newest_rows(reader, np.arange(each.start, each.stop)) - self._span.start
                 wrong[rows[(rows >= 0) & (rows < len(wrong))]] = True
                 if each.key in self._unread and self._unread[each.key][wrong].any():
-                    continue  # the other rows of the block were read without an error
+                    continue  # unread bytes explain the mismatch, and the other rows were read
                 message = "a block of rows whose checksum differs"
                 self._lose(good, wrong, message, format_key(each.key))
         except CorruptStorage as error:
@@ -380,9 +380,9 @@ class _RepairedRows:
         return at[order], ids[order], steps[order]
 
     def _before(self, wrong: np.ndarray) -> np.ndarray:
-        """Return the rows that precede ``wrong`` rows in their trajectories.
+        """Return a mask of the rows that precede ``wrong`` rows in their trajectories.
 
-        Either of the two rows may be wrong.
+        Of two rows that contradict each other, either may be wrong.
         """
         order, ids, _ = self._order(np.ones(len(wrong), bool))
         before = np.zeros(len(wrong), bool)
@@ -391,7 +391,10 @@ class _RepairedRows:
         return before
 
     def _renumbered(self, good: np.ndarray) -> dict[Key, np.ndarray]:
-        """Return ids and steps [n] that make rows after a gap a trajectory of their own."""
+        """Return new ids and steps [n] that make rows after a gap a trajectory of their own.
+
+        The result is empty if no trajectory needs new numbers.
+        """
         order, ids, steps = self._order(good)
         if not len(order):
             return {}
@@ -407,8 +410,8 @@ class _RepairedRows:
         where = np.flatnonzero(begins)
         if not cut.any():
             return {}
-        # Ids of a lane must increase, so all trajectories are renumbered in the order of first
-        # rows.
+        # Ids of a lane must increase, so all trajectories are renumbered in the order of their
+        # first rows.
         new_ids = np.empty(len(where), np.int64)
         new_ids[np.argsort(order[where])] = np.arange(len(where))
         base = np.where(cut[where], steps[where], 0)
@@ -419,14 +422,14 @@ class _RepairedRows:
 
 
 class _TrustedRows(Findings):
-    """Keeps all rows of the findings of trusted checks."""
+    """Findings that record the numbers of all rows that fail a check in `_TRUSTED`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[tuple[str, str, np.ndarray]] = []
 
     def add(self, check: str, message: str, *places: Place, count: int = 1) -> None:
-        """Keep the rows of a finding that names them."""
+        """Record the rows of a finding, if it names rows."""
         if check in _TRUSTED and places and places[0].row is not None:
             rows = np.arange(places[0].row, places[0].row + count)
             self.rows.append((check, message, rows))

@@ -33,7 +33,7 @@ _DAMAGE: Final = (CorruptStorage, DiskFailed, OSError)
 
 
 class _ByFront(Archive):
-    """An HDF5 file that is read by the copy of its metadata at the front.
+    """An HDF5 file that is read with the copy of its metadata at the front.
 
     The file may be truncated, or have damaged metadata.
     """
@@ -59,7 +59,7 @@ class _ByFront(Archive):
         """Return the chunks of an array."""
         number, front = self._numbers[layout.path], self._front
         if number >= len(front.places):
-            raise CorruptStorage(f"{self.path} does not say at its front where its chunks are.")
+            raise CorruptStorage(f"the front of {self.path} does not locate all chunks.")
         kept = front.tables.get(number, ())
         return FrontChunks(self._read, self.path, layout, front.places[number], kept)
 
@@ -85,7 +85,7 @@ class _AsItIs(ZarrArchive):
 
 
 class _FilesWithGaps(LocalFiles):
-    """Files of shards, some ranges of which the disk cannot read."""
+    """Shard files with ranges that the disk cannot read."""
 
     def __init__(self, inside: Inside, unreadable: Mapping[Path, Ranges]) -> None:
         super().__init__(inside)
@@ -99,18 +99,18 @@ class _FilesWithGaps(LocalFiles):
         return file
 
     def read(self, file: int, nbytes: int, begin: int) -> bytes:
-        """Return bytes of a file. Raises EIO in unreadable ranges."""
+        """Return bytes of a file; raise OSError (EIO) if some of them are unreadable."""
         require_readable(self._gaps[file], begin, begin + nbytes)
         return super().read(file, nbytes, begin)
 
     def read_some(self, file: int, nbytes: int, begin: int) -> bytes:
-        """Return bytes up to the first unreadable one."""
+        """Return bytes up to the first unreadable byte."""
         stops = [start for start, stop in self._gaps[file] if stop > begin]
         return super().read(file, max(0, min([nbytes, *(each - begin for each in stops)])), begin)
 
 
 class _CutShards(ShardChunks):
-    """Shards whose index may be lost. It is then rebuilt from the lengths of consecutive chunks."""
+    """Shards whose index may be lost. A lost index is rebuilt from the lengths of the chunks."""
 
     def __init__(self, files: _FilesWithGaps, layout: ArrayLayout) -> None:
         super().__init__(files, layout, nbytes=0)
@@ -150,7 +150,9 @@ def packed_reader(place: Path, folder: DatasetFolder) -> PackedReader | None:
 
 
 def _of_hdf5(place: Path, folder: DatasetFolder) -> PackedReader | None:
-    """Return a reader that uses the metadata at the front of a file or, without it, HDF5.
+    """Return a reader of a packed HDF5 file, or None for another file.
+
+    The reader uses the copy of the metadata at the front of the file, or HDF5 if there is no copy.
 
     Raises:
         CorruptStorage: the file starts with the marker of packed rows, but cannot be read.
@@ -179,7 +181,7 @@ def _of_hdf5(place: Path, folder: DatasetFolder) -> PackedReader | None:
 
 
 def unreadable_rows(reader: PackedReader) -> Iterator[tuple[Key, np.ndarray]]:
-    """Yield each column with a mask [n] of the rows that need a chunk that cannot be read."""
+    """Yield each column with a mask [n] of the rows that need an unreadable chunk."""
     damaged = dict[CachedArray, np.ndarray]()
     rows = len(reader.span)
     for key in reader.keys:
@@ -188,7 +190,7 @@ def unreadable_rows(reader: PackedReader) -> Iterator[tuple[Key, np.ndarray]]:
             stop = min(start + _ROWS, rows)
             try:
                 wanted = column.wanted(np.arange(start, stop) + reader.span.start)
-            except _DAMAGE:  # the start of the states is lost
+            except _DAMAGE:  # the tables of the states cannot be read
                 break
             array = wanted.array
             if array not in damaged:

@@ -1,8 +1,8 @@
 """Rebuild the footer of a Parquet file whose writer was killed, from the file's pages.
 
-The pages of a row group are stored one column after another, each page after a header. The columns
-are known from elsewhere. A small file with the same columns supplies a template of the footer,
-which is filled with the offsets of the pages.
+The pages of a row group are stored one column after another, each page after a header. The caller
+knows the columns. A small file with the same columns supplies a template of the footer, which is
+filled with the offsets of the pages.
 """
 
 from __future__ import annotations

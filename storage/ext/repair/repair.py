@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from tallyroll.storage.errors import CorruptStorage, InvalidDataset, NotAStorage
-from tallyroll.storage.ext.atomic_create import folder_beside, require_free
+from tallyroll.storage.ext.atomic_create import require_free, scratch_folder
 from tallyroll.storage.ext.dataset_checks.disk import Ranges, unreadable_in
 from tallyroll.storage.ext.dataset_checks.verify_dataset import kind_at
 from tallyroll.storage.ext.exchange.base import ExchangeFormat, source_errors
@@ -23,6 +23,7 @@ from tallyroll.storage.ext.repair.ours import OurRepair
 from tallyroll.storage.ext.repair.rlds import RldsRepair
 from tallyroll.storage.ext.repair.rows_repair import RowsRepair
 from tallyroll.storage.files.paths import refuse_nothing, translated, user_path
+from tallyroll.storage.rows.pages import Page, PageSource
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.storages import open_storage
 
@@ -35,10 +36,11 @@ _KINDS: Final[dict[str, type[RowsRepair]]] = {
 }
 _SUFFIX: Final = ".repaired-aside"
 _REPAIRED: Final = "repaired"
+_SHOWN: Final = 20
 
 
 @dataclass(frozen=True)
-class RepairReport:
+class RepairReport(PageSource):
     """The result of a repair: the saved rows, and a list of the losses."""
 
     path: str
@@ -62,6 +64,27 @@ class RepairReport:
         counts = [each.rows for each in self.lost]
         known = [each for each in counts if each is not None]
         return sum(known) if len(known) == len(counts) else None
+
+    def _show_on_(self, page: Page) -> None:
+        show_repair(self, page)
+
+
+def show_repair(report: RepairReport, page: Page, source: str = "", more: str = "") -> None:
+    """Write a report to a page.
+
+    ``source`` is the path of the damaged dataset, and ``more`` says where all losses are listed.
+    """
+    of = f" of {source}" if source else ""
+    page.print(
+        f"{report.path}: {report.rows:,} rows{of} written ({report.format}, "
+        f"{len(report.columns)} columns)"
+    )
+    count = "" if report.lost_rows is None else f": {report.lost_rows:,} rows"
+    page.print("nothing was lost" if report.whole else f"lost{count}")
+    for each in report.lost[:_SHOWN]:
+        page.print(f"    {each}")
+    if len(report.lost) > _SHOWN:
+        page.print(f"    and {len(report.lost) - _SHOWN:,} more{more}")
 
 
 def kinds() -> list[str]:
@@ -104,11 +127,11 @@ def repair(
     """
     whence, place = user_path(source), user_path(destination)
     if kind is not None and kind not in kinds():
-        raise ValueError(f"kind is one of {', '.join(kinds())}, got {kind!r:.80}.")
+        raise ValueError(f"kind: expected one of {', '.join(kinds())}, got {kind!r:.80}.")
     refuse_nothing(whence, "Give the path of a dataset.")
     require_free(place)
     losses = Losses()
-    with translated(whence), folder_beside(place, _SUFFIX) as aside:
+    with translated(whence), scratch_folder(place, _SUFFIX) as aside:
         unreadable = unreadable_in(whence)
         wanted = kind or _kind_of(whence, bool(unreadable))
         said = {"kind": wanted, "path": str(whence.absolute()), "repaired": "True"}
@@ -142,8 +165,8 @@ def _kind_of(whence: Path, unreadable: bool) -> str:
         if theirs is not None:
             return theirs
         raise InvalidDataset(
-            f"{whence} cannot be repaired: its files do not say of which library it is, or it is "
-            f"of one whose datasets are not repaired. Give its kind, one of {', '.join(kinds())}."
+            f"{whence} cannot be repaired: its files do not identify its library, or Tallyroll "
+            f"does not repair datasets of that library. Give its kind, one of {', '.join(kinds())}."
         ) from error
 
 

@@ -28,13 +28,13 @@ from tallyroll.storage.ext.repair.rows_repair import RowsRepair
 
 
 class RldsRepair(RowsRepair):
-    """Reads the episodes with intact records. The steps of a damaged record are lost."""
+    """Repair of an RLDS folder. The steps of a damaged record are lost."""
 
     name: ClassVar[str] = "rlds"
 
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:
-        """Read all records and find the intact ones."""
+        """Find and yield the episodes with intact records."""
         folder = self.folder(place)
         rows = _rows(folder, place)
         found = _Records(folder, _files(folder), [RldsValues(each) for each in rows.read])
@@ -48,9 +48,9 @@ class RldsRepair(RowsRepair):
 
 
 def _rows(folder: DatasetFolder, place: Path) -> OurRows | TheirRows:
-    """Return the reader for the rows.
+    """Return the reader of the rows.
 
-    It uses the columns that an export recorded, if they are valid.
+    The reader uses the columns that an export recorded, if they are valid.
     """
     features = folder.json(layout.FEATURES)
     about = folder.json(layout.ABOUT) if os.path.lexists(place / layout.ABOUT) else None
@@ -62,13 +62,13 @@ def _rows(folder: DatasetFolder, place: Path) -> OurRows | TheirRows:
         return rows_of(features, said)
     except (InvalidDataset, InvalidSchema) as error:
         raise InvalidDataset(
-            f"{place} cannot be repaired: {error!s:.300}. Put {layout.FEATURES} of a sound dataset "
-            "of the same features there."
+            f"{place} cannot be repaired: {error!s:.300}. Copy {layout.FEATURES} from an intact "
+            "dataset with the same features."
         ) from error
 
 
 def _files(folder: DatasetFolder) -> dict[str, int | None]:
-    """Return the record files, and the number of episodes that each should have, or None."""
+    """Return the record files with their expected numbers of episodes, or None if unknown."""
     there = sorted(each for each in os.listdir(folder.root) if layout.SHARD.fullmatch(each))
     found: dict[str, int | None] = {}
     with contextlib.suppress(InvalidDataset):  # damaged metadata has no counts
@@ -105,7 +105,7 @@ class _Records:
                 losses.add("a file of records is empty", None, file=name)
             elif count < (wanted or 0):
                 what = f"it has {count:,} of {wanted:,}"
-                losses.add("a file of records has fewer episodes", None, file=name, what=what)
+                losses.add("a file of records lacks episodes", None, file=name, what=what)
 
     def _steps(self, content: bytes | Damage) -> Steps | str:
         """Return the values of an episode, or the reason why it cannot be read."""

@@ -14,10 +14,10 @@ from tallyroll.storage.ext.repair.losses import Losses
 
 
 class RowsRepair(ExchangeFormat):
-    """Reads the readable rows of a dataset, and reports the others to ``losses``.
+    """Base class of formats that yield the readable rows and report the others to ``losses``.
 
     Args:
-        losses: collects the losses.
+        losses: the list to which losses are added.
         unreadable: the ranges of files that the disk cannot read, by path.
     """
 

@@ -20,7 +20,7 @@ The value of a list is the type of its elements and the elements.
 
 @dataclass
 class Reader:
-    """Reads structs from bytes.
+    """Reader of structs in bytes.
 
     Raises:
         ValueError: the bytes are not a valid struct.
@@ -59,7 +59,7 @@ class Reader:
                 return self._list(deep)
             case 12:
                 return self.struct(deep + 1)
-        raise ValueError(f"it has a value of type {kind}")
+        raise ValueError(f"it has a value of the unknown type {kind}")
 
     def _list(self, deep: int) -> tuple[int, list[Any]]:
         head = self._byte()

@@ -13,7 +13,8 @@ from tensordict import TensorDict
 
 from tallyroll.storage.errors import ColumnsMissing, IndexOutOfRange, NoSlices
 from tallyroll.storage.ext.sampling.prioritized import ROW
-from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.files.excluded_columns import excluded_note
+from tallyroll.storage.readers.row_reader import RowReader, index_of, take_rows
 from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.keys import (
     DONE,
@@ -41,9 +42,10 @@ _REACH, _MOST_REACH, _MOST_NUMBERS = 32, 2**12, 2**20
 
 
 def ends_of(index: RowIndex, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the last row of each row's stretch, and its distance from ``rows`` [n] in steps.
+    """Return the last row of the stretch of each of ``rows`` [n], and the number of steps to it.
 
-    The cost is proportional to the number of rows left in the stretches of all ``rows``.
+    A stretch is a part of a trajectory without a gap. The cost is proportional to the number of
+    rows that follow ``rows`` in their stretches.
     """
     last, left = rows.copy(), np.zeros(len(rows), np.int64)
     going, reach = np.arange(len(rows)), _REACH
@@ -76,7 +78,7 @@ def steps_before(index: RowIndex, rows: np.ndarray, first: int) -> np.ndarray:
 
 
 Strategy: TypeAlias = Literal["future", "final", "episode"]
-"""Rows from which goals are taken."""
+"""The rows of a trajectory from which goals may be taken."""
 Judge: TypeAlias = Callable[[np.ndarray, np.ndarray, TensorDict], Any]
 """Function of achieved goals [n, ...], desired goals [n, ...], and the rows [n]."""
 
@@ -105,11 +107,11 @@ class HindsightSampler(StatelessSampler):
     are treated as a separate trajectory. If ``relabelled * n`` is not an integer, it is rounded
     randomly so that its mean is exact.
 
-    In a relabelled row, the desired goal and the one below ``"next"`` are replaced, and ``reward``
-    computes ``("next", "reward")``. If ``terminated`` is given, it computes the terminated flag,
-    and the done flag follows. All other rows and values are as stored. ``("collector", "row")``
-    contains the number of each row, and ``("collector", "goal_row")`` the number of the row whose
-    achieved goal it got, or -1 if it has its stored goal.
+    In a relabelled row, the desired goal and the desired goal below ``"next"`` are replaced, and
+    ``reward`` computes ``("next", "reward")``. If ``terminated`` is given, it computes the
+    terminated flag, and the done flag follows. All other rows and values are as stored.
+    ``("collector", "row")`` contains the number of each row. ``("collector", "goal_row")`` contains
+    the number of the row that supplied its goal, or -1 if the row has its stored goal.
 
     Args:
         storage: a Tallyroll storage; with ``mode="read"``, another process may append to it.
@@ -119,8 +121,9 @@ class HindsightSampler(StatelessSampler):
             ``compute_reward`` method of an environment is suitable if it accepts batches.
         relabelled: the fraction of rows with a new goal, from 0 to 1; 0.8 relabels four rows for
             each row that keeps its goal.
-        strategy: the row that a goal comes from: ``"future"``, a uniformly drawn row from the row
-            itself on; ``"final"``, the last row; ``"episode"``, any row of the trajectory.
+        strategy: the row that a goal comes from: ``"future"``, a uniformly drawn row among the row
+            itself and the later rows of its trajectory; ``"final"``, the last row; ``"episode"``,
+            any row of the trajectory.
         terminated: a function with the arguments of ``reward`` that returns whether the row ends
             its episode, given the new goal. None keeps the stored flags.
         desired, achieved: keys of the goals, such as ``("agent", "desired_goal")``. The keys below
@@ -146,7 +149,7 @@ class HindsightSampler(StatelessSampler):
         achieved: str | Key = "achieved_goal",
         generator: torch.Generator | None = None,
     ) -> None:
-        others = "TorchRL's HERReplayBuffer draws from TorchRL's, one lane."
+        others = "For a storage of TorchRL, use its HERReplayBuffer, which supports one lane."
         require_storage(storage, "HindsightSampler", others)
         for name, judge in (("reward", reward), ("terminated", terminated)):
             if not callable(judge) and not (name == "terminated" and judge is None):
@@ -155,10 +158,10 @@ class HindsightSampler(StatelessSampler):
                     f"{judge!r}."
                 )
         if type(relabelled) not in (int, float) or not 0 <= relabelled <= 1:
-            raise ValueError(f"relabelled is a share from 0 to 1, got {relabelled!r}.")
+            raise ValueError(f"relabelled: expected a share from 0 to 1, got {relabelled!r}.")
         if strategy not in get_args(Strategy):
             names = ", ".join(map(repr, get_args(Strategy)))
-            raise ValueError(f"strategy is one of {names}, got {strategy!r}.")
+            raise ValueError(f"strategy: expected one of {names}, got {strategy!r}.")
         self.storage, self.relabelled, self.strategy = storage, relabelled, strategy
         self._reader: RowReader = storage.reader
         self._reward, self._terminated = reward, terminated
@@ -184,11 +187,13 @@ class HindsightSampler(StatelessSampler):
         Args:
             storage: the number of rows, or the storage of a buffer.
             batch_size: the number of rows, for a buffer.
-            generator: the random number generator, which loader threads pass; None: the sampler's.
+            generator: the random number generator, which loader threads pass; None uses the
+                generator of the sampler.
 
         Raises:
             NoSlices: there are no rows yet.
-            ValueError: the storage is not the sampler's, or a function did not return m values.
+            ValueError: the storage is not the sampler's, or a function did not return one value per
+                relabelled row.
             Overrun: another process overwrites a ring faster than it is read.
         """
         count = storage if batch_size is None else batch_size
@@ -199,8 +204,11 @@ class HindsightSampler(StatelessSampler):
         batch = read_consistently(self._reader, lambda: self._sample(count, random))
         if batch_size is None:
             return batch
-        require_slots_stay(self.storage, "Call sample(n), which looks again.")
-        index = self._reader.index_of(batch.get(ROW).numpy())
+        require_slots_stay(
+            self.storage,
+            "Call sample(n) without a buffer: it draws again if rows were overwritten.",
+        )
+        index = index_of(self._reader, batch.get(ROW).numpy())
         ends = [] if self._terminated is None else [TERMINATED, DONE]
         keys = [*self._goal_columns(), REWARD, *ends, ROW, GOAL_ROW]
         info = {key: batch.get(key) for key in keys if batch.get(key, None) is not None}
@@ -218,8 +226,8 @@ class HindsightSampler(StatelessSampler):
             rows, goal_rows = self._draw(count, random)
             at = np.flatnonzero(goal_rows >= 0)
             with contextlib.suppress(IndexOutOfRange):  # rows were overwritten after the draw
-                goals = reader.take(goal_rows[at], [self._achieved]).get(self._achieved)
-                found = reader.take(rows)
+                goals = take_rows(reader, goal_rows[at], [self._achieved]).get(self._achieved)
+                found = take_rows(reader, rows)
                 break
             if time.monotonic() > deadline:
                 raise reader.overrun(f"{count} rows and their goals")
@@ -230,7 +238,7 @@ class HindsightSampler(StatelessSampler):
         return found
 
     def _draw(self, count: int, random: torch.Generator | None) -> tuple[np.ndarray, np.ndarray]:
-        """Draw rows [count], and the row of each one's new goal, or -1 to keep the stored goal."""
+        """Draw rows [count], and for each the row of its new goal, or -1 to keep the stored one."""
         reader = self._reader
         uniform = torch.empty(2 * count + 1, dtype=torch.float64, device=_device_of(random))
         numbers = uniform.uniform_(generator=random).numpy(force=True)
@@ -252,7 +260,7 @@ class HindsightSampler(StatelessSampler):
     def _goal_rows(
         self, index: Any, rows: np.ndarray, first: int, numbers: np.ndarray
     ) -> np.ndarray:
-        """Return the rows whose achieved goals ``rows`` get, -1 if there is none."""
+        """Return the row whose achieved goal each of ``rows`` gets; -1 if there is none."""
         last, after = ends_of(index, rows)
         steps = after
         if keys := next_valid_keys(self._reader.keys):  # a lost observation contains no goal
@@ -304,9 +312,11 @@ class HindsightSampler(StatelessSampler):
             needed = [self._desired, self._achieved, REWARD, *ends]
             if missing := [key for key in needed if key not in reader.keys]:
                 raise ColumnsMissing(
-                    f"{reader.path} has no {', no '.join(map(format_key, missing))}, which goals "
-                    f"in hindsight need. It has {', '.join(map(format_key, reader.keys))}. Name "
-                    "the goals by desired= and achieved=."
+                    f"{reader.path} has no {', no '.join(map(format_key, missing))}. Relabeling "
+                    "goals needs these columns. The columns are "
+                    f"{', '.join(map(format_key, reader.keys))}. "
+                    "Name the goals by desired= and achieved=."
+                    f"{excluded_note(reader.runs, missing)}"
                 )
             columns = {column.key: column for column in reader.schema.columns}
             keys = [key for key in (self._desired, (NEXT, *self._desired)) if key in columns]
@@ -317,7 +327,7 @@ class HindsightSampler(StatelessSampler):
                         f"expected goals of one shape and dtype, got {format_key(key)} "
                         f"{columns[key].dtype} {list(columns[key].shape)} and "
                         f"{format_key(self._achieved)} {achieved.dtype} {list(achieved.shape)}. "
-                        "Store them alike."
+                        "Store both with the same shape and dtype."
                     )
             self._goals = keys
         return self._goals
@@ -363,21 +373,21 @@ def _values(name: str, value: Any, column: torch.Tensor) -> torch.Tensor:
         given = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{name} returned {type(value).__name__}, which is no array: {error}. Return one "
-            "value a row."
+            f"{name} returned {type(value).__name__}, which cannot be converted to an array: "
+            f"{error}. Return one value per row."
         ) from error
     if given.numel() != column.numel():
         raise ValueError(
-            f"{name} is called with all {len(column)} rows at once: expected values of shape "
-            f"{list(column.shape)}, or as many, got {list(given.shape)}. Return one a row."
+            f"{name}: expected values of shape {list(column.shape)} for all {len(column)} rows at "
+            f"once, got shape {list(given.shape)}. Return one value per row."
         )
     if given.dtype.is_floating_point and not given.isfinite().all():
         raise ValueError(f"{name} returned values that are infinite or NaN. Nothing was drawn.")
     found = given.detach().reshape(column.shape).to(column.dtype)
     if not column.dtype.is_floating_point and (found != given.reshape(column.shape)).any():
         raise ValueError(
-            f"{name} returned {given.dtype} values that {column.dtype} cannot hold. Return what "
-            "the column holds."
+            f"{name} returned {given.dtype} values that {column.dtype} cannot represent. Return "
+            "values of the column's dtype."
         )
     return found
 

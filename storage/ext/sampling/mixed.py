@@ -72,12 +72,12 @@ class MixedSampler:
             isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs
         ):
             raise ValueError(
-                "parts are pairs of a storage or sampler and its share, one or more, got "
+                "parts: expected one or more pairs of a storage or sampler and its share, got "
                 f"{parts!r}."
             )
         if empty not in get_args(Empty):
             names = ", ".join(map(repr, get_args(Empty)))
-            raise ValueError(f"empty is one of {names}, got {empty!r}.")
+            raise ValueError(f"empty: expected one of {names}, got {empty!r}.")
         self.shares = tuple(_share(share) for _, share in pairs)
         """The share of each part; the shares add up to 1."""
         total = sum(self.shares)
@@ -85,8 +85,9 @@ class MixedSampler:
         for (_, given), share in zip(pairs, self.shares, strict=True):
             if share < Fraction(1, _MOST_DENOMINATOR):
                 raise ValueError(
-                    f"a share is at least a millionth of all shares, got {given!r}, of "
-                    f"{float(total):g}. Leave that part out, or give it more."
+                    "parts: expected each share to be at least a millionth of all shares, "
+                    f"{float(total):g} in total, got {given!r}. Remove this part, or increase its "
+                    "share."
                 )
         self._keys = None if keys is None else _names(keys)
         self._fill = {as_key(key): value for key, value in (fill or {}).items()}
@@ -99,10 +100,12 @@ class MixedSampler:
 
         Args:
             batch_size: the number of rows or slices.
-            generator: the random number generator, which loader threads pass; None: the sampler's.
+            generator: the random number generator, which loader threads pass; None uses the
+                generator of the sampler.
 
         Raises:
-            NoSlices: a part has nothing to draw; with ``empty="others"``, no part has anything.
+            NoSlices: a part has nothing to draw; with ``empty="others"``, no part has anything to
+                draw.
             SchemaMismatch: the parts differ in columns, dtypes or shapes. The message names each
                 difference.
             ColumnsMissing: a part lacks one of ``keys``.
@@ -120,8 +123,8 @@ class MixedSampler:
                 there.remove(part)
                 if self._empty == "error" or not there:
                     raise NoSlices(
-                        f"part {part}, {self._names[part]}, has nothing to draw: {error} "
-                        'With empty="others" the other parts give its rows, if they have some.'
+                        f"part {part}, {self._names[part]}, has nothing to draw: {error} With "
+                        'empty="others", the other parts supply these rows if they have any.'
                     ) from error
             else:
                 return self._joined(batches)
@@ -148,7 +151,7 @@ class MixedSampler:
             return _MixedRows(part)
         if isinstance(part, TrajectorySliceSampler):
             raise TypeError(
-                "a TrajectorySliceSampler draws for replay buffers only. Give a function, "
+                "parts: a TrajectorySliceSampler works only in a replay buffer. Give the function "
                 "lambda n: storage.trajectories.sample_slices(n, slice_len), or the buffer."
             )
         if isinstance(part, (HindsightSampler, MixedSampler)):
@@ -156,8 +159,8 @@ class MixedSampler:
         draw = getattr(part, "sample", part)
         if not callable(draw):
             raise TypeError(
-                "expected storages of tallyroll.storage, objects with sample(n), or functions of "
-                f"n, got {type(part).__name__}."
+                "parts: expected storages of tallyroll.storage, objects with sample(n), or "
+                f"functions of n, got {type(part).__name__}."
             )
         return lambda count, random: draw(count)
 
@@ -166,8 +169,8 @@ class MixedSampler:
         if not is_tensor_collection(batch) or batch.shape[:1] != (count,):
             got = list(batch.shape) if is_tensor_collection(batch) else type(batch).__name__
             raise ValueError(
-                f"part {part}, {self._names[part]}, was asked for {count} rows: expected a "
-                f"TensorDict [{count}, ...], got {got}."
+                f"part {part}, {self._names[part]}: expected a TensorDict [{count}, ...] for "
+                f"{count} rows, got {got}."
             )
         batch = batch.clone(recurse=False)  # do not modify the part's own TensorDict
         for key, value in self._fill.items():
@@ -178,8 +181,8 @@ class MixedSampler:
             if missing := [key for key in self._keys if batch.get(key, None) is None]:
                 raise ColumnsMissing(
                     f"part {part}, {self._names[part]}, has no "
-                    f"{', no '.join(map(format_key, missing))}. Name columns that all parts have "
-                    "in keys=, or give a value for it in fill=."
+                    f"{', no '.join(map(format_key, missing))}. In keys=, name only columns that "
+                    "all parts have, or give values for the missing columns in fill=."
                 )
             batch = batch.select(*self._keys)
         batch.set(SOURCE, torch.full(batch.shape, part))
@@ -199,14 +202,14 @@ class MixedSampler:
         differences = []
         for key in [*columns, *(key for key in mine if key not in columns)]:
             if columns.get(key) != mine.get(key):
-                one, other = (_said(found.get(key)) for found in (columns, mine))
+                one, other = (_describe(found.get(key)) for found in (columns, mine))
                 differences.append(
-                    f"{format_key(key)} is {one} in part {first} and {other} in {part}"
+                    f"{format_key(key)} is {one} in part {first} and {other} in part {part}"
                 )
         raise SchemaMismatch(
-            f"expected the same columns of part {first}, {self._names[first]}, and part {part}, "
-            f"{self._names[part]}: {'; '.join(differences)}. Name those that they share in keys=, "
-            "or give values for the ones that are missing in fill=."
+            f"part {first}, {self._names[first]}, and part {part}, {self._names[part]}, have "
+            f"different columns: {'; '.join(differences)}. Name the shared columns in keys=, or "
+            "give values for the missing columns in fill=."
         )
 
     def __repr__(self) -> str:
@@ -242,14 +245,14 @@ def _columns(batch: TensorDictBase) -> _Columns:
     }
 
 
-def _said(column: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+def _describe(column: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
     return "missing" if column is None else f"{column[0]} {list(column[1])}"
 
 
 def _share(share: Any) -> Fraction:
     number = isinstance(share, (int, float, Fraction)) and not isinstance(share, bool)
     if not number or not 0 < share < math.inf:
-        raise ValueError(f"a share is a number above 0, got {share!r}.")
+        raise ValueError(f"parts: expected a share above 0, got {share!r}.")
     found = Fraction(share)
     return found.limit_denominator(_MOST_DENOMINATOR) or found
 

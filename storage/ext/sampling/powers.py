@@ -3,7 +3,7 @@
 A number is 2^e * f with 1 <= f < 2, and f = c * (1 + r), where c is the midpoint of one of 128
 equal parts of this range. Its power is therefore (2^e)^a * c^a * (1 + r)^a. The table contains the
 first two factors. The last factor is the series 1 + a r + a (a - 1) / 2 r^2 + ..., of which six
-terms suffice because |r| is below 2^-8. `engine/_sum_tree.c` computes it in the same order.
+terms suffice because |r| is below 2^-8. `engine/_sum_tree.c` computes the series in the same order.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Priorities:
 
     Args:
         reader: the reader of the rows.
-        first_leaf: the leaf of new rows if no row has one.
+        first_leaf: the leaf of the first rows in a new storage and after ``empty()``.
         starts: the rows that may be drawn; None: all rows.
     """
 
@@ -36,7 +36,8 @@ class Priorities:
         self._reader, self._starts, self._first_leaf = reader, starts, first_leaf
         self._tree = SumTree(0)
         self._rewinds, self._floor = reader.rewinds, reader.floor
-        # By slot: row numbers that denoted other rows before a rewind and were not drawn since.
+        # For each slot, True if its row number denoted another row before a rewind and has not been
+        # drawn since.
         self._twice: np.ndarray | None = None
         self.entering = first_leaf
         """The most recent value of the largest leaf."""
@@ -223,8 +224,9 @@ class Priorities:
             gone += self._tree.put(rows, leaves, self.there, self.most)
         except IndexError as error:
             raise IndexOutOfRange(
-                f"priorities of rows that were never written: {self._reader.path} has had "
-                f"{self.most:,}. Give the rows, or the index, of a sample of it."
+                f"cannot set priorities of rows that were never written: {self._reader.path} has "
+                f"had {self.most:,} rows. Give the rows, or the index, of a sample of this "
+                "storage."
             ) from error
         self.changed = True
         return gone
@@ -300,22 +302,23 @@ def _refuse(priority: np.ndarray, leaves: np.ndarray, alpha: float, eps: float) 
     if not known.all():
         at = int(np.flatnonzero(~known)[0])
         raise ValueError(
-            f"priorities are numbers from 0 on, got {priority[at]} at place {at}, the first of "
-            f"{int((~known).sum())} such ones of {len(priority)}. Nothing was changed; see whether "
-            "the loss is finite, and give its absolute value."
+            f"priority: expected finite numbers of at least 0, got {priority[at]} at position "
+            f"{at}, the first of {int((~known).sum())} invalid ones of {len(priority)}. Nothing "
+            "was changed. Check that the loss is finite, and give its absolute value."
         )
     if (large := leaves > _FLOAT32.max).any():
         at = int(np.flatnonzero(large)[0])
         raise ValueError(
-            f"priorities to the power of alpha={alpha} are to be below {_FLOAT32.max:.3g}, got "
-            f"{priority[at]} at place {at}. Nothing was changed; clip or scale them."
+            f"priority: expected numbers whose power with the exponent alpha={alpha} is below "
+            f"{_FLOAT32.max:.3g}, got {priority[at]} at position {at}. Nothing was changed. Clip "
+            "or scale the priorities."
         )
     zeros = priority + eps == 0
     if zeros.any():
         at = int(np.flatnonzero(zeros)[0])
         raise ValueError(
-            f"a priority of 0, at place {at}, means with eps=0 that its row is never drawn again. "
-            "Nothing was changed; give an eps above 0, such as 1e-8."
+            f"priority: expected numbers above 0 with eps=0, got 0 at position {at}: its row "
+            "would never be drawn again. Nothing was changed. Give an eps above 0, such as 1e-8."
         )
 
 
@@ -330,8 +333,9 @@ def moved(leaves: np.ndarray, was: tuple[float, float], now: tuple[float, float]
     (alpha, eps), found = was, np.zeros_like(leaves)
     if alpha == 0:
         raise ValueError(
-            "with alpha=0 all rows are alike, and their priorities are not known. Make another "
-            "sampler, or begin with a small alpha, such as 1e-3."
+            "with alpha=0 all rows have the same probability, and their priorities are unknown, "
+            "so alpha and eps cannot change. Create another sampler, or start with a small alpha, "
+            "such as 1e-3."
         )
     alive = leaves > 0
     with np.errstate(over="ignore", under="ignore"):  # `leaves_of` rejects infinite leaves
@@ -348,5 +352,5 @@ def number(name: str, value: Any) -> float:
     except (TypeError, ValueError):
         found = None
     if found is None or not 0 <= found < np.inf:
-        raise ValueError(f"{name} is a finite number from 0 on, got {value!r}.")
+        raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}.")
     return found

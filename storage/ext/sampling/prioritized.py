@@ -40,7 +40,13 @@ from tallyroll.storage.ext.sampling.starts import Starts
 from tallyroll.storage.ext.sampling.sum_tree import Plain
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.readers.file_reader import FileReader
-from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.readers.row_reader import (
+    RowReader,
+    index_of,
+    newest_rows,
+    rows_at,
+    take_rows,
+)
 from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.sampling.sampled_storage import (
@@ -67,7 +73,7 @@ def whole(name: str, given: Any) -> np.ndarray:
 
 
 def plain(given: Any, *dtypes: torch.dtype) -> Plain | None:
-    """Return numbers in a form that the extension reads without a copy; None if it cannot."""
+    """Return numbers in a form that the extension reads without copying them; None if it cannot."""
     if isinstance(given, np.ndarray):
         return given
     if type(given) is not torch.Tensor or not given.is_cpu or given.dtype not in dtypes:
@@ -88,7 +94,7 @@ def numbers(priority: Any) -> np.ndarray:
         with np.errstate(all="ignore"):
             found = np.asarray(priority, np.float64)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"priorities are numbers, got {priority!r}.") from error
+        raise ValueError(f"priority: expected numbers, got {priority!r}.") from error
     return found.reshape(-1)
 
 
@@ -126,10 +132,10 @@ class PrioritizedSampler(Sampler):
 
     A sample contains ``("collector", "row")``, the number of each row among all rows that were ever
     written. An update by these numbers, or by a batch, changes exactly these rows. An update by an
-    index, as TorchRL's buffers make it, changes the row that was at this index when the index was
-    drawn last; if it never was, the row that is there now. If a ring may wrap around between a
-    sample and its update, as with ``prefetch``, pass the batch. Updates of rows that are gone are
-    ignored, and counted in `gone`.
+    index, as TorchRL's buffers make it, changes the row that was at this index the last time that
+    the index was drawn. If the index was never drawn, the update changes the row that is at this
+    index now. If a ring may wrap around between a sample and its update, as with ``prefetch``, pass
+    the batch. Updates of rows that are gone are ignored, and counted in `gone`.
 
     With ``slice_len`` the sampler draws sequences: ``slice_len`` consecutive steps of one
     trajectory, wherever its rows are stored, with the priority of their first row. A row can start
@@ -150,7 +156,7 @@ class PrioritizedSampler(Sampler):
         alpha: the exponent of priorities, 0 or more; 0 draws uniformly. It can be set later.
         beta: the exponent of weights, 0 or more; with 0 all weights are 1. It can be set later.
         eps: a constant that is added to each priority, so that none is 0.
-        slice_len: rows per sequence; None: draw rows.
+        slice_len: rows per sequence; None: draw single rows.
         reduction: ``"max"``, ``"mean"``, ``"median"`` or ``"min"``, applied to the priorities of a
             sequence.
         generator: the random number generator, which a buffer's generator replaces; None is torch's
@@ -175,16 +181,18 @@ class PrioritizedSampler(Sampler):
         reduction: str = "max",
         generator: torch.Generator | None = None,
     ) -> None:
-        others = "TorchRL's PrioritizedSampler draws from TorchRL's."
+        others = "For a storage of TorchRL, use TorchRL's PrioritizedSampler."
         require_storage(storage, "PrioritizedSampler", others)
-        require_slots_stay(storage, "Draw where it is written.", "reading them")
+        require_slots_stay(storage, "Draw in the process that writes the ring.", "reading them")
         self._saved = False
         self._rewinds_kept: int | None = None
         """The number of rewinds of the storage when the priority file was written."""
         if slice_len is not None:
             check_positive("slice_len", slice_len)
         if reduction not in _REDUCTIONS:
-            raise ValueError(f"reduction is one of {', '.join(_REDUCTIONS)}, got {reduction!r}.")
+            raise ValueError(
+                f"reduction: expected one of {', '.join(_REDUCTIONS)}, got {reduction!r}."
+            )
         self.storage, self.slice_len, self.reduction = storage, slice_len, reduction
         self._reader: RowReader = storage.reader
         self._alpha, self._beta, self._eps = number("alpha", alpha), 0.0, number("eps", eps)
@@ -196,13 +204,13 @@ class PrioritizedSampler(Sampler):
         first = _first_leaf(self._alpha, self._eps)
         self._priorities = Priorities(self._reader, first, self._starts)
         self._drawn: np.ndarray | None = None
-        """One more than the row that was drawn last at each index of a ring; 0 if none was."""
+        """One more than the row that was drawn last at each index of a ring; 0 if there is none."""
         if ring := self._reader.ring:
             require_memory(8 * ring, f"the samples of a ring of {ring:,} rows")
             self._drawn = np.zeros(ring, np.int64)
         self._joining = False
         self._written: tuple[Any, np.ndarray] | None = None
-        """The index that a buffer wrote last, and the rows there."""
+        """The index to which a buffer wrote last, and the rows at this index."""
         self._load()
         if isinstance(writer := storage_of_rows(storage).writer, RowWriter):
             writer.closing.append(_called(weakref.WeakMethod(self._save_at_the_end)))
@@ -220,7 +228,7 @@ class PrioritizedSampler(Sampler):
         with self._lock:
             rows, weights = self._draw(count)
             if self._drawn is not None:
-                self._drawn[self._reader.index_of(rows)] = rows + 1
+                self._drawn[index_of(self._reader, rows)] = rows + 1
             if self._starts is not None:
                 rows = self._starts.sequences(rows)
             return rows, weights
@@ -248,8 +256,8 @@ class PrioritizedSampler(Sampler):
         if self.slice_len is None or not len(self._reader.span):
             raise NoSlices(f"{path} has no rows yet to draw from. Collect some first.")
         raise NoSlices(
-            f"no trajectory of {path} has {self.slice_len} steps in a row, which are a sequence. "
-            "Give a smaller slice_len, or collect more."
+            f"no trajectory of {path} has a sequence of {self.slice_len} consecutive steps. Give "
+            "a smaller slice_len, or collect more."
         )
 
     def sample(self, storage: Any, batch_size: int | None = None) -> Any:
@@ -258,9 +266,9 @@ class PrioritizedSampler(Sampler):
         ``sample(n)`` returns a TensorDict of n rows [n], or of sequences [n, slice_len], with
         ``"priority_weight"`` and ``("collector", "row")``.
 
-        ``sample(storage, n)``, which TorchRL's buffers call, returns the index of n rows, which
-        belong to n / slice_len sequences, and a mapping of these two columns and of values that
-        differ from the stored ones.
+        ``sample(storage, n)``, which TorchRL's buffers call, returns the index of n rows,
+        and a mapping that contains these two columns and the values that differ from the stored
+        ones. With ``slice_len``, the rows belong to n / slice_len sequences.
 
         Raises:
             NoSlices: there is nothing to draw.
@@ -278,7 +286,7 @@ class PrioritizedSampler(Sampler):
             )
         with self._lock:
             rows, weights = self.draw(batch_size // length)
-            index = self._reader.index_of(rows.reshape(-1))
+            index = index_of(self._reader, rows.reshape(-1))
         info: dict[Any, torch.Tensor] = {
             WEIGHT: torch.from_numpy(np.repeat(weights, length)),
             ROW: torch.from_numpy(rows.reshape(-1)),
@@ -296,7 +304,7 @@ class PrioritizedSampler(Sampler):
         while True:
             rows, weights = self.draw(count)
             with contextlib.suppress(IndexOutOfRange):  # rows were overwritten after the draw
-                found = reader.take(rows)
+                found = take_rows(reader, rows)
                 marks = {} if self._starts is None else self._marks(rows)
                 if not marks or rows.min() >= reader.span.start:
                     break
@@ -318,20 +326,21 @@ class PrioritizedSampler(Sampler):
             index: a batch, whose ``("collector", "row")`` identifies the rows; or positions in the
                 storage, such as a buffer's ``"index"``, as a tensor, an array, a list or an int.
                 With ``slice_len``, the index of all rows, one sequence after the other.
-            priority: as many numbers of at least 0, or a single one; with ``slice_len``, one per
-                row or one per sequence.
+            priority: one number of at least 0 per row or, with ``slice_len``, per sequence; or a
+                single number for all rows.
             storage: the buffer's storage, which TorchRL passes; it is not used.
 
         Raises:
-            ValueError: a priority is negative, infinite or NaN, or their number does not match. No
-                priority was changed.
+            ValueError: a priority is negative, infinite or NaN, or the number of priorities does
+                not match. No priority was changed.
             IndexOutOfRange: a row never existed.
         """
         if is_tensor_collection(index):
             if (rows := index.get(ROW, None)) is None:
                 raise ValueError(
-                    f"a batch needs {ROW}, which says which rows it has, as samples do. Give "
-                    "update_rows the numbers of the rows, or this the index."
+                    f"index: expected a batch with {ROW}, as sample() returns it, got one "
+                    "without. Call update_rows with the row numbers, or pass the index of the "
+                    "rows."
                 )
             self.update_rows(rows, priority)
             return
@@ -365,8 +374,8 @@ class PrioritizedSampler(Sampler):
         Args:
             index: the index of the rows.
             priority: their priorities.
-            drawn: one more than the row of each index; None: the index is the row.
-            first: the row of index 0, without ``drawn``.
+            drawn: one more than the row at each index; None: the index is the row.
+            first: the row at index 0, if ``drawn`` is None.
         """
         written = None if self._written is None else self._written[0]
         if self._joining or (first and drawn is None) or type(written) is int:
@@ -402,18 +411,18 @@ class PrioritizedSampler(Sampler):
         return rows.copy() if index is written else None
 
     def _rows_at(self, index: np.ndarray) -> np.ndarray:
-        """Return the rows drawn last at each index [n], or the rows that are there now."""
+        """Return the row drawn last at each index [n], or the present row if none was drawn."""
         reader = self._reader
         if self._drawn is None:
-            return reader.rows_in(index) if reader.span.start else index
+            return newest_rows(reader, index) if reader.span.start else index
         if len(index) and not 0 <= index.min() <= index.max() < len(self._drawn):
             raise IndexOutOfRange(
-                f"priorities at index {index.min()} to {index.max()} were given, and {reader.path} "
-                f"has {len(self._drawn):,} slots. Give the index of a sample of it."
+                f"index: expected slots of {reader.path} below {len(self._drawn):,}, got "
+                f"{index.min()} to {index.max()}. Give the index of a sample of this storage."
             )
         rows: np.ndarray = self._drawn[index] - 1
         if len(rows) and rows.min() < 0:
-            rows = np.where(rows < 0, reader.rows_at(index, reader.span), rows)
+            rows = np.where(rows < 0, rows_at(reader, index, reader.span), rows)
         return rows
 
     def _update(self, rows: np.ndarray, priority: Any, *, sure: bool = False) -> None:
@@ -423,8 +432,8 @@ class PrioritizedSampler(Sampler):
         if len(given) != len(rows):
             if len(given) != 1:
                 raise ValueError(
-                    f"expected {len(rows)} priorities, one a row, or a single one, got "
-                    f"{len(given)}. Nothing was changed."
+                    f"priority: expected {len(rows)} priorities, one per row, or a single one, "
+                    f"got {len(given)}. Nothing was changed."
                 )
             given = np.repeat(given, len(rows))
         leaves = leaves_of(given, self._alpha, self._eps)
@@ -437,8 +446,8 @@ class PrioritizedSampler(Sampler):
         assert length is not None
         if len(rows) % length:
             raise ValueError(
-                f"expected all rows of sequences of {length}, got {len(rows)} rows. Nothing was "
-                "changed."
+                f"expected the rows of whole sequences, a multiple of {length}, got {len(rows)} "
+                "rows. Nothing was changed."
             )
         if len(given) == len(rows) and length > 1:
             leaves_of(given, self._alpha, self._eps)  # validates each priority
@@ -496,24 +505,25 @@ class PrioritizedSampler(Sampler):
         return float(max(0.0, self._priorities.largest ** (1 / self._alpha) - self._eps))
 
     def add(self, index: int) -> None:
-        """Record the row that a buffer has just written, whose priority may follow."""
+        """Record the row that a buffer has just written; an update of its priority may follow."""
         self._remember(int(index))
 
     def extend(self, index: torch.Tensor) -> None:
-        """Record the rows that a buffer has just written, whose priorities may follow."""
+        """Record the rows that a buffer has just written; updates of priorities may follow."""
         self._remember(index)
 
     def _remember(self, index: Any) -> None:
         with self._lock:
             self._joining, reader = False, self._reader
-            self._written = index, reader.rows_at(whole("index", index), reader.span)
+            self._written = index, rows_at(reader, whole("index", index), reader.span)
 
     def mark_update(self, index: Any, *, storage: Any = None) -> None:
-        """Reset the rows that are at ``index`` now to the priority of new rows."""
+        """Give the rows that are now at ``index`` the priority of new rows."""
         with self._lock:
             at, reader = whole("index", index), self._reader
-            rows = reader.rows_at(at, reader.span) if reader.ring else self._rows_at(at)
-            rows = rows[rows < self._priorities.there.stop]  # later rows get it when they are added
+            rows = rows_at(reader, at, reader.span) if reader.ring else self._rows_at(at)
+            # Later rows get this priority when they are added to the tree.
+            rows = rows[rows < self._priorities.there.stop]
             if len(rows):
                 priorities = self._priorities
                 priorities.follow()
@@ -531,7 +541,7 @@ class PrioritizedSampler(Sampler):
     # --- persistence ------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write the priorities to the file next to the rows, which a new sampler loads.
+        """Write the priorities to the file next to the rows, from which a new sampler loads them.
 
         Raises:
             ReadOnlyStorage: this process only reads the storage. Use `dumps` with another path.
@@ -540,14 +550,14 @@ class PrioritizedSampler(Sampler):
         writer, reader = storage_of_rows(self.storage).writer, self._reader
         if not isinstance(writer, RowWriter) or self.storage.mode == "read":
             raise ReadOnlyStorage(
-                f"{self.storage.path} is only read by this process, and priorities lie beside its "
-                "rows. Use dumps(path) and loads(path), with another place."
+                f"this process only reads {self.storage.path} and cannot save priorities next to "
+                "its rows. Use dumps(path) and loads(path) with another folder."
             )
         with writer.turn, self._lock:
             reader.require_open()
             if reader.initialised and not writer.temporary:
                 writer.reader.running().right.require()
-                kept, leaves = self._kept()
+                kept, leaves = self._to_save()
                 files = writer.files
                 write_priorities(files.inside, files.priorities_path, kept, leaves)
                 self._priorities.changed, self._saved = False, True
@@ -555,16 +565,18 @@ class PrioritizedSampler(Sampler):
 
     def _save_at_the_end(self) -> None:
         with self._lock:
-            if self._priorities.most or self._saved:  # it was used, or has written the file before
+            # Save only if the sampler was used, or has written the file before.
+            if self._priorities.most or self._saved:
                 self._priorities.follow()
-                # Rows that were added and rewound since the last save leave priorities unchanged.
+                # Rows that were added and rewound since the last save leave the priorities
+                # unchanged, but the file records an old number of rewinds.
                 if self._priorities.changed or self._rewinds_kept not in (
                     None,
                     self._reader.rewinds,
                 ):
                     self.save()
 
-    def _kept(self) -> tuple[SavedPriorities, np.ndarray]:
+    def _to_save(self) -> tuple[SavedPriorities, np.ndarray]:
         priorities = self._priorities
         there = priorities.follow()
         kept = SavedPriorities(
@@ -591,18 +603,19 @@ class PrioritizedSampler(Sampler):
             if found is None:
                 return
             kept, leaves = found
-            self._take(kept, leaves, "it")
+            self._take(kept, leaves, "the file")
         except (ValueError, StateMismatch) as error:
             warnings.warn(
-                f"{files.priorities_path} is not used: {error} All rows begin with one priority.",
+                f"{files.priorities_path} is not used, and all rows start with the same priority: "
+                f"{error}",
                 stacklevel=4,
             )
             return
         old = kept.stop != reader.head or kept.rewinds != reader.rewinds
         if old:
             warnings.warn(
-                f"{files.priorities_path} is of {kept.stop} rows, and {reader.path} has "
-                f"{reader.head}: rows that came since begin with the largest priority.",
+                f"{files.priorities_path} has priorities of {kept.stop} rows, but {reader.path} "
+                f"has {reader.head} rows. Later rows start with the largest priority.",
                 stacklevel=4,
             )
         self._priorities.changed, self._rewinds_kept = old, kept.rewinds
@@ -627,7 +640,7 @@ class PrioritizedSampler(Sampler):
     def state_dict(self) -> dict[str, Any]:
         """Return the priorities, to save together with a model by `torch.save`."""
         with self._lock:
-            kept, leaves = self._kept()
+            kept, leaves = self._to_save()
             return {**asdict(kept), "leaves": torch.from_numpy(leaves)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -641,27 +654,29 @@ class PrioritizedSampler(Sampler):
                 kept = SavedPriorities.of(state_dict)
                 leaves = state_dict["leaves"].numpy(force=True)
                 if leaves.dtype != np.float32:
-                    raise ValueError(f"its priorities are {leaves.dtype}, and not float32")
+                    raise ValueError(f"the priorities have dtype {leaves.dtype}, expected float32")
                 check_leaves(leaves, kept)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise StateMismatch(
-                    f"expected the state of a PrioritizedSampler of Tallyroll: {error}."
+                    "expected the state of a PrioritizedSampler of Tallyroll, got an invalid one: "
+                    f"{error}."
                 ) from error
             self._take_all(kept, leaves, "this state")
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
-        """Write the priorities to a folder, which is created; see `loads`."""
+        """Write the priorities to a folder, and create it if it does not exist; see `loads`."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         with self._lock:
-            kept, leaves = self._kept()
+            kept, leaves = self._to_save()
             write_priorities(Inside(folder), folder / _FILE, kept, leaves)
 
     def loads(self, path: str | os.PathLike[str]) -> None:
         """Load the priorities, alpha, beta and eps that `dumps` wrote to a folder.
 
         Raises:
-            StateMismatch: they are damaged, or belong to another storage or to later rows.
+            StateMismatch: the file is missing or damaged, or its priorities belong to another
+                storage or to later rows.
         """
         folder = Path(path)
         with self._lock:
@@ -672,13 +687,15 @@ class PrioritizedSampler(Sampler):
             except ValueError as error:
                 raise StateMismatch(f"{folder / _FILE} cannot be used: {error}.") from error
             if found is None:
-                raise StateMismatch(f"{folder / _FILE} is not there. Give the folder of a dump.")
+                raise StateMismatch(
+                    f"{folder / _FILE} does not exist. Give a folder that dumps() has written."
+                )
             self._take_all(*found, f"{folder / _FILE}")
 
     def __reduce__(self) -> NoReturn:
         raise NotPicklable(
-            "a PrioritizedSampler is of one process. Make one in the other process, over the "
-            "storage there, or give that its state_dict()."
+            "a PrioritizedSampler cannot be sent to another process. Create a sampler over the "
+            "storage in that process, and load this sampler's state_dict() there."
         )
 
     def __repr__(self) -> str:

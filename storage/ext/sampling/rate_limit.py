@@ -52,16 +52,16 @@ def _packed(owner: str, counts: RateCounts) -> bytes:
 def _unpacked(block: bytes, owner: str) -> RateCounts:
     """Parse a block; raise ValueError if it is invalid or has another owner."""
     if len(block) != _BLOCK.size:
-        raise ValueError(f"it has {len(block)} bytes, and not {_BLOCK.size}")
+        raise ValueError(f"expected {_BLOCK.size} bytes, got {len(block)}")
     name, whose, *told, check = _BLOCK.unpack(block)
     if name.rstrip(b"\0") != _MAGIC:
-        raise ValueError("it is of another version, or another file")
+        raise ValueError("it has another version, or Tallyroll did not write it")
     if zlib.crc32(block[:-4]) != check:
-        raise ValueError("its checksum does not fit")
+        raise ValueError("its checksum does not match")
     if whose.rstrip(b"\0") != owner.encode():
-        raise ValueError("it is of another storage")
+        raise ValueError("it belongs to another storage")
     if max(told) >= MOST:
-        raise ValueError("its counts cannot be")
+        raise ValueError("its counts are out of range")
     return RateCounts(*told)
 
 
@@ -197,11 +197,17 @@ class RateLimit:
         slack: float | None = None,
         timeout: float = 60.0,
     ) -> None:
-        require_storage(storage, "RateLimit", "TorchRL's are in the memory of one process.")
+        require_storage(
+            storage,
+            "RateLimit",
+            "A storage of TorchRL is in the memory of one process. Use a storage on disk.",
+        )
         self.storage = storage
         self.samples_per_insert = _above_0("samples_per_insert", samples_per_insert)
         if type(min_rows) is not int or not 1 <= min_rows < MOST:
-            raise ValueError(f"min_rows is a number of rows of at least 1, got {min_rows!r}.")
+            raise ValueError(
+                f"min_rows: expected a number of rows of at least 1, got {min_rows!r}."
+            )
         self.min_rows = min_rows
         self.slack = None if slack is None else _above_0("slack", slack)
         self.timeout = _above_0("timeout", timeout)
@@ -258,7 +264,7 @@ class RateLimit:
 
     @property
     def written(self) -> int:
-        """The number of rows written since the file was created, by all processes."""
+        """The number of rows that all processes wrote since the first `RateLimit` was created."""
         return self._written(self._now())
 
     def state_dict(self) -> dict[str, Any]:
@@ -275,11 +281,12 @@ class RateLimit:
         first_row, drawn = (state.get(name, -1) for name in ("first_row", "drawn"))
         if any(type(each) is not int or not 0 <= each < MOST for each in (first_row, drawn)):
             raise StateMismatch(
-                "expected the state of a rate limit, got one without counts of rows."
+                "state: expected the state of a rate limit, got one without counts of rows."
             )
         if first_row > (head := self.storage.head):
             raise StateMismatch(
-                f"this state counts rows from {first_row} on, and {self.storage.path} has {head}."
+                f"this state counts rows from row {first_row} on, but {self.storage.path} has "
+                f"{head} rows. Restore the storage from a copy that is as new as the state."
             )
         self._changed(lambda counts: replace(counts, first_row=first_row, drawn=drawn))
 
@@ -313,9 +320,10 @@ class RateLimit:
             return max(inserts, counts.most_drawn)
         if 2 * self.slack < inserts + counts.most_drawn:
             raise ValueError(
-                f"slack is {self.slack:g}, and {counts.most_drawn} rows are drawn at once and "
-                f"{counts.most_written} written: at {self.samples_per_insert:g} samples an insert "
-                f"neither could go on. Give at least {(inserts + counts.most_drawn) / 2:g}."
+                f"slack: expected at least {(inserts + counts.most_drawn) / 2:g}, got "
+                f"{self.slack:g}. With {counts.most_drawn} rows per draw, {counts.most_written} "
+                f"rows per insert and {self.samples_per_insert:g} samples per inserted row, "
+                "neither side could proceed."
             )
         return self.slack
 
@@ -351,19 +359,24 @@ class RateLimit:
     def _stalled(self, rows: int, what: str, now: RateCounts | None) -> str:
         if now is None:
             return (
-                f"waited {self.timeout:g} s for a turn to {what} {rows} rows: another process "
-                f"holds the lock of the counts of {self.storage.path}. Is it stopped?"
+                f"waited {self.timeout:g} s to {what} {rows} rows: another process holds the lock "
+                f"on the counts of {self.storage.path}. Check whether that process is suspended."
             )
         so_far = (
-            f"waited {self.timeout:g} s to {what} {rows} rows: {self._written(now)} were written "
-            f"to {self.storage.path} and {now.drawn} drawn, at {self.samples_per_insert:g} samples "
-            f"an insert from {self.min_rows} rows on"
+            f"waited {self.timeout:g} s to {what} {rows} rows: {self._written(now)} rows were "
+            f"written to {self.storage.path} and {now.drawn} rows were drawn, at "
+            f"{self.samples_per_insert:g} samples per inserted row after the first "
+            f"{self.min_rows} rows"
         )
         if what == "write":
-            return f"{so_far}, and none was drawn meanwhile. Does the learner still run?"
+            return f"{so_far}. No row was drawn meanwhile. Is the learner still running?"
         writes = self.storage.mode != "read" or self.storage.reader.is_written
-        hint = "Does it still collect?" if writes else "No process has it open to write."
-        return f"{so_far}, and none came meanwhile. {hint}"
+        hint = (
+            "Is the collector still running?"
+            if writes
+            else "No process has the storage open for writing."
+        )
+        return f"{so_far}. No row was written meanwhile. {hint}"
 
     def _now(self) -> RateCounts:
         return self._changed(lambda counts: counts)
@@ -386,8 +399,8 @@ class RateLimit:
         if self._file is None:
             if not isinstance(reader, FileReader):
                 raise ReadOnlyStorage(
-                    f"a rate limit counts in a file beside the rows, and {reader.path} is of a "
-                    "kind beside which none is written. Give a storage on disk."
+                    f"a rate limit keeps its counts in a file next to the rows, and {reader.path} "
+                    "does not support such a file. Give the storage to which the rows are written."
                 )
             files = reader.format
             self._file = RateFile(files.inside, files.drawn_path, str(reader.id), self._first_row)
@@ -397,8 +410,8 @@ class RateLimit:
         now, why = result
         if why is not None:
             warnings.warn(
-                f"{self._file.path} is not used: {why}. Rows are counted from "
-                f"{now.first_row} on, and none counts as drawn.",
+                f"{self._file.path} is not used: {why}. Counting restarts at row {now.first_row}, "
+                "with no rows drawn.",
                 stacklevel=5,
             )
         return now
@@ -410,10 +423,10 @@ def _above_0(name: str, value: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not 0 < number < math.inf:
-        raise ValueError(f"{name} is a number above 0, got {value!r}.")
+        raise ValueError(f"{name}: expected a number above 0, got {value!r}.")
     return number
 
 
 def _require_count(rows: Any) -> None:
     if type(rows) is not int or not 1 <= rows < MOST:
-        raise ValueError(f"expected a number of rows of at least 1, got {rows!r}.")
+        raise ValueError(f"rows: expected a number of rows of at least 1, got {rows!r}.")

@@ -1,10 +1,10 @@
 """Sum tree for draws in proportion to leaves, implemented in C and in NumPy.
 
-A leaf is a float32, 0 or above, that belongs to a slot. Each 16 leaves, which fill one cache line,
-have a parent node that stores their sum, the smallest one above 0, and the largest. Each 16 nodes
-have a parent node in turn, up to a single root. After a change of a leaf, its nodes are summed
-again from their children instead of being updated by differences, so that rounding errors do not
-accumulate.
+A leaf is a float32, 0 or above, that belongs to a slot. Every 16 leaves, which fill one cache line,
+have a parent node that stores their sum, the smallest one above 0, and the largest. Every 16 nodes
+have a parent node in turn, up to a single root. After a change of a leaf, the nodes above it
+are summed again from their children instead of being updated by differences, so that rounding
+errors do not accumulate.
 
 The children 0, 4, 8 and 12 of a node are a group, as are 1, 5, 9 and 13, and so on. A node's sum
 adds the sums of the groups in order, in float64, and the sum of a group adds its children. A draw
@@ -35,7 +35,7 @@ kernel.require_names("NODES", _BLOCK.names or ())
 
 
 Plain = np.ndarray | tuple[int, int, int]
-"""Numbers [n]: an array, or address, count and item size in bytes of contiguous numbers."""
+"""Numbers [n]: an array, or the address, count and item size in bytes of contiguous memory."""
 
 
 class LeafNumbering(NamedTuple):
@@ -89,7 +89,7 @@ class SumTree:
 
     def _make(self, slots: int) -> None:
         self.leaves = _aligned(_padded(slots), np.dtype(np.float32))
-        """The leaves, float32 [slots], slots being a multiple of 16. Only methods write to it."""
+        """The leaves, float32 [slots]; ``slots`` is a multiple of 16. Only methods change them."""
         self._blocks: list[np.ndarray] = []
         nodes = _levels(slots)
         slots, levels = len(self.leaves), len(nodes)
@@ -233,7 +233,7 @@ class SumTree:
         blocks["most"][at] = most.max(axis=1)
 
     def draw(self, uniform: np.ndarray, there: LeafNumbering) -> tuple[np.ndarray, np.ndarray]:
-        """Draw rows in proportion to their leaves: int64 [n], and their leaves, float32 [n].
+        """Draw rows in proportion to their leaves; return rows, int64 [n], and leaves, float32 [n].
 
         Args:
             uniform: numbers in [0, 1), float64 [n]. The call overwrites them as scratch space.

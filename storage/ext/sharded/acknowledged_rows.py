@@ -30,7 +30,7 @@ _WRITTEN_AGAIN: Final = 2**20
 """Size in bytes above which the lines are compacted."""
 _MOST: Final = 2**48
 SUMS: Final = ("random", "ticks", "reset_ticks", "episodes_complete", "agent_transitions")
-"""Counts of a run's ledger that are sums over its rows. A lost shard reduces them by its part."""
+"""Counts of a ledger that are sums over the run's rows. A lost shard reduces them by its part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ShardRows:
     host: str
     """The node on which the shard was written."""
     id: str
-    """The id in the shard's manifest, which detects another storage in its place."""
+    """The id in the shard's manifest. A different id means that another storage is in its place."""
     rows: int
     sums: tuple[int, ...] = (0,) * len(SUMS)
     """The shard's part of the counts in :data:`SUMS`."""
@@ -51,14 +51,14 @@ class ShardRows:
         """Parse a shard's entry in a line; raise ValueError or TypeError if it is invalid."""
         name, host, id, rows, *sums = said
         if not (isinstance(name, str) and NAME.fullmatch(name)):
-            raise ValueError(f"a shard called {name!r:.100}")
+            raise ValueError(f"invalid shard name {name!r:.100}")
         if not (isinstance(host, str) and isinstance(id, str)):
-            raise TypeError(f"{host!r:.100} and {id!r:.100} are no texts")
+            raise TypeError(f"host and id: expected strings, got {host!r:.100} and {id!r:.100}")
         if len(sums) != len(SUMS):
-            raise ValueError(f"{len(sums)} counts")
+            raise ValueError(f"expected a number for each count, got {len(sums)} counts")
         for count in (rows, *sums):
             if type(count) is not int or not 0 <= count < _MOST:
-                raise ValueError(f"{count!r:.100} rows, or a count of them")
+                raise ValueError(f"invalid number of rows, or invalid count: {count!r:.100}")
         return cls(name, host, id, rows, tuple(sums))
 
     @property
@@ -73,7 +73,7 @@ class AcknowledgedRows:
 
     shards: list[ShardRows] = field(default_factory=list)
     record: tuple[int, bytes] | None = None
-    """The number of acknowledged rows when the record was written, and its payload."""
+    """The number of acknowledged rows when the record was written, and the record's payload."""
     rows: int = 0
     """The total number of acknowledged rows."""
     numbers: dict[str, int] = field(default_factory=dict)
@@ -82,16 +82,16 @@ class AcknowledgedRows:
     def take(self, line: Any) -> None:
         """Apply a line; raise ValueError or TypeError if it is invalid."""
         if not isinstance(line, dict):
-            raise TypeError("a line is no mapping")
+            raise TypeError("the line is not a JSON object")
         for each in line.get("shards", ()):
             shard = ShardRows.of(each)
             if self.numbers.setdefault(shard.name, len(self.shards)) != len(self.shards):
-                raise ValueError(f"{shard.name} is there twice")
+                raise ValueError(f"shard {shard.name} occurs twice")
             self.shards.append(shard)
             self.rows += shard.rows
         for spelt, numbers in line.get("rows", {}).items():
             if not 0 <= (number := int(spelt)) < len(self.shards):
-                raise ValueError(f"no shard {number}")
+                raise ValueError(f"unknown shard number {number}")
             before = self.shards[number]
             now = ShardRows.of([before.name, before.host, before.id, *numbers])
             self.shards[number] = now
@@ -130,7 +130,7 @@ def read_acknowledged(inside: Inside, path: Path) -> tuple[AcknowledgedRows, int
     for number, line in enumerate(lines[:-1]):
         try:
             if zlib.crc32(line[9:]) != int(line[:8], 16):
-                raise ValueError("its checksum does not fit")
+                raise ValueError("the checksum does not match")
             found.take(json.loads(line[9:]))
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise _damaged(path, f"line {number + 1}: {error}") from error
@@ -140,7 +140,8 @@ def read_acknowledged(inside: Inside, path: Path) -> tuple[AcknowledgedRows, int
 
 def _damaged(path: Path, why: str) -> CorruptStorage:
     return CorruptStorage(
-        f"{path} is damaged ({why}): it says which rows count. Restore it from a copy."
+        f"{path} is damaged ({why}). This file records which rows are acknowledged. Restore the "
+        "file from a copy."
     )
 
 
@@ -154,7 +155,7 @@ class AcknowledgedFile:
 
     def __init__(self, inside: Inside, path: Path) -> None:
         self._inside, self._path = inside, path
-        self.said, self._good = read_acknowledged(inside, path)
+        self.acknowledged, self._good = read_acknowledged(inside, path)
         self._again_at = _WRITTEN_AGAIN
         self._file = -1
         self._open()
@@ -179,26 +180,28 @@ class AcknowledgedFile:
                 raise failed(self._path, error, len(content)) from error
             raise
         self._good += len(content)
-        self.said.take(line)
+        self.acknowledged.take(line)
         if self._good > self._again_at:
             self._write_again()
 
     def lose(self, numbers: Sequence[int]) -> None:
         """Revoke all rows of some shards, and subtract their part from the sums of the record.
 
-        The record keeps the number of rows stored, so the difference counts as lost.
+        The number of stored rows in the record is unchanged, so the difference counts as lost.
         """
-        shards = [self.said.shards[number] for number in numbers]
+        shards = [self.acknowledged.shards[number] for number in numbers]
         line: dict[str, Any] = {"rows": {str(number): [0] * (1 + len(SUMS)) for number in numbers}}
-        if self.said.record is not None:
+        if self.acknowledged.record is not None:
             gone = [sum(sums) for sums in zip(*(each.sums for each in shards), strict=True)]
-            payload = record_without(self.said.record[1], dict(zip(SUMS, gone, strict=True)))
+            payload = record_without(
+                self.acknowledged.record[1], dict(zip(SUMS, gone, strict=True))
+            )
             line["record"] = payload.decode()
         self.append(line)
 
     def _write_again(self) -> None:
-        content = _spelt(self.said.line())
-        self._inside.write_aside(self._path, content, durable=True)
+        content = _spelt(self.acknowledged.line())
+        self._inside.write_atomically(self._path, content, durable=True)
         self._good = len(content)
         self._again_at = _WRITTEN_AGAIN + 2 * self._good
         self._open()

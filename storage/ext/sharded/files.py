@@ -31,7 +31,7 @@ from tallyroll.storage.formats.memmap import MemmapFormat
 from tallyroll.storage.readers.file_reader import FileReader
 
 _BEFORE: Final = "shards_before"
-"""The field of a run's entry with the number of shards that existed when the run began."""
+"""The field of a run's entry that contains the number of shards when the run began."""
 
 
 class ShardedFiles:
@@ -53,10 +53,15 @@ class ShardedFiles:
             CorruptStorage: the manifest is damaged.
         """
         if not self.root.exists():
-            raise StorageMissing(f"there is no storage at {self.root}. Give the path of one.")
+            raise StorageMissing(
+                f"there is no storage at {self.root}. Give the path of an existing storage."
+            )
         found = read_manifest(self.inside, self.manifest_path)
         if found["format"] != SHARDED:
-            raise NotAStorage(f"{self.root} is of format {found['format']}, not {SHARDED}.")
+            raise NotAStorage(
+                f"{self.root}: expected a storage of format {SHARDED}, got format "
+                f"{found['format']}."
+            )
         return found
 
     def acknowledged(self) -> AcknowledgedRows:
@@ -79,9 +84,9 @@ class ShardedFiles:
             close_all([self.inside.open_directory(place)])  # does not follow links
         except FileNotFoundError as error:
             raise CorruptStorage(
-                f"{place} is missing, with {shard.rows:,} rows that count: a worker on node "
-                f"{shard.host} wrote them. Bring the folder from there; or resume the run, which "
-                "collects as many again in their place."
+                f"{place} is missing, with {shard.rows:,} acknowledged rows that a worker on node "
+                f"{shard.host} wrote. Copy the folder from that node, or resume the run to "
+                "collect as many rows again."
             ) from error
         except OSError as error:
             with translated(place):
@@ -90,21 +95,23 @@ class ShardedFiles:
             reader = FileReader(MemmapFormat(place), place, "read").open(accept_copy=accept_copy)
         except NotAStorage as error:
             raise CorruptStorage(
-                f"{place} is damaged, with {shard.rows:,} rows that count: {error} Or resume the "
-                "run, which collects as many again in their place."
+                f"{place}, which has {shard.rows:,} acknowledged rows, is damaged: {error} You can "
+                "also resume the run, which collects as many rows again."
             ) from error
         if (id := reader.manifest["id"]) != shard.id:
             with reader:
                 raise CorruptStorage(
                     f"{place} is another storage (its id is {id}, expected {shard.id}), and "
-                    f"{shard.rows:,} rows of the one from node {shard.host} count. Bring that one "
-                    "back; or resume the run, which collects as many again in their place."
+                    f"{shard.rows:,} acknowledged rows from node {shard.host} are missing. "
+                    "Restore the folder with these rows, or resume the run to collect as many "
+                    "rows again."
                 )
         if reader.head < shard.rows or reader.ring:
             with reader:
                 raise CorruptStorage(
-                    f"{place} has {reader.head:,} rows, and {shard.rows:,} count. Bring a newer "
-                    f"copy from node {shard.host}; or resume the run, which collects them again."
+                    f"{place} has {reader.head:,} rows, but {shard.rows:,} rows are acknowledged. "
+                    f"Copy a newer version of the folder from node {shard.host}, or resume the "
+                    "run to collect the missing rows again."
                 )
         return reader
 
@@ -126,12 +133,12 @@ def entry_before(run: Mapping[str, Any], shards: int) -> dict[str, Any]:
 
 
 def entries_in(manifest: Manifest, said: AcknowledgedRows) -> Iterator[dict[str, Any]]:
-    """Yield the entries of runs, with first rows counted among the acknowledged rows."""
+    """Yield the entries of runs, in which ``first_row`` counts acknowledged rows only."""
     for run in manifest["runs"]:
         before = run.get(_BEFORE)
         if type(before) is not int or not before >= 0:
             raise CorruptStorage(
-                f"the manifest of a sharded storage is damaged: {_BEFORE} is {before!r:.100}. "
-                "Restore it from a copy."
+                "the manifest of a sharded storage is damaged: expected a number of shards in "
+                f"{_BEFORE}, got {before!r:.100}. Restore the manifest from a copy."
             )
         yield {**run, "first_row": sum(each.rows for each in said.shards[:before])}

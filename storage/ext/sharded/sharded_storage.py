@@ -1,11 +1,11 @@
 """Storage of a run whose workers write the rows."""
-# ruff: noqa: D102 - what a reader does is said once, in `RowReader`
+# ruff: noqa: D102 - `RowReader` documents these methods
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tallyroll.storage.errors import NotInitialised
 from tallyroll.storage.ext.joined.union import UnionReader
@@ -35,16 +35,16 @@ class ShardedReader(UnionReader):
         kept = [each for each in said.shards if each.rows]
         if not kept:
             raise NotInitialised(f"{path} has no rows yet. Collect some first.")
-        self._own_manifest = manifest
-        self._own_runs = list(entries_in(manifest, said))
-        self._record = said.record
+        self._own_manifest, self._record = manifest, said.record
         members = files.open_all(said, accept_copy=accept_copy)
         try:
             super().__init__(members, path, spans=[range(each.rows) for each in kept])
+            self._runs = list(entries_in(manifest, said))
         except BaseException:
             for member in members:
                 member.close()
             raise
+        self.ids_moved_by = (0,) * len(members)
 
     @property
     def manifest(self) -> Manifest:
@@ -53,30 +53,18 @@ class ShardedReader(UnionReader):
             **super().manifest,
             "format": self._own_manifest["format"],
             "created": self._own_manifest["created"],
-            "runs": self._own_runs,
         }
-
-    @property
-    def runs(self) -> list[dict[str, Any]]:
-        return self._own_runs
 
     @property
     def record(self) -> tuple[int, bytes] | None:
         return self._record
 
-    @property
-    def ids_moved_by(self) -> tuple[int, ...]:
-        return (0,) * len(self.members)
-
-    def _known_moves(self) -> tuple[int, ...]:
-        return self.ids_moved_by
-
 
 class ShardedStorage(DiskStorage):
     """Storage whose rows are written by workers, each to its own shard; see `open_storage`.
 
-    A collector with ``sharded=True`` creates one from a path. This object accepts a run, but no
-    rows. Read the rows with `open_storage`.
+    A collector with ``sharded=True`` creates such a storage from a path. This object accepts a
+    run, but no rows. Read the rows with `open_storage`.
 
     Args:
         path: a directory.
@@ -84,8 +72,8 @@ class ShardedStorage(DiskStorage):
 
     Raises:
         StorageExists, DirectoryNotEmpty: with ``"create"``, the directory is in use.
-        StorageMissing, NotAStorage: with ``"append"``, there is no sharded storage.
-        StorageLocked: another process writes a run to it.
+        StorageMissing, NotAStorage: with ``"append"``, ``path`` is not a sharded storage.
+        StorageLocked: another process writes a run to the storage.
     """
 
     sharded = True
@@ -117,6 +105,6 @@ def open_at(path: Path, mode: Mode, *, accept_copy: bool = False) -> UnionStorag
     except BaseException:
         reader.close()
         raise
-    # Pickles reopen these shards with these rows, since more rows may be acknowledged by then.
+    # A pickle reopens these shards with these rows, since more rows may be acknowledged later.
     found.reopen_by([each.path for each in reader.members], accept_copy=accept_copy)
     return found

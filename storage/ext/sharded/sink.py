@@ -1,5 +1,5 @@
 """Writer side of a sharded storage: it acknowledges rows that workers write elsewhere."""
-# ruff: noqa: D102 - what a reader and a writer do is said in `RowReader` and `RunWriter`
+# ruff: noqa: D102 - `RowReader` and `RunWriter` document the methods
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ class _NoRows(ColumnReader):
 
 
 class CountedRows(RowReader):
-    """Counts of a sharded storage that is being written; this reader returns no rows."""
+    """Reader of the counts of a sharded storage that is being written; it returns no rows."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.said = AcknowledgedRows()
+        self.acknowledged = AcknowledgedRows()
         self.made: Manifest | None = None
         self._schema: Schema | None = None
 
     def use(self, manifest: Manifest, said: AcknowledgedRows) -> None:
-        """Use the contents of the files."""
-        self.made, self.said = manifest, said
+        """Adopt the manifest and the acknowledged rows that were read from the files."""
+        self.made, self.acknowledged = manifest, said
         self._schema = Schema.from_json(manifest.get("schema"))
 
     @property
@@ -77,13 +77,13 @@ class CountedRows(RowReader):
 
     @property
     def span(self) -> range:
-        return range(self.said.rows, self.said.rows)
+        return range(self.acknowledged.rows, self.acknowledged.rows)
 
     @property
     def manifest(self) -> Manifest:
         if self.made is None:
             raise NotInitialised(f"{self.path} has no rows and no schema yet. Collect some first.")
-        return {**self.made, "runs": list(entries_in(self.made, self.said))}
+        return {**self.made, "runs": list(entries_in(self.made, self.acknowledged))}
 
     @property
     def runs(self) -> list[dict[str, Any]]:
@@ -95,7 +95,7 @@ class CountedRows(RowReader):
 
     @property
     def record(self) -> tuple[int, bytes] | None:
-        return self.said.record
+        return self.acknowledged.record
 
     def column(self, key: Key) -> ColumnReader:
         return _NoRows(next(each for each in self.schema.columns if each.key == key))
@@ -122,7 +122,7 @@ class ShardedWriter(NoWriter):
         super().__init__(self.reader)
         self.files, self.claim, self.runs = ShardedFiles(path), RunClaim(self), self
         self.provenance: Mapping[str, Any] = {}
-        """Extra entries for a run's entry: the command that writes it."""
+        """Fields that are added to a run's entry: the command that writes the run."""
         self._newest = -1
         """The newest policy version in rows that are, or were, acknowledged."""
         self._named = 0
@@ -152,18 +152,18 @@ class ShardedWriter(NoWriter):
 
     def _open(self, manifest: Manifest) -> None:
         self._lines = AcknowledgedFile(self.files.inside, self.files.lines_path)
-        self.reader.use(manifest, self._lines.said)
+        self.reader.use(manifest, self._lines.acknowledged)
         record = RunRecord.parse(self.reader.record)
         self._newest = -1 if record is None else record.policy_version
-        self._named = len(self._lines.said.shards)
+        self._named = len(self._lines.acknowledged.shards)
 
     # --- shards -----------------------------------------------------------------------------------
 
     def lose_missing(self, seen: Iterable[tuple[str, str, int]]) -> list[str]:
         """Revoke the rows of shards that are missing or damaged, and return the reasons.
 
-        Any other error that prevents opening a shard is raised, so that, for example, a limit of
-        open files does not lose rows.
+        Any other error that prevents opening a shard is raised. Otherwise a limit of open files,
+        for example, would lose rows.
 
         Args:
             seen: the shards that other nodes have found on their disks: name, id and rows of each.
@@ -171,7 +171,7 @@ class ShardedWriter(NoWriter):
         lost, most = [], dict[tuple[str, str], int]()
         for name, id, rows in seen:
             most[name, id] = max(rows, most.get((name, id), 0))
-        for number, shard in enumerate(self.reader.said.shards):
+        for number, shard in enumerate(self.reader.acknowledged.shards):
             if shard.rows and most.get((shard.name, shard.id), 0) < shard.rows:
                 try:
                     self.files.open_shard(shard, accept_copy=True).close()
@@ -199,7 +199,7 @@ class ShardedWriter(NoWriter):
             StorageFull, DiskFailed: the acknowledgement could not be written.
         """
         assert self._lines is not None
-        numbers = self.reader.said.numbers
+        numbers = self.reader.acknowledged.numbers
         fresh, rows = [], {}
         for each in kept:
             if each.name in numbers:
@@ -216,7 +216,7 @@ class ShardedWriter(NoWriter):
     # --- the collector's run ----------------------------------------------------------------------
 
     def append(self, rows: CopiedInSteps, record: bytes | None = None) -> range:
-        self._refuse("rows are written by workers, to shards")
+        self._refuse("workers write the rows, each to its own shard")
 
     def put_record(self, payload: bytes) -> None:
         assert self._lines is not None
@@ -224,7 +224,9 @@ class ShardedWriter(NoWriter):
 
     def require_schema(self, schema: Schema) -> None:
         if found := self.reader.schema.differences(schema):
-            raise SchemaMismatch(f"{self.path} has other columns: {'; '.join(found)}")
+            raise SchemaMismatch(
+                f"{self.path} has other columns: {'; '.join(found)}. Give another path."
+            )
 
     def begin(self, schema: Schema, provenance: Mapping[str, Any] | None = None) -> None:
         run = run_of(self.reader.head, {**(provenance or {}), **self.provenance})
@@ -233,10 +235,13 @@ class ShardedWriter(NoWriter):
             assert self.reader.made is not None
             if run.get("first_row_of_run"):
                 raise StorageExists(
-                    f"{self.path} has a run, and a sharded storage has no more than one. Resume "
-                    "it, or give another path."
+                    f"{self.path} already has a run, and a sharded storage can have only one. "
+                    "Resume the run, or give another path."
                 )
-            runs = [*self.reader.made["runs"], entry_before(run, len(self.reader.said.shards))]
+            runs = [
+                *self.reader.made["runs"],
+                entry_before(run, len(self.reader.acknowledged.shards)),
+            ]
             self._write({**self.reader.made, "runs": runs})
             return
         with translated(self.path):
@@ -261,7 +266,7 @@ class ShardedWriter(NoWriter):
             self._write({**made, "runs": [*runs[:at], *runs[at + 1 :]]})
 
     def add_event(self, run: Mapping[str, Any], event: Mapping[str, Any]) -> Mapping[str, Any]:
-        self._refuse("it keeps no calls of environments")
+        self._refuse("it does not record calls to environments")
 
     def _refuse(self, why: str) -> NoReturn:
         raise ReadOnlyStorage(f"{self.path} is a sharded storage: {why}.")

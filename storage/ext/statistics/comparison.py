@@ -26,7 +26,7 @@ The order in which batches of rows are merged changes the rounding.
 def differences(
     reader: RowReader, column: Column, kept: ColumnAccumulator, tell: Callable[[int], object]
 ) -> Iterator[str]:
-    """Recompute the statistics of a column, and yield each stored one that differs, as a phrase.
+    """Recompute the statistics of a column, and yield a phrase for each stored one that differs.
 
     Args:
         reader: the reader of the rows.

@@ -28,7 +28,7 @@ from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.trajectories.columns import floats_of
 
 MOST_EACH: Final = 256
-"""Maximum size of a row's value for separate statistics per number; larger ones are pooled."""
+"""The most numbers per row that have separate statistics; more numbers are pooled."""
 SAMPLE_ROWS: Final = 2**14
 """Maximum number of rows from which quantiles are computed."""
 _SAMPLE_NUMBERS: Final = 2**22
@@ -120,7 +120,7 @@ def count_on(
 def add_quantiles(
     reader: RowReader, column: Column, counted: ColumnAccumulator, rows: range
 ) -> None:
-    """Compute quantiles, exactly for one-byte columns or else from a sample; see `sampled`."""
+    """Compute quantiles: exactly for one-byte columns, for others from a sample; see `sampled`."""
     if counted.of_bytes is not None:
         counted.quantiles = quantiles_of_counts(counted.of_bytes, _values_of_bytes(column))
         return

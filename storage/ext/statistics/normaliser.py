@@ -22,8 +22,8 @@ class Normaliser(ObservationNorm):
 
     Args:
         key: the column.
-        mean: the mean of each number, or one for all.
-        std: the standard deviation of each number, or one for all.
+        mean: the mean of each number, or one mean for all numbers.
+        std: the standard deviation of each number, or one for all numbers.
         eps: the lower bound of the divisor, for columns that are constant or nearly so.
         clip: the maximum absolute value of a result; None: no limit.
 
@@ -79,6 +79,6 @@ def normaliser_of(
     if not (mean.isfinite().all() and std.isfinite().all()):
         raise ValueError(
             f"normaliser: expected finite numbers in {format_key(key)} of {storage.reader.path}, "
-            "got none, or infinite ones. See storage.statistics()."
+            "got none or infinite ones. See storage.statistics()."
         )
     return Normaliser(key, mean, std, eps=eps, clip=clip)

@@ -96,7 +96,7 @@ def read_saved(reader: RowReader, place: StatisticsFile) -> dict[Key, ColumnAccu
 def write_saved(
     reader: RowReader, place: StatisticsFile, found: Mapping[Key, ColumnAccumulator]
 ) -> None:
-    """Replace the file atomically. A file that cannot be written is skipped."""
+    """Replace the file atomically; keep the old file if the new one cannot be written."""
     columns = {column.key: column for column in reader.schema.columns}
     said = {
         **_owner(reader),
@@ -116,7 +116,7 @@ def write_saved(
         return
     with contextlib.suppress(OSError):
         content = body + hashlib.sha256(body).digest()
-        place.inside.write_aside(place.path, content)
+        place.inside.write_atomically(place.path, content)
 
 
 def _owner(reader: RowReader) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from tallyroll.storage.errors import (
     StorageFull,
     StorageLocked,
 )
-from tallyroll.storage.ext.atomic_create import written_aside
+from tallyroll.storage.ext.atomic_create import atomic_creation
 from tallyroll.storage.ext.dataset_checks.verify_dataset import kinds
 from tallyroll.storage.ext.testing.reader_contract import collected
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
@@ -50,7 +50,7 @@ from tallyroll.storage.rows.keys import format_key
 from tallyroll.storage.storages import DiskStorage
 
 _MORE = int(os.environ.get("TALLYROLL_EXCHANGES", "1"))
-"""Factor for the number of random schemas and damages."""
+"""Factor for the number of random schemas and of random damages."""
 _SETTINGS = settings(
     max_examples=6 * _MORE,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
@@ -61,7 +61,7 @@ _NAMES = st.text("abXY_0 é-", min_size=1, max_size=4).filter(lambda name: name.
 
 @st.composite
 def _schemas(draw: st.DrawFn) -> dict[tuple[str, ...], tuple[torch.dtype, tuple[int, ...]]]:
-    """Draw columns to add to those of every transition, with their dtypes and shapes."""
+    """Draw additional columns for transitions, with their dtypes and shapes."""
     names = draw(st.lists(_NAMES, max_size=4, unique=True))
     found = {}
     for number, name in enumerate(names):
@@ -80,7 +80,7 @@ def _random(generator: np.random.Generator, dtype: torch.dtype, shape: tuple[int
 
 
 def same(one: RowReader, other: RowReader) -> None:
-    """Assert that all rows are equal in order, bit for bit."""
+    """Assert that both readers have the same rows in the same order, bit for bit."""
     assert one.schema.differences(other.schema) == []
     rows = [np.arange(each.span.start, each.span.stop) for each in (one, other)]
     assert len(rows[0]) == len(rows[1])
@@ -94,7 +94,7 @@ def _refuse(constant: str) -> None:
 
 
 class ExchangeContract:
-    """Contract of an exchange format; subclasses name the format."""
+    """Contract of an exchange format; subclasses set ``kind`` to its name."""
 
     kind: ClassVar[str]
     suffix: ClassVar[str] = ""
@@ -201,7 +201,7 @@ class ExchangeContract:
     def test_a_missing_file_is_named(
         self, source: DiskStorage, place: Path, tmp_path: Path
     ) -> None:
-        """A dataset that lacks one of its files is complete or refused; it never has fewer rows."""
+        """An import of a dataset that lacks a file gives all rows or is refused."""
         source.export(place, self.kind)
         for file in [each for each in place.rglob("*") if each.is_file()]:
             file.rename(tmp_path / "elsewhere")
@@ -288,20 +288,20 @@ class ExchangeContract:
 
     def test_what_is_there_is_kept(self, source: DiskStorage, place: Path, tmp_path: Path) -> None:
         place.write_text("mine")
-        with pytest.raises(PathIsTaken, match="is there already"):
+        with pytest.raises(PathIsTaken, match="already exists"):
             source.export(place, self.kind)
         assert place.read_text() == "mine"
         place.unlink()
         source.export(place, self.kind)
-        with pytest.raises(PathIsTaken, match="is there already"):
+        with pytest.raises(PathIsTaken, match="already exists"):
             import_dataset(place, tmp_path / "source", self.kind)
 
     def test_two_at_once(self, source: DiskStorage, place: Path, tmp_path: Path) -> None:
-        with pytest.raises(StorageLocked), written_aside(place):
+        with pytest.raises(StorageLocked), atomic_creation(place):
             source.export(place, self.kind)
         source.export(place, self.kind)
         back = tmp_path / "back"
-        with pytest.raises(StorageLocked), written_aside(back):
+        with pytest.raises(StorageLocked), atomic_creation(back):
             import_dataset(place, back, self.kind)
         assert not back.exists()
 
@@ -329,7 +329,7 @@ class ExchangeContract:
         assert {each.name for each in tmp_path.iterdir()} == {"source", place.name}
 
     def test_a_damaged_source(self, source: DiskStorage, place: Path, tmp_path: Path) -> None:
-        """Damaged files raise no errors but Tallyroll's, and leave no files behind."""
+        """Damaged files raise only Tallyroll's errors, and leave no files behind."""
         source.export(place, self.kind)
         generator = np.random.default_rng(0)
         files = [place] if place.is_file() else [f for f in place.rglob("*") if f.is_file()]
@@ -369,7 +369,7 @@ class ExchangeContract:
                 refused += 1
             file.unlink()
             elsewhere.rename(file)
-        assert refused >= len(files) - 1, "only one that is not read, as a card, may be a link"
+        assert refused >= len(files) - 1, "at most one file, which is not read, may be a link"
         assert refused
 
     def test_another_thing(self, place: Path, tmp_path: Path) -> None:

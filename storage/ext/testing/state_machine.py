@@ -45,7 +45,7 @@ _MOST_ROWS = 12
 
 
 class RowsModel:
-    """Model of a storage: arrays of all rows ever committed, and the numbers of the rows left.
+    """Model of a storage: arrays of all rows that were not rewound, and the valid range.
 
     Args:
         ring: the number of slots; 0: every row is kept.
@@ -57,17 +57,17 @@ class RowsModel:
         self.columns: dict[Key, np.ndarray] = {}
         self.records: list[tuple[int, bytes]] = []
         self.head = self.floor = 0
-        """The number of rows ever committed, and the number of them that `empty` has removed."""
+        """The number of committed rows, and the row below which `empty` or a rewind left no row."""
         self.rewinds = self.finalized = self._used = 0
-        """The number of rewinds, the rows at finalization, and the rows that took slots."""
+        """The number of rewinds, of rows at finalization, and of rows that took slots."""
 
     @property
     def record(self) -> tuple[int, bytes] | None:
-        """The newest record, with the number of rows that it was written with."""
+        """The number of rows when the newest record was written, and the record."""
         return self.records[-1] if self.records else None
 
     def next_rows(self, count: int) -> TensorDict:
-        """Return the next rows, which differ from earlier ones after a rewind."""
+        """Return the next rows. After a rewind, they differ from the rows that they replace."""
         rows = trajectory_rows(self.head, count, steps=self.steps)
         rows["next", "reward"] += 1000 * self.rewinds
         return rows
@@ -125,7 +125,7 @@ class RowsModel:
 
 
 class StorageMachine(RuleBasedStateMachine):
-    """Hypothesis state machine of a storage on disk; subclasses set the class.
+    """Hypothesis state machine of a storage on disk; subclasses set ``storage_class``.
 
     ::
 
@@ -232,7 +232,7 @@ class StorageMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.has_columns and self.storage.mode != "read")
     @rule(share=st.floats(0, 1))
     def take_back(self, share: float) -> None:
-        """Rewind the storage, which a finalized storage refuses."""
+        """Rewind the storage; a rewind that would remove finalized rows is refused."""
         model, rows = self.model, round(share * self.model.head)
         record = next((each for each in reversed(model.records) if each[0] <= rows), None)
         if rows < model.finalized:

@@ -68,8 +68,8 @@ from tallyroll.storage.errors import (
     WriterForked,
 )
 from tallyroll.storage.files.commit_header import Header
+from tallyroll.storage.files.format_versions import FORMAT_VERSION
 from tallyroll.storage.files.record_slots import RECORD_LIMIT
-from tallyroll.storage.files.versions import FORMAT_VERSION
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.storages import DiskStorage
 
@@ -171,7 +171,7 @@ def process(target: Callable[..., None], *args: Any) -> Iterator[tuple[BaseProce
 
 def receive(connection: Connection) -> Any:
     """Return the next message; fail after a timeout."""
-    assert connection.poll(WAIT_SECONDS), "the other process said nothing"
+    assert connection.poll(WAIT_SECONDS), "the other process sent no message"
     return connection.recv()
 
 
@@ -207,7 +207,7 @@ def engine_of(storage: DiskStorage) -> Engine:
 def hold_and_fork(connection: Connection, kind: type[DiskStorage], path: Path) -> None:
     """Open for writing, fork, and wait; the child tries to write and reports the result."""
     storage = kind(path, mode="append")
-    engine_of(storage).right.look_at = float("inf")  # the lock file is not checked again yet
+    engine_of(storage).right.look_at = float("inf")  # do not check the lock file again yet
     child = os.fork()
     if child == 0:
         try:
@@ -221,7 +221,7 @@ def hold_and_fork(connection: Connection, kind: type[DiskStorage], path: Path) -
 
 
 class StorageContract:
-    """Contract of a storage class; subclasses set the class.
+    """Contract of a storage class; subclasses set ``storage_class``.
 
     Set `default_capacity` if a new storage needs to know its number of rows, and `holds_bfloat16`
     to False if the format does not support it.
@@ -230,6 +230,9 @@ class StorageContract:
     storage_class: type[DiskStorage]
     default_capacity: int | None = None
     holds_bfloat16 = True
+    opened_class: type[DiskStorage] | None = None
+    """The class that `open_storage` returns; None: ``storage_class``."""
+    format_version = FORMAT_VERSION
 
     def make(self, path: Path, **options: Any) -> DiskStorage:
         if self.default_capacity and options.get("mode", "create") == "create":
@@ -244,7 +247,7 @@ class StorageContract:
 
     @pytest.fixture
     def five(self, path: Path) -> Path:
-        """A storage of five rows."""
+        """The path of a storage of five rows."""
         with self.make(path) as storage:
             storage.extend(rows(0, 5))
         return path
@@ -354,7 +357,9 @@ class StorageContract:
     def test_an_index_beyond_the_rows_is_refused(self, path: Path, index: Any) -> None:
         with self.make(path) as storage:
             storage.extend(rows(0, 10))
-            with pytest.raises(IndexOutOfRange, match=r"row -?1[01] is not there: .* has 10 rows"):
+            with pytest.raises(
+                IndexOutOfRange, match=r"row -?1[01] is out of range: .* has 10 rows"
+            ):
                 storage.get(index)
             with pytest.raises(IndexOutOfRange, match="one value for each of the 10 rows"):
                 storage.get(torch.ones(9, dtype=torch.bool))
@@ -379,7 +384,7 @@ class StorageContract:
     def test_what_is_written_to_a_slice_is_seen_in_that_slice_alone(
         self, path: Path, count: int
     ) -> None:
-        """Nor does a write hide anything: every other slice shows rows that are added later."""
+        """A write to one slice does not hide later rows from other slices."""
         with self.make(path, capacity=4 * count) as storage:
             storage.extend(arrays(0, count))
             with self.make(path, mode="read") as reader:
@@ -443,7 +448,7 @@ class StorageContract:
             slices = buffer.sample().reshape(-1, 3)
             assert not slices["next", "done"][:, :2].any()
             assert (slices["id"].diff(dim=1) == 1).all()
-            assert (slices["id"][:, 0] < 5000).sum() > 20, "each episode is as likely"
+            assert (slices["id"][:, 0] < 5000).sum() > 20, "expected equally likely episodes"
 
     def test_slices_show_rows_that_came_after_an_earlier_slice(self, path: Path) -> None:
         with self.make(path, capacity=100) as storage:
@@ -468,7 +473,7 @@ class StorageContract:
     @settings(
         max_examples=25,
         deadline=None,
-        # Each format runs this test in a class of its own.
+        # Each format runs this test in its own class.
         suppress_health_check=[
             HealthCheck.function_scoped_fixture,
             HealthCheck.differing_executors,
@@ -534,10 +539,10 @@ class StorageContract:
     @pytest.mark.parametrize(
         ("options", "wording"),
         [
-            ({"mode": "w"}, "mode is one of 'create', 'append', 'read', got 'w'"),
-            ({"durability": "x"}, "durability is one of 'process', 'power', got 'x'"),
-            ({"capacity": 0}, "capacity is a positive number of rows or None, got 0"),
-            ({"capacity": 2.0}, "capacity is a positive number of rows or None, got 2.0"),
+            ({"mode": "w"}, "mode: expected one of 'create', 'append', 'read', got 'w'"),
+            ({"durability": "x"}, "durability: expected one of 'process', 'power', got 'x'"),
+            ({"capacity": 0}, "capacity: expected a positive number of rows or None, got 0"),
+            ({"capacity": 2.0}, "capacity: expected a positive number of rows or None, got 2.0"),
         ],
     )
     def test_wrong_options_are_named(
@@ -548,7 +553,7 @@ class StorageContract:
 
     def test_append_goes_on_behind_the_last_row(self, five: Path) -> None:
         with open_storage(five, "append") as storage:
-            assert type(storage) is self.storage_class
+            assert type(storage) is (self.opened_class or self.storage_class)
             assert storage.extend(rows(5, 3)) == range(5, 8)
         with open_storage(five) as storage:
             assert_rows(storage, 8)
@@ -611,7 +616,7 @@ class StorageContract:
         monkeypatch.chdir(five.parent)
         with self.make(Path(five.name), mode="read") as storage:
             sent = pickle.dumps(storage)
-            assert len(sent) < 1000, "no rows, no maps"
+            assert len(sent) < 1000, "expected a pickle without rows or maps"
             monkeypatch.chdir("/")
             with copied(storage) as other:
                 assert (type(other), other.mode, other.path) == (type(storage), "read", five)
@@ -627,7 +632,9 @@ class StorageContract:
             path = five if mode == "append" else five.with_name(f"new{five.suffix}")
             with (
                 self.make(path, mode=mode) as storage,
-                pytest.raises(NotPicklable, match=r"two owners. Open it there .*mode=.read"),
+                pytest.raises(
+                    NotPicklable, match=r"two owners. Open the storage there .*mode=.read"
+                ),
             ):
                 pickle.dumps(storage)
         with self.make(five, mode="read") as storage:
@@ -645,9 +652,9 @@ class StorageContract:
         with self.make(five) as other:
             other.extend(rows(0, 9))
         descriptors = len(os.listdir("/proc/self/fd"))
-        with pytest.raises(StateMismatch, match="is another one"):
+        with pytest.raises(StateMismatch, match="is another storage"):
             pickle.loads(sent)
-        assert len(os.listdir("/proc/self/fd")) == descriptors, "it was closed again"
+        assert len(os.listdir("/proc/self/fd")) == descriptors, "the refused storage was not closed"
 
     # -- schema, rows and provenance
 
@@ -667,7 +674,7 @@ class StorageContract:
                 storage.initialise(Schema.of(other))
             for part in (
                 "id has dtype int32, expected int64",
-                "wide has shape [4] a row, expected [3]",
+                "wide has shape [4] per row, expected [3]",
                 "next/id is missing",
                 "extra is not a column here",
                 "Nothing was written",
@@ -757,7 +764,7 @@ class StorageContract:
             for manifest in (storage.manifest, reader.manifest):
                 assert manifest["runs"] == runs
                 assert Schema.from_json(manifest["schema"]) == schema
-                assert manifest["format_version"] == FORMAT_VERSION
+                assert manifest["format_version"] == self.format_version
             with pytest.raises(InvalidProvenance, match="provenance must be JSON"):
                 storage.initialise(schema, {"f": print})
             with pytest.raises(InvalidProvenance, match="provenance must be JSON"):
@@ -863,7 +870,7 @@ class StorageContract:
 
         with monkeypatch.context() as patch:
             if step == "head":  # the record is written, but its rows are not committed
-                patch.setattr(Header, "head", property(vars(Header)["head"].fget, interrupt))
+                patch.setattr(Header, "set_head", interrupt)
             elif step == "commit":
                 patch.setattr(engine, "_commit", interrupt)
             elif step == "record":
@@ -971,7 +978,7 @@ class StorageContract:
                 assert receive(connection) == heads[-1]
                 while number % 3 and not is_there(self.storage_class, path):
                     time.sleep(0.001)
-                if number % 3 == 2:  # on a slow machine, the others may precede the first commit
+                if number % 3 == 2:  # on a slow machine, other kills may precede the first commit
                     assert receive(connection) == heads[-1] + size
                 time.sleep(pick.uniform(0.0, 0.06))
                 writer.kill()
@@ -1038,7 +1045,9 @@ class StorageContract:
             assert_rows(storage, 6)
             with pytest.raises(RowsMismatch, match="holds TensorDicts, got list"):
                 storage.set(range(6, 8), [1, 2])
-            with pytest.raises(NotAnAppend, match="2 rows were announced and 3 given"):
+            with pytest.raises(
+                NotAnAppend, match="expected 2 rows, one per index of cursor, got 3"
+            ):
                 storage.set(range(6, 8), list(rows(6, 3)))
             assert_rows(storage, 6)
 
@@ -1112,18 +1121,18 @@ class StorageContract:
         with self.make(five, mode="append") as storage:
             cursor: Any
             for cursor, wording in (
-                (0, "after the last one, at row 5, and this write is at row 0"),
-                (6, "at row 6"),
+                (0, "after the last row, at row 5, got a write at row 0"),
+                (6, "a write at row 6"),
                 (torch.tensor([5, 7]), "not consecutive"),
                 (torch.tensor([6, 5]), "not consecutive"),
-                (slice(5, 9, 2), "needs a start and a stop"),
+                (slice(5, 9, 2), "a slice with a start, a stop and a step of 1"),
                 (torch.tensor([0.5]), "whole numbers"),
-                (range(5, 8), "3 rows were announced and 2 given"),
+                (range(5, 8), "expected 3 rows, one per index of cursor, got 2"),
             ):
                 data = rows(5, 1)[0] if isinstance(cursor, int) else rows(5, 2)
                 with pytest.raises(NotAnAppend, match=wording):
                     storage.set(cursor, data)
-            with pytest.raises(NotAnAppend, match=r"storage\[i\] = rows was asked for"):
+            with pytest.raises(NotAnAppend, match=r"storage\[i\] = rows is not supported"):
                 storage[5] = rows(5, 1)[0]
             for cursor in (torch.tensor([5, 6]), slice(7, 9), range(9, 11), np.arange(11, 13)):
                 storage.set(cursor, rows(storage.head, 2))
@@ -1135,7 +1144,7 @@ class StorageContract:
             replay = ReplayBuffer(storage=storage, batch_size=4)
             replay.empty()
             replay.extend(rows(0, 4))
-            with pytest.raises(NotAnAppend, match="keeps every row it got, 4 so far"):
+            with pytest.raises(NotAnAppend, match="keeps every row, 4 so far"):
                 replay.empty()
             replay.extend(rows(4, 4))
             assert_rows(storage, 8)
@@ -1153,7 +1162,7 @@ class StorageContract:
             with pytest.raises(CursorOverflow, match=r"32 bits.* ends at row 8"):
                 replay.extend(rows(7, 1))
             storage.extend(rows(7, 1))
-            with pytest.raises(CursorOverflow, match=r"has 8\. Give the buffer a writer"):
+            with pytest.raises(CursorOverflow, match=r"is row 8\. Give the buffer a writer"):
                 storage.attach(ReplayBuffer(storage=storage, batch_size=4))
             assert wide._writer._cursor == 8
 
@@ -1174,11 +1183,11 @@ class StorageContract:
             storage.load_state_dict(early["_storage"])
             assert_rows(storage, 7)
             storage.load_state_dict(late)
-            with pytest.raises(StateMismatch, match=r"this state has 9 rows and .* has 7"):
+            with pytest.raises(StateMismatch, match=r"this state has 9 rows, but .* has 7 rows"):
                 storage.load_state_dict(late | {"head": 9})
         with self.make(tmp_path / "other") as other:
             other.extend(rows(0, 20))
-            with pytest.raises(StateMismatch, match="is another one"):
+            with pytest.raises(StateMismatch, match="is another storage"):
                 other.load_state_dict(late)
 
     def test_dumps_and_loads(self, five: Path, tmp_path: Path) -> None:
@@ -1227,7 +1236,9 @@ class StorageContract:
             storage.extend(rows(5, 2))
             storage.dumps(tmp_path / "dump")
         with self.make(backup / five.name, mode="append") as older:
-            with pytest.raises(StateMismatch, match=r"has 7 rows and .* 5: the target is newer"):
+            with pytest.raises(
+                StateMismatch, match=r"has 7 rows and .* 5 rows: the target is newer"
+            ):
                 older.dumps(tmp_path / "dump")
             assert_rows(older, 5)
         with self.make(tmp_path / "dump", mode="read") as dump:

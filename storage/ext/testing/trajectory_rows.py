@@ -11,7 +11,7 @@ def trajectory_rows(start: int, count: int, *, steps: int) -> TensorDict:
     number = torch.arange(start, start + count)
     done = (number % steps == steps - 1)[:, None]
     after = {
-        "observation": number[:, None] + torch.where(done, 0.5, 1.0),  # a final one is unique
+        "observation": number[:, None] + torch.where(done, 0.5, 1.0),  # finals are unique
         "reward": number[:, None].float(),
         "done": done,
         "terminated": done,

@@ -80,7 +80,7 @@ class EpochBatches(Sampler[list[int]]):
         data = storage.dataset()
         batches = EpochBatches(len(data), 256, seed=0)
         loader = DataLoader(data, batch_sampler=batches, collate_fn=data.collate, num_workers=2)
-        for batch in loader:  # one epoch; the next iteration is the next one
+        for batch in loader:  # one epoch; the next loop reads the next epoch
             ...
 
     Each iteration is a whole epoch with each item once. It takes the next epoch number at its first
@@ -100,11 +100,11 @@ class EpochBatches(Sampler[list[int]]):
         block: the number of consecutive items that stay close to each other, for rows that are
             read from compressed chunks; 1 shuffles all items independently.
         window: blocks that are shuffled together.
-        drop_last: skip the last batch of an epoch if it has fewer items.
+        drop_last: skip the last batch of an epoch if it has fewer than ``batch_size`` items.
         rank: the number of this process, below ``world``.
         world: the number of processes. Each one gets every ``world``-th item of the order, so that
             together they visit each item once. Without ``drop_last``, some processes may get one
-            item more.
+            item more than the others.
 
     Raises:
         ValueError: an argument is out of range.
@@ -135,10 +135,12 @@ class EpochBatches(Sampler[list[int]]):
         for name, value in given.items():
             if type(value) is not int or not least[name] <= value < _MOST:
                 raise ValueError(
-                    f"{name} is a whole number of at least {least[name]}, got {value!r}."
+                    f"{name}: expected a whole number of at least {least[name]}, got {value!r}."
                 )
         if type(rank) is not int or not 0 <= rank < world:
-            raise ValueError(f"rank is a number from 0 to {world - 1}, of world={world}: {rank!r}.")
+            raise ValueError(
+                f"rank: expected a number from 0 to {world - 1} with world={world}, got {rank!r}."
+            )
         self.count, self.batch_size, self.seed, self.shuffle = count, batch_size, seed, shuffle
         self.block, self.window, self.drop_last = block, window, drop_last
         self.rank, self.world = rank, world
@@ -177,13 +179,13 @@ class EpochBatches(Sampler[list[int]]):
             yield found.tolist()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, which is a whole one.
+        """Set the number of the next epoch, which begins with its first batch.
 
-        With several ranks, call this method if one of them may abandon an iteration, because their
-        epochs must have the same number.
+        With several ranks, call this method if a rank may abandon an iteration, because all ranks
+        must use the same epoch number.
         """
         if type(epoch) is not int or not 0 <= epoch < _MOST:
-            raise ValueError(f"epoch is a whole number of at least 0, got {epoch!r}.")
+            raise ValueError(f"epoch: expected a whole number of at least 0, got {epoch!r}.")
         self.epoch, self._first, self._position = epoch, 0, (epoch, 0)
 
     def state_dict(self, taken: int | None = None) -> dict[str, Any]:
@@ -191,7 +193,7 @@ class EpochBatches(Sampler[list[int]]):
 
         Args:
             taken: the number of batches of this epoch that were received from a loader with
-                workers, which requests batches ahead. Include the batches before a loaded state.
+                workers, which requests batches ahead. Include batches that a loaded state skips.
                 Default: all batches that were requested.
 
         Raises:
@@ -200,7 +202,9 @@ class EpochBatches(Sampler[list[int]]):
         epoch, requested = self._position
         batch = requested if taken is None else taken
         if type(batch) is not int or not 0 <= batch <= len(self):
-            raise ValueError(f"taken is a number of batches from 0 to {len(self)}, got {taken!r}.")
+            raise ValueError(
+                f"taken: expected a number of batches from 0 to {len(self)}, got {taken!r}."
+            )
         return {**self._order(), "epoch": epoch, "batch": batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -210,17 +214,19 @@ class EpochBatches(Sampler[list[int]]):
         one.
 
         Raises:
-            StateMismatch: the state belongs to another order: other items, sizes or seed.
+            StateMismatch: the state belongs to an order with other items, sizes or seed.
         """
         for name, value in self._order().items():
             if state.get(name) != value:
                 raise StateMismatch(
-                    f"this state is of {name}={state.get(name)!r}, and these batches have "
-                    f"{name}={value!r}. Make them as they were."
+                    f"this state has {name}={state.get(name)!r}, but these batches have "
+                    f"{name}={value!r}. Create the batches with the arguments of the saved ones."
                 )
         epoch, batch = state.get("epoch"), state.get("batch")
         if type(epoch) is not int or type(batch) is not int or epoch < 0 or batch < 0:
-            raise StateMismatch("this state does not say where the order is.")
+            raise StateMismatch(
+                "this state has no valid epoch and batch. Load a state that state_dict() returned."
+            )
         whole = batch >= len(self)
         self.epoch, self._first = (epoch + 1, 0) if whole else (epoch, batch)
         self._position = self.epoch, self._first

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch.utils.data import Dataset
 
 from tallyroll.storage.errors import IndexOutOfRange
-from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.readers.row_reader import RowReader, columns_of, take_rows
 from tallyroll.storage.replay.disk_storage import DiskStorage
 from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.keys import MASK, Key, Keys, as_key
@@ -65,17 +65,18 @@ class RowDataset(Dataset[Any]):
 
         Raises:
             IndexOutOfRange: an item does not exist, or its rows were overwritten.
-            StateMismatch: its rows were rewound.
+            StateMismatch: the rows of an item were rewound.
         """
         at = np.asarray(items, np.int64).reshape(-1)
         at = np.where(at < 0, at + self._count, at)
         if len(at) and not (at.min() >= 0 and at.max() < self._count):
             raise IndexOutOfRange(
-                f"items are numbered from 0 to {self._count - 1}, got {min(items)} to {max(items)}."
+                f"items: expected numbers from 0 to {self._count - 1}, got {min(items)} to "
+                f"{max(items)}."
             )
         reader = self.storage.reader if self.keys is None else self.storage.reader_with(self.keys)
         if self._pieces is None:
-            found = reader.take(self._first + at, self.keys)
+            found = take_rows(reader, self._first + at, self.keys)
         else:
             found = self._pieces.read(reader, at, self.keys)
         if reader.rewinds != self._rewinds:
@@ -104,7 +105,7 @@ class Pieces:
     Args:
         reader: the reader of the rows.
         length: rows per piece.
-        short: False skips shorter pieces.
+        short: False skips pieces with fewer than ``length`` rows.
 
     Raises:
         ColumnsMissing: the rows have no trajectory ids.
@@ -127,9 +128,9 @@ class Pieces:
         `Trajectories.sample_slices`.
         """
         slices = self._slices(reader, self._ends[at], self._counts[at])
-        nest, columns = reader.nest, reader.schema.columns
-        if keys is not None:
-            places, nest = reader.chosen(keys)
+        places, nest = columns_of(reader, keys)
+        columns = reader.schema.columns
+        if places is not None:
             columns = tuple(columns[place] for place in places)
         arrays = read_consistently(
             reader, lambda: self._copied(reader, slices, [c.key for c in columns])
@@ -146,8 +147,8 @@ class Pieces:
         found = reader.copies(slices.rows, keys)
         if len(slices.rows) and (least := int(slices.rows.min())) < reader.span.start:
             raise IndexOutOfRange(
-                f"row {least} of {reader.path} was overwritten since the dataset was made. Make it "
-                "again, or give the ring more slots."
+                f"row {least} of {reader.path} was overwritten since the dataset was created. "
+                "Create the dataset again, or give the ring more slots."
             )
         return found
 
@@ -182,7 +183,7 @@ def dataset_of(
 ) -> RowDataset:
     """Create a dataset of a storage or a selection of it; see `DiskStorage.dataset`."""
     if short not in get_args(Last):
-        raise ValueError(f"short is one of 'pad' and 'skip', got {short!r}.")
+        raise ValueError(f"short: expected 'pad' or 'skip', got {short!r}.")
     if slice_len is not None:
         check_positive("slice_len", slice_len)
     if where is not None:
@@ -190,7 +191,7 @@ def dataset_of(
     keys = None
     if columns is not None:
         keys = [as_key(each) for each in ([columns] if isinstance(columns, str) else columns)]
-        storage.reader_with(keys).chosen(keys)
+        columns_of(storage.reader_with(keys), keys)
     storage.reader.require_open()
     pieces = None
     if slice_len is not None:

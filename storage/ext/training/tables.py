@@ -12,7 +12,7 @@ import torch
 
 from tallyroll.storage.engine.available_memory import library_memory, require_memory
 from tallyroll.storage.formats.optional_libraries import needed
-from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.readers.row_reader import RowReader, columns_of
 from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.keys import Keys
 from tallyroll.storage.rows.schema import Column
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _MOST_NUMBERS: Final = 64
-"""Maximum size of a row's value that becomes columns of a pandas table."""
+"""The most numbers per row that a stored column in a pandas table may have."""
 
 
 def data_frame(reader: RowReader, keys: Keys | None) -> pd.DataFrame:
@@ -33,8 +33,8 @@ def data_frame(reader: RowReader, keys: Keys | None) -> pd.DataFrame:
     large = [each for each in columns if math.prod(each.shape) > _MOST_NUMBERS]
     if keys is not None and large:
         raise ValueError(
-            f"{_name(large[0])} has {math.prod(large[0].shape)} numbers a row, and a table of "
-            f"pandas gets at most {_MOST_NUMBERS} a column. Use to_arrow, or get."
+            f"{_name(large[0])}: expected at most {_MOST_NUMBERS} numbers per row for a pandas "
+            f"table, got {math.prod(large[0].shape)}. Use to_arrow, or get."
         )
     found: dict[str, np.ndarray] = {}
     for column, values in _read(reader, [each for each in columns if each not in large]):
@@ -53,7 +53,8 @@ def arrow_table(reader: RowReader, keys: Keys | None) -> pa.Table:
     for column in columns:
         if column.dtype.is_complex:
             raise ValueError(
-                f"{_name(column)} has complex numbers, and Arrow has none. Leave it out: columns=."
+                f"{_name(column)} has complex numbers, which Arrow does not support. Name "
+                "only the other columns in columns=."
             )
     with library_memory(f"a table of {len(reader.span):,} rows"):
         return _table_of(arrow, reader, columns)
@@ -75,10 +76,8 @@ def _table_of(arrow: Any, reader: RowReader, columns: list[Column]) -> Any:
 
 def _columns(reader: RowReader, keys: Keys | None) -> list[Column]:
     columns = reader.schema.columns
-    if keys is None:
-        return list(columns)
-    places, _ = reader.chosen(keys)
-    return [columns[place] for place in places]
+    places, _ = columns_of(reader, keys)
+    return list(columns) if places is None else [columns[place] for place in places]
 
 
 def _read(reader: RowReader, columns: list[Column]) -> Iterator[tuple[Column, np.ndarray]]:

@@ -7,16 +7,17 @@ from contextlib import ExitStack
 
 from tallyroll.storage.ext.joined.members import PathLike
 from tallyroll.storage.readers.file_reader import FileReader
+from tallyroll.storage.replay.tensor_storage import AsTensorStorage
 from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.progress import Progress
-from tallyroll.storage.storages import DiskStorage, open_storage
+from tallyroll.storage.storages import open_storage
 from tallyroll.storage.trajectories.content import Numbering
 from tallyroll.storage.trajectories.leaves import hash_of, leaf_hashes_of
 from tallyroll.storage.user_code import user_callback
 
 
 def content_hash(
-    storage: DiskStorage | PathLike | Sequence[PathLike],
+    storage: AsTensorStorage | PathLike | Sequence[PathLike],
     *,
     ids: Numbering = "kept",
     incremental: bool = False,
@@ -51,11 +52,11 @@ def content_hash(
     """
     if incremental and ids == "relative":
         raise ValueError(
-            "incremental=True: expected ids='kept', got 'relative', which numbers trajectories "
-            "otherwise when others come. Leave out incremental."
+            "incremental=True: expected ids='kept', got 'relative'. Relative ids may change when "
+            "rows are added. Leave incremental out."
         )
     with ExitStack() as stack:
-        if not isinstance(storage, DiskStorage):
+        if not isinstance(storage, AsTensorStorage):
             storage = stack.enter_context(open_storage(storage, accept_copy=accept_copy))
         reader, done = storage.reader, 0
         total = len(reader) * reader.schema.row_nbytes if reader.initialised else 0

@@ -16,6 +16,7 @@ from tallyroll.storage.ext.verification.findings import PLACES
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.keys import format_key
+from tallyroll.storage.rows.pages import Page, PageSource
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.storages import open_storage
@@ -53,7 +54,7 @@ class DifferentRow:
     """
     second: Any
     at: tuple[int, ...] = ()
-    """The index of that number in a large value."""
+    """The index, in a large value, of the first number that differs."""
 
     def __str__(self) -> str:
         where = f"trajectory {self.trajectory}, step {self.step}"
@@ -64,7 +65,7 @@ class DifferentRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Differences:
+class Differences(PageSource):
     """The differences between two storages, as found by `diff`."""
 
     rows: tuple[int, int]
@@ -88,6 +89,31 @@ class Differences:
     def same(self) -> bool:
         """True if both storages have the same columns and the same rows."""
         return not (self.changed or any(self.only) or self.schema)
+
+    def _show_on_(self, page: Page) -> None:
+        show_differences(self, page)
+
+
+def show_differences(found: Differences, page: Page, seconds: float | None = None) -> None:
+    """Write differences to a page; ``seconds`` is the duration of the comparison."""
+    both = found.equal + found.changed
+    said = "the same" if found.same else "different"
+    took = "" if seconds is None else f", {seconds:.1f} s"
+    page.print(f"{said}: {found.equal:,} of {both:,} common rows are equal{took}")
+    for count, which in zip(found.only, ("first", "second"), strict=True):
+        if count:
+            page.print(f"{count:,} rows are only in the {which}")
+    changed = [f"{name}: {count:,} rows" for name, count in found.columns.items()]
+    for head, lines in (
+        ("Columns that are not compared (first, second)", found.schema),
+        ("Columns with changed rows", changed),
+        ("First differences (value in the first, in the second)", found.places),
+        ("Made otherwise (first, second)", found.provenance),
+    ):
+        if lines:
+            page.head(head)
+            for line in lines:
+                page.print(f"  {line}")
 
 
 @user_callback("diff")
@@ -173,7 +199,7 @@ class _Comparison:
         )
 
     def _compare(self, at: np.ndarray, others: np.ndarray) -> int:
-        """Compare rows at positions in both orders; return the number of different rows."""
+        """Compare the rows at positions in both contents; return the number of different rows."""
         differs = np.zeros(len(at), np.bool_)
         for column in self._columns:
             one = self._contents[0].bytes_at(column, at)
@@ -241,7 +267,7 @@ def _matched(
 
 
 def _repeats(ids: np.ndarray, steps: np.ndarray, is_first: np.ndarray) -> np.ndarray:
-    """Count for each row, ordered by id and step, the earlier equal rows of its own storage."""
+    """Count for each row the earlier rows of its storage that have the same id and step."""
     new = np.ones(len(ids), np.bool_)
     new[1:] = (ids[1:] != ids[:-1]) | (steps[1:] != steps[:-1])
     begins = np.maximum.accumulate(np.where(new, np.arange(len(ids)), 0))
@@ -259,10 +285,10 @@ def _schema_lines(one: Mapping[Any, Column], other: Mapping[Any, Column]) -> Ite
         if mine is None or theirs is None:
             yield f"{format_key(key)}: only in the {'second' if mine is None else 'first'}"
         elif mine != theirs:
-            yield f"{format_key(key)}: {_told(mine)}, {_told(theirs)}"
+            yield f"{format_key(key)}: {_describe(mine)}, {_describe(theirs)}"
 
 
-def _told(column: Column) -> str:
+def _describe(column: Column) -> str:
     return f"{column.dtype_name} {list(column.shape)}"
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tallyroll.storage.rows.pages import Page, PageSource
+
 PLACES = 5
 """Maximum number of places that a finding names."""
 
@@ -45,7 +47,7 @@ class Finding:
     """A fault that occurs at one or many places."""
 
     check: str
-    """The check that found it, one of `CHECKS`."""
+    """The check that found the fault, one of `CHECKS`."""
     message: str
     """The fault, in one sentence."""
     count: int
@@ -59,7 +61,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(PageSource):
     """The checks that `verify` ran, and their findings."""
 
     path: str
@@ -90,6 +92,46 @@ class Report:
         left = f", skipped: {', '.join(self.skipped)}" if self.skipped else ""
         made = f"{len(self.checked)} checks made"
         return f"Report({self.path!r}, {self.rows:,} rows, {found}{noted}, {made}{left})"
+
+    def _show_on_(self, page: Page) -> None:
+        show_report(self, page)
+
+
+def show_report(report: Report, page: Page, seconds: float | None = None) -> None:
+    """Write a report to a page; ``seconds`` is the duration of the checks."""
+    page.print(_summary(report, seconds))
+    for before, found in (("", report.findings), ("note: ", report.notes)):
+        for finding in found:
+            page.print()
+            page.print(f"{before}{finding}")
+            for place in finding.places:
+                page.print(f"    {place}")
+            more = finding.count - len(finding.places)
+            if finding.places and more > 0:
+                page.print(f"    and {more:,} more")
+    if report.healing is not None:
+        page.print(report.healing)
+    by_reason: dict[str, list[str]] = {}
+    for name, why in report.skipped.items():
+        by_reason.setdefault(why, []).append(name)
+    if (report.findings or report.notes) and by_reason:
+        page.print()
+    for why, names in by_reason.items():
+        page.print(f"not checked: {', '.join(names)} ({why})")
+
+
+def _summary(report: Report, seconds: float | None) -> str:
+    if report.format is None:
+        return f"{report.path} cannot be read"
+    said = "sound" if report.sound else "not sound"
+    for what, found in (("finding", report.findings), ("note", report.notes)):
+        if count := len(found):
+            said += f", {count} {what}{'s' if count > 1 else ''}"
+    took = "" if seconds is None else f", {seconds:.1f} s"
+    return (
+        f"{report.path}: {said}; {report.rows:,} rows ({report.format}), "
+        f"{len(report.checked)} checks{took}"
+    )
 
 
 class Findings:
@@ -145,7 +187,9 @@ class NumberedRows:
         at: np.ndarray | None = None,
         column: str | None = None,
     ) -> None:
-        """Add a finding for the entries that are ``wrong`` [n]; ``what`` describes one by index.
+        """Add a finding for the entries that the mask ``wrong`` [n] selects.
+
+        ``what`` returns a description of an entry, given its index.
 
         ``at`` [n] are the entries' indices among the rows; None: entry i is row i.
         """

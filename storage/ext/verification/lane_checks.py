@@ -76,7 +76,7 @@ class _Series:
     chunk: CheckedRows
     order: LaneOrder
     vague: np.ndarray
-    """True for a row that names two lanes: it is in both, and later rows are not judged by it."""
+    """True for a row that names two lanes. It is in both, and no later row is compared with it."""
     rows: _LaneRows
     before: _LaneRows
     """The predecessor of each row in its lane."""
@@ -104,7 +104,11 @@ class LaneChecks:
         self._tails = _LaneRows(*(np.empty(0, np.array(fill).dtype) for fill in _NO_ROW))
 
     def advance(self, chunk: CheckedRows, findings: Findings) -> RowPairs:
-        """Check the rows of ``chunk`` against one another and against earlier rows."""
+        """Check the rows of ``chunk`` against one another and against earlier rows.
+
+        Returns:
+            The pairs of consecutive rows of trajectories, whose later rows are in ``chunk``.
+        """
         self._know_lanes(chunk)
         usable = self._check_owners(chunk, findings)
         self._check_floor(chunk, findings)
@@ -113,13 +117,13 @@ class LaneChecks:
         return self._follow(self._series(chunk, usable), findings)
 
     def finish(self, findings: Findings) -> None:
-        """If no run defines the lane of each id, check that each id has a single lane."""
+        """If the number of lanes is unknown, check that each id begins a trajectory only once."""
         if not self._begun:
             return
         ids, counts = np.unique(np.concatenate(self._begun), return_counts=True)
         twice = ids[counts > 1]
         findings.add_rows(
-            "ids", "an id that two trajectories have", twice,
+            "ids", "two trajectories have the same id", twice,
             lambda i: Place(trajectory=int(twice[i]), what=f"begins {counts[counts > 1][i]} times"),
         )  # fmt: skip
 
@@ -147,14 +151,16 @@ class LaneChecks:
         first = self._rest
         foreign: np.ndarray = inside & (rest != first)
         chunk.report(
-            findings, "ids", "the id of another lane's trajectory", foreign,
-            lambda at: f"trajectory {ids[at]} would be lane {(int(ids[at]) - first) % lanes}'s",
+            findings, "ids", "a trajectory id belongs to another lane", foreign,
+            lambda at: f"trajectory {ids[at]} belongs to lane {(int(ids[at]) - first) % lanes}",
         )  # fmt: skip
         owned: np.ndarray = inside & ~foreign
         return owned
 
     def _most_common(self, rest: np.ndarray, lanes: int) -> int:
-        """Return the remainder of most rows, if ids of lane l are remainder + l + k * lanes.
+        """Return the most frequent of the remainders ``rest``.
+
+        The ids of lane l are remainder + l + k * lanes.
 
         If several are equally frequent, prefer the one with which a run usually begins.
         """
@@ -184,7 +190,7 @@ class LaneChecks:
         return _Series(chunk, order, vague, rows, _LaneRows(*map(order.carry, rows, self._tails)))
 
     def _in_order(self, chunk: CheckedRows, usable: np.ndarray) -> tuple[LaneOrder, np.ndarray]:
-        """Return the rows by lane and time, and a mask of the vague ones."""
+        """Return the rows by lane and time, and a mask of rows whose lane or id is invalid."""
         if usable.all():
             return lane_order(chunk.lane, chunk.start), np.zeros(len(usable), np.bool_)
         good, bad = np.flatnonzero(usable), np.flatnonzero(~usable)
@@ -248,10 +254,10 @@ def _check_over(series: _Series, over: np.ndarray, findings: Findings) -> None:
     """Report trajectories that continue after an end, at the row that claims the end."""
     before, where = series.before, np.flatnonzero(over)
     findings.add_rows(
-        "ends", "a trajectory goes on after its end", before.row[where],
+        "ends", "a trajectory continues after its end", before.row[where],
         lambda i: Place(
             int(before.row[where[i]]), int(series.order.lane[where[i]]), int(before.ids[where[i]]),
             int(before.steps[where[i]]), None,
-            f"terminated or truncated, and goes on at row {series.rows.row[where[i]]:,}",
+            f"terminated or truncated, but continues at row {series.rows.row[where[i]]:,}",
         ),
     )  # fmt: skip

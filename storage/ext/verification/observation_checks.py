@@ -24,7 +24,7 @@ _FEW_VALUES, _SHARE = 16, 1 / 4
 _SAMPLE_ROWS, _SAMPLE_NBYTES = 4096, 2**22
 """Maximum number of rows per chunk, and of their bytes, that are used to measure step sizes."""
 _LEAST_STEPS, _MOST_STEPS = 6, 256
-"""Limits of the number of steps to measure, one per value, before a last step is called far."""
+"""Bounds of the number of steps, one per value, that are measured to call a last step far."""
 _LEAP = 2
 """A last step that exceeds all other steps by more than this factor suggests a lost observation."""
 
@@ -57,21 +57,21 @@ class _Observation:
         self.few = whole and self.values <= _FEW_VALUES
         """True if a row consists of a few integers, all of which may be zero by chance."""
         self.turned = 0
-        """The number of ends at which it is zero, but was not zero before."""
+        """The number of ends at which the observation is zero, but was not zero before."""
         self.zero_midway = False
         """True if an episode reaches zero, or leaves it, without ending there."""
         self.zero_ends, self.zero_with_all = Findings(), Findings()
-        """Its zeros at ends, and those of them where all other observations are zero, too."""
+        """Zeros of the observation at ends, and those with zeros in all other observations."""
         self.strides = np.zeros(self.values)
-        """The maximum change of each of its values in a step that does not end an episode."""
+        """The maximum change of each value in a step that does not end an episode."""
         self.steps = 0
-        """The number of such steps that were measured."""
+        """The number of steps that were measured for ``strides``."""
         self.leaps = np.zeros((0, self.values))
-        """The changes in the last steps before its zeros at ends, for the first few of them."""
+        """The change of each value in steps to zero at ends, for the first few of these steps."""
         self.by_design = True
-        """True if it is zero at all terminated ends, and at no truncated end."""
+        """True if the observation is zero at all terminated ends, and at no truncated end."""
         self.truncated = 0
-        """The number of truncated ends at which it is not zero."""
+        """The number of truncated ends at which the observation is not zero."""
 
     def differs(self, before: np.ndarray, after: np.ndarray) -> np.ndarray:
         """Return which rows ``after`` [n] differ from the next observations of ``before``."""
@@ -84,7 +84,10 @@ class _Observation:
     def look_at_steps(
         self, chunk: CheckedRows, turns: np.ndarray, final: np.ndarray, terminated: np.ndarray
     ) -> None:
-        """Measure some steps that do not end episodes, and those to zero, at ``turns`` [n]."""
+        """Measure the changes in some steps that do not end an episode, and in steps to zero.
+
+        ``turns`` marks the steps to zero.
+        """
         start, rows = chunk.start, np.flatnonzero(~chunk.ended)
         most = max(1, min(_SAMPLE_ROWS, _SAMPLE_NBYTES // self._row_nbytes))
         rows = rows[:: -(-len(rows) // most)] if len(rows) > most else rows
@@ -117,7 +120,7 @@ class _Observation:
 
     @property
     def leapt(self) -> bool:
-        """True if most zeros at ends are farther from the previous observation than a step goes."""
+        """True if most zeros at ends are farther from the previous observation than steps reach."""
         enough = max(_LEAST_STEPS, min(self.values, _MOST_STEPS))
         if self.steps < enough or (self.by_design and self.truncated):
             return False
@@ -137,8 +140,8 @@ class ObservationChecks:
 
     A zero can be a legitimate value. Two patterns indicate lost observations:
 
-    - A row that is zero now and next was never written if adjacent rows of its trajectory
-      contradict it, and no episode reaches or leaves zero.
+    - A row whose observation and next observation are zero was never written if adjacent rows of
+      its trajectory contradict it, and no episode reaches or leaves zero.
     - A final observation of zeros was lost if no other observation is zero. It was also lost if
       zero is too far away, which means that most last steps changed some value more than twice as
       much as any step that did not end an episode.
@@ -150,15 +153,15 @@ class ObservationChecks:
     look like a goal, and are not reported.
 
     Some zeros are treated as ordinary values. Flags may all be off at an end, such as the action
-    mask of a player without actions: bools always, and integers that are only 0 and 1 if another
-    observation is not zero there. The observations of a group of agents without survivors may be
-    zero, too. A lost final observation is lost with all its parts. A few integers may all be zero
-    by chance, at few ends.
+    mask of a player without actions. Bools always count as flags. Integers that are only 0 and 1
+    count as flags if another observation is not zero there. The observations of a group of agents
+    without survivors may be zero, too. A lost final observation is lost with all its parts. A few
+    integers may all be zero by chance, at few ends.
 
     Args:
-        observations: the observations of these rows.
+        observations: the observation columns.
         values: the readers of all columns.
-        gather: a factory of the collection for rows that may turn out to be trailing zeros.
+        gather: a factory of the collection for rows of zeros, which are reported at the end.
     """
 
     def __init__(
@@ -216,8 +219,8 @@ class ObservationChecks:
             chunk: the rows.
             links: consecutive rows of trajectories.
             broken: a mask of the links that do not match.
-            valid: a mask of the rows [n] with their true next observation; None: all rows.
-            terminated: a mask of the terminated rows [n].
+            valid: a mask [n] of the rows whose next observation is the true one; None: all rows.
+            terminated: a mask [n] of the terminated rows.
         """
         count = len(chunk.ids)
         all_here, all_next = np.ones(count, np.bool_), np.ones(count, np.bool_)
@@ -291,7 +294,7 @@ def _touches(chunk: CheckedRows, links: RowPairs, broken: np.ndarray, rows: np.n
 
 
 def _comes_or_goes(chunk: CheckedRows, links: RowPairs, here: np.ndarray, next: np.ndarray) -> bool:
-    """Return True if an episode reaches zero or leaves it, and the adjacent row agrees."""
+    """Return True if two successive rows agree that an episode reaches or leaves zero."""
     inside = links.before >= chunk.start
     before, after = links.before[inside] - chunk.start, links.after[inside] - chunk.start
     comes = ~here[before] & next[before] & here[after]

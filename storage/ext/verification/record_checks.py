@@ -22,7 +22,7 @@ _COUNTED = {"episodes_complete", *_SUMS, *(part for parts in _SUMS.values() for 
 
 @dataclass(frozen=True, slots=True)
 class RunEntry:
-    """A run's entry in the manifest, for the rows from ``first_row`` to the next entry's."""
+    """A run's entry in the manifest, for the rows from ``first_row`` up to the next entry."""
 
     first_row: int
     lanes: int | None = None
@@ -30,7 +30,7 @@ class RunEntry:
     origin: int | None = None
     """The first row of the run, or of the run that it continues; None if no collector wrote it."""
     finals_kept: bool = False
-    """True if final observations are known to be right, even if they equal the next first ones."""
+    """True if final observations are right, even if they equal the next episode's first ones."""
     unobserved: Sequence[Any] = ()
     """Keys, as lists, of columns that look like observations but are not."""
     goes_on: bool = False
@@ -86,7 +86,7 @@ def _problem_of(entry: Mapping[str, Any], least: int, head: int) -> str | None:
         return f"it has {lanes!r} lanes"
     seeds = entry.get("lane_seeds")
     if seeds is not None and (not isinstance(seeds, list) or len(seeds) != (lanes or len(seeds))):
-        return f"its lane_seeds are not one for each of {lanes} lanes"
+        return f"its lane_seeds are not a list with one seed for each of {lanes} lanes"
     return None
 
 
@@ -97,7 +97,7 @@ def check_record(
 
     ``head`` is the number of rows committed when the record was read.
     """
-    # Find the run of the last commit: a run without rows begins after them.
+    # Find the run of the last commit. A run without rows begins after all committed rows.
     last = next((run for run in reversed(runs) if run.first_row < head), None)
     collected = last is not None and last.origin is not None
     value = RunRecord.parse(record)
@@ -111,13 +111,15 @@ def check_record(
     if value.at != head:
         findings.add(
             "record",
-            "the newest intact one is not that of the last commit",
+            "the newest intact record does not belong to the last commit",
             Place(what=f"it was written with {value.at:,} rows, and {head:,} are committed"),
         )
     origins = [run.origin for run in runs[runs.index(last) :]]
     if value.first_row not in origins:
-        what = f"its run began at row {value.first_row:,}, and the last one at {last.origin}"
-        findings.add("record", "it is of another run than the last rows", Place(what=what))
+        what = f"its run began at row {value.first_row:,}, and the last run at row {last.origin}"
+        findings.add(
+            "record", "the record belongs to another run than the last rows", Place(what=what)
+        )
     _check_sums(value, findings)
     return value
 
@@ -130,8 +132,8 @@ def check_ledger(
     ``episodes`` is the number of episodes that ended in the run's rows; None if it is unknown.
     """
     if record.next_id != -1 and record.next_id <= largest_id:
-        what = f"it says {record.next_id}, and {largest_id} is the largest that was used"
-        findings.add("record", "the next trajectory id is one that was used", Place(what=what))
+        what = f"the next id is {record.next_id}, and the largest used id is {largest_id}"
+        findings.add("record", "the next trajectory id was already used", Place(what=what))
     wanted = {"stored": record.stored_before + record.at - record.first_row}
     if episodes is not None and not record.stored_before:
         wanted["episodes_complete"] = episodes
@@ -139,8 +141,8 @@ def check_ledger(
         if record.ledger[name] != count:
             findings.add(
                 "record",
-                "the ledger does not count what the rows show",
-                Place(what=f"{name} is {record.ledger[name]:,}, and the rows show {count:,}"),
+                "the ledger does not match the rows",
+                Place(what=f"{name} is {record.ledger[name]:,}, and by the rows {count:,}"),
             )
 
 

@@ -21,6 +21,7 @@ from tallyroll.storage.ext.verification.value_checks import (
     holds_numbers,
     not_finite,
 )
+from tallyroll.storage.files.excluded_columns import excluded_note
 from tallyroll.storage.readers.row_reader import ColumnReader
 from tallyroll.storage.rows.keys import (
     COUNTERS,
@@ -60,10 +61,13 @@ if TYPE_CHECKING:
 
 
 class ResetChecks:
-    """Checks that follow the ends of every run until there is a verdict on its resets.
+    """Search for runs whose environment reset itself within ``step``.
+
+    The search compares the final observations of each run with the first observations that follow
+    them, until there is a verdict.
 
     Args:
-        observations: the observations of these rows.
+        observations: the observation columns.
         values: the readers of all columns.
     """
 
@@ -77,13 +81,13 @@ class ResetChecks:
     def look(
         self, run: RunEntry, chunk: CheckedRows, valid: np.ndarray | None, terminated: np.ndarray
     ) -> None:
-        """Compare the rows of ``chunk``, which belong to ``run``.
+        """Compare the ends of episodes in ``chunk``, whose rows belong to ``run``.
 
         Args:
             run: the run that wrote the rows.
             chunk: the rows.
-            valid: a mask of the rows [n] with their true next observation; None: all rows.
-            terminated: a mask of the terminated rows [n].
+            valid: a mask [n] of the rows whose next observation is the true one; None: all rows.
+            terminated: a mask [n] of the terminated rows.
         """
         observed = [each for each in self._observations if list(each.key) not in run.unobserved]
         if run.finals_kept or not observed:
@@ -103,10 +107,10 @@ class ResetChecks:
         resets.look(Ends(lane, steps, ended, terminated, first, next, valid, chunk.start))
 
     def _of(self, run: RunEntry, chunk: CheckedRows) -> SelfResets:
-        """Return the state of the run to which ``run`` belongs, including the run it continues."""
+        """Return the state of the search in ``run``, or in the run that it continues."""
         origin = run.first_row if run.origin is None else run.origin
         lanes = run.lanes
-        if lanes is None:  # no collector wrote it: use the number of lanes in its first rows
+        if lanes is None:  # no collector wrote the run: use the number of lanes in its first rows
             inside = chunk.lane[(chunk.lane >= 0) & (chunk.lane < MOST_LANES)]
             lanes = int(inside.max(initial=-1)) + 1
         known = self._runs.get(origin)
@@ -142,9 +146,9 @@ _RTOL = 1e-9
 
 
 class EpisodeChecks:
-    """Recomputes the trajectories up to the last row of a table, and compares them with it.
+    """Comparison of a table of episodes with trajectories that are recomputed from the rows.
 
-    A writer writes the table when it closes, so the table does not contain later rows.
+    A writer writes the table when it closes. Rows after the last row in the table are ignored.
 
     Args:
         reader: the reader of the rows.
@@ -172,14 +176,14 @@ class EpisodeChecks:
             self._episodes = None  # an invalid lane, which another check reports
 
     def finish(self, findings: Findings) -> None:
-        """Compare the lines, trajectory by trajectory."""
+        """Compare the lines with the recomputed trajectories."""
         if self._episodes is None:
             return
         told, counted = self._table, self._episodes.table()
         told = told[told["last_row"] >= self._first]
         missing = np.setdiff1d(counted["id"], told["id"])
         extra = np.setdiff1d(told["id"], counted["id"])
-        message = "a trajectory has rows, and no line in the table"
+        message = "a trajectory has rows, but no line in the table"
         findings.add_rows("episodes", message, missing, lambda i: Place(trajectory=int(missing[i])))
         message = "a line in the table has no rows"
         findings.add_rows("episodes", message, extra, lambda i: Place(trajectory=int(extra[i])))
@@ -217,12 +221,12 @@ def _place_of(name: str, told: np.ndarray, counted: np.ndarray, at: int) -> Plac
         lane=int(line["lane"]),
         trajectory=int(line["id"]),
         column=name,
-        what=f"{says}, and by the rows {are}",
+        what=f"{says} in the table, {are} by the rows",
     )
 
 
 def _ends(table: np.ndarray) -> np.ndarray:
-    """Return the ends of trajectories; cuts count as open, since lines do not distinguish them."""
+    """Return the ends of trajectories; cuts count as open, as tables do not distinguish the two."""
     return np.where(table["end"] == END_CUT, END_OPEN, table["end"])
 
 
@@ -276,14 +280,14 @@ class RowChecks:
         self._finite = [c for c in self._columns.values() if nan and holds_numbers(c)]
         self._spaces = SpaceChecks(self._columns, finals=not self._valid)
         if not any(run.spaces for run in runs):
-            self.unavailable["spaces"] = "no run says spaces to which its rows keep"
+            self.unavailable["spaces"] = "no run records the spaces of its rows"
         self._unwritten = UnwrittenRows(() if self._followed else self._values.values())
         self._episodes: EpisodeChecks | None = None
         if table is not None:
             if self._followed and self._both_known and REWARD in self._columns:
                 self._episodes = EpisodeChecks(reader, table, self.span.start)
             else:
-                why = "not all columns are there that the table is made of"
+                why = "a column from which the table is made is missing"
                 self.unavailable["episodes"] = why
 
     # --- checks that the columns permit -----------------------------------------------------------
@@ -297,25 +301,27 @@ class RowChecks:
     def _look_at_columns(self) -> bool:
         """Record the checks that are impossible; return True if trajectories can be followed."""
         if not self._both_known or DONE not in self._flags:
-            self.unavailable["ends"] = "not all of next/done, terminated and truncated are there"
+            self.unavailable["ends"] = "next/done, next/terminated or next/truncated is missing"
         lacking = [key for key in _NUMBERS if not self._is_scalar(key)]
         if not self._both_known and DONE not in self._flags:
             lacking.append(DONE)
         if lacking:
-            why = f"there is no column {format_key(lacking[0])} of a collector"
+            why = f"there is no column {format_key(lacking[0])}, which collectors write"
             self.unavailable |= dict.fromkeys(_BY_TRAJECTORY, why)
             return False
         if not self._is_scalar(POLICY_VERSION):
             self.unavailable["versions"] = f"there is no column {format_key(POLICY_VERSION)}"
         if not self._observed:
-            why = "no column is alike at the root and under next"
+            note = excluded_note(self._reader.runs)
+            why = "no column at the root has a counterpart under next"
+            why += f".{note[:-1]}" if note else ""
             self.unavailable |= {"observations": why, "finals": why}
         return True
 
     # --- the pass ---------------------------------------------------------------------------------
 
     def run(self, findings: Findings, tell: Callable[[int], None]) -> None:
-        """Check all rows; call ``tell`` with the number of bytes read."""
+        """Check all rows; call ``tell`` with the number of bytes read since its last call."""
         lanes: LaneChecks | None = None
         for run, rows in self._parts():
             if lanes is None or not run.goes_on:
@@ -404,7 +410,7 @@ class RowChecks:
     def _check_valid(
         self, key: Key, valid: np.ndarray, chunk: CheckedRows, part: range, findings: Findings
     ) -> None:
-        """Check where next observations are lost: only at ends, or for agents that acted."""
+        """Check that next observations are lost only at ends, or only for agents that acted."""
         if key == NEXT_VALID:
             chunk.report(
                 findings, "finals", "the next observation is marked as lost in mid-episode",
@@ -424,7 +430,7 @@ class RowChecks:
         return self._values[key].slice(part.start, part.stop).reshape(-1)
 
     def _chunk(self, part: range, ended: np.ndarray | None) -> CheckedRows | None:
-        """Return the rows with the collector's columns; None if not all of them exist."""
+        """Return the rows with the collector's columns; None if a column is missing."""
         if not self._followed or ended is None:
             return None
         ids, steps, lane = (self._scalar(key, part).astype(np.int64) for key in _NUMBERS)

@@ -39,7 +39,7 @@ from tallyroll.storage.files.paths import failed, translated
 from tallyroll.storage.files.rewind_history import without_runs_from
 from tallyroll.storage.files.run_events import EVENTS, LEFT_OUT, events_of, is_event
 from tallyroll.storage.readers.file_reader import FileReader
-from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.readers.row_reader import RowReader, SlotColumn, newest_rows
 from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.keys import REWARD, TERMINATED, Key, format_key
 from tallyroll.storage.rows.progress import Progress
@@ -48,13 +48,13 @@ from tallyroll.storage.trajectories.blocks.saved_blocks import RebuiltBlocks
 from tallyroll.storage.trajectories.columns import WHOSE, RowOrder, missing
 from tallyroll.storage.trajectories.content import NAMING
 from tallyroll.storage.trajectories.episodes import table_dtype
-from tallyroll.storage.trajectories.lane_file import UnusableIndex
+from tallyroll.storage.trajectories.index_file import UnusableIndex
 from tallyroll.storage.trajectories.leaf_hashes import LeafHashes, UnusableLeaves
 from tallyroll.storage.trajectories.leaves import Leaves, leaf_hashes_of
 from tallyroll.storage.user_code import user_callback
 
 _AT_ONCE: Final = 2**20
-_MESSAGE: Final = "an entry names a row that was never written, or that lies elsewhere"
+_MESSAGE: Final = "an entry names a row that was never written, or has another position"
 
 
 def check_overlays(reader: FileReader, findings: Findings) -> bool:
@@ -89,7 +89,7 @@ _DELETE = "Delete it: the index is built again from the rows."
 
 
 def check_index(reader: RowReader, findings: Findings) -> str | None:
-    """Rebuild the index and compare all its numbers; return the reason if that is impossible.
+    """Rebuild the index and compare it with the stored one; return a reason if this is impossible.
 
     Args:
         reader: the reader of the rows.
@@ -98,10 +98,12 @@ def check_index(reader: RowReader, findings: Findings) -> str | None:
     try:
         kept = reader.kept_index(whole=True)
         if kept is None:
-            return "no index is kept beside the rows"
+            return "no index is stored with the rows"
         says = kept.state(reader.span.start)
         if not says.by_block.size:
-            return "a ring went on past the index, which is written when a writer closes"
+            return (
+                "the index is older than the rows of the ring; a writer updates it when it closes"
+            )
         order = RowOrder(reader.schema)
         made = RebuiltBlocks(reader.ring, says).is_made_of(
             lambda first, stop: order.chunk(reader, first, stop)
@@ -114,7 +116,7 @@ def check_index(reader: RowReader, findings: Findings) -> str | None:
     if made is None:
         return "another process writes to this ring; wait for it"
     if not made:
-        findings.add("index", f"the index beside the rows is not that of the rows. {_DELETE}")
+        findings.add("index", f"the stored index does not match the rows. {_DELETE}")
     return None
 
 
@@ -147,14 +149,14 @@ def _problems(entry: Mapping[str, Any], first: int, stop: int) -> Iterator[tuple
     apart: int | None = None
     for place, raw in enumerate(found):
         if not is_event(raw):
-            yield place, "it is no event"
+            yield place, "it is not an event"
             continue
         (event,) = events_of({**entry, EVENTS: [raw]})
         at, row = event["at"], event["row"]
         if not max(first, before) <= row <= stop:
             yield place, f"its row is {row:,}, not from {max(first, before):,} to {stop:,}"
         elif apart is not None and row - at != apart:
-            yield place, f"it was made at {at:,}, and at {row - apart:,} by its row"
+            yield place, f"it has {at:,} earlier transitions, but its row implies {row - apart:,}"
         before, apart = max(before, row), row - at
         lanes, failed, firsts = event["lanes"], event.get("failed"), event.get("first")
         if not _are_lanes(lanes, most) or not _are_lanes(failed, most):
@@ -195,12 +197,12 @@ def check_content(
     findings: Findings,
     tell: Callable[[int], None],
 ) -> None:
-    """Recompute the stored hashes of rows, and compare them.
+    """Recompute the hashes of rows, and compare them with the stored ones.
 
     Args:
         reader: the reader of the rows.
         kept: the store of hashes.
-        lines: the leaves that were read from it.
+        lines: the leaves that were read from ``kept``.
         findings: the collection to which differences are added.
         tell: a callback that receives the number of bytes read since its last call.
 
@@ -219,7 +221,7 @@ def check_content(
         what = f"or one of the {counts[at] - 1:,} rows after it, by trajectory and step"
         return Place(row=int(rows[at]), trajectory=id, what=what)
 
-    findings.add_rows("content", "rows are not those whose hash was kept", rows, place)
+    findings.add_rows("content", "rows do not match their stored hash", rows, place)
 
 
 def check_statistics(
@@ -228,7 +230,7 @@ def check_statistics(
     findings: Findings,
     tell: Callable[[int], None],
 ) -> None:
-    """Recompute the stored statistics of columns, and compare them.
+    """Recompute the statistics of columns, and compare them with the stored ones.
 
     Args:
         reader: the reader of the rows.
@@ -241,32 +243,32 @@ def check_statistics(
         wrong = [*differences(reader, columns[key], counted, tell)]
         places = [Place(column=format_key(key), what=each) for each in wrong[:PLACES]]
         if wrong:
-            message = "statistics that are kept are not those of the rows"
+            message = "stored statistics do not match the rows"
             findings.add("statistics", message, *places, count=len(wrong))
 
 
 CHECKS: Mapping[str, str] = {
     "files": "header, manifest and files can be opened and are long enough",
-    "metadata": "what other libraries read is what was written for them",
+    "metadata": "the metadata for other libraries is as Tallyroll wrote it",
     "runs": "the manifest's runs follow one another within the rows",
-    "events": "calls of environments are whole, and lie within the rows of their run",
-    "record": "the last commit's record balances, and counts the rows that are there",
-    "lanes": "every row is of a lane that its run has",
-    "ids": "every trajectory id is one lane's, and used once",
+    "events": "calls of environments are complete, and lie within the rows of their run",
+    "record": "the record of the last commit balances, and matches the rows",
+    "lanes": "every row belongs to a lane of its run",
+    "ids": "every trajectory id belongs to one lane, and is used once",
     "steps": "every trajectory has the steps 0, 1, 2 ...",
-    "ends": "done is terminated or truncated, and nothing follows it",
+    "ends": "done is terminated or truncated, and no row of the trajectory follows",
     "versions": "policy versions never go back within a lane",
-    "observations": "each row begins with what the one before says came next",
-    "finals": "final observations are there, or marked as lost",
+    "observations": "each observation is the next observation of the row before",
+    "finals": "final observations are stored, or marked as lost",
     "nan": "no NaN, and no infinity in observations and rewards",
-    "spaces": "values are within the spaces that the environment named",
+    "spaces": "values are within the spaces that the environment declared",
     "zeros": "no rows that look as if they were never written",
-    "episodes": "the table of episodes says what the rows say",
-    "index": "the index of trajectories says what the rows say",
-    "checksums": "the bytes are those of a finalized storage",
-    "content": "the bytes are those whose hashes `content_hash` kept",
-    "overlays": "every overlay can be used, and names rows that were written",
-    "statistics": "the statistics of columns that are kept are those of the rows",
+    "episodes": "the table of episodes matches the rows",
+    "index": "the index of trajectories matches the rows",
+    "checksums": "the bytes match the checksums of a finalized storage",
+    "content": "the rows match the hashes that `content_hash` stored",
+    "overlays": "every overlay can be used, and refers only to rows that were written",
+    "statistics": "the stored statistics of columns match the rows",
 }
 """The checks by name, with the rule of each, in the order of the report."""
 
@@ -275,9 +277,9 @@ _MEMBERS = "members"
 
 _PATIENCE = 1000
 _HEALING = (
-    "The storage was left open, by a writer that was killed or by a power cut, or is being "
-    "written. Committed rows are as they were: this goes when a writer opens the storage and "
-    'closes it, as open_storage(path, mode="append").close() or `tallyroll collect --resume` do.'
+    "A writer was killed before it closed the storage, the power failed, or a writer has the "
+    "storage open. Committed rows are intact. The next writer repairs this when it closes the "
+    'storage: open_storage(path, mode="append").close() or `tallyroll collect --resume`.'
 )
 
 
@@ -288,20 +290,21 @@ def verify(
     progress: Progress | None = None,
     accept_copy: bool = False,
 ) -> Report:
-    """Read every committed row of a storage, and report rows that cannot have been written so.
+    """Read every committed row of a storage, and report damaged and implausible rows.
 
     If a writer did not close a storage, for example because of a power failure, the files for other
     libraries, the table of episodes and the last record may be incomplete. `verify` reports this as
     a note instead of a finding, because it affects no row and the next writer repairs it.
 
-    The checks keep a few numbers per lane, whatever the number of rows, except for the check of
-    stored hashes, which keeps a few numbers per row. Another process may write during the check:
-    the rows that were committed at the start are checked.
+    Most checks keep a few numbers per lane in memory, independent of the number of rows. The check
+    of the table of episodes keeps a line per trajectory, and the check of stored hashes keeps a few
+    numbers per row. Another process may write during the check: the rows that were committed at the
+    start are checked.
 
     Args:
         path: a storage of any format, or several as in `open_storage`. For several storages,
-            `verify` checks each one, that no two have the same rows, and that all shards of a run
-            are present.
+            `verify` checks each one, and also that no two have the same rows and that all shards of
+            a run are present.
         skip: names of `CHECKS` to skip.
         progress: a callback that is called periodically with the number of bytes read and the total
             number of bytes.
@@ -313,9 +316,7 @@ def verify(
         ValueError: ``skip`` contains an unknown name.
     """
     if unknown := sorted(set(skip) - set(CHECKS)):
-        raise ValueError(
-            f"skip: no check is called {', '.join(unknown)}; there are {', '.join(CHECKS)}."
-        )
+        raise ValueError(f"skip: expected some of {', '.join(CHECKS)}, got {', '.join(unknown)}.")
     try:
         with open_storage(path, accept_copy=accept_copy) as storage:
             reader = storage.reader
@@ -326,7 +327,7 @@ def verify(
             )
     except RowsDoubled as error:
         found = Finding(_MEMBERS, str(error), 1, ())
-        rest = dict.fromkeys(CHECKS, "the same rows are there twice")
+        rest = dict.fromkeys(CHECKS, "the same rows occur twice")
         return Report(str(path), None, 0, (found,), (_MEMBERS,), rest)
     except CorruptStorage as error:
         found = Finding("files", str(error), 1, ())
@@ -335,7 +336,7 @@ def verify(
 
 
 def _union_report(union: UnionReader, skip: Collection[str], progress: Progress | None) -> Report:
-    """Return one report of all members and of the faults between them."""
+    """Return one report on all members, and on faults that involve several members."""
     check = _MemberChecks([each.reader for each in union.members], skip, progress)
     reports = [check(each) for each in union.members]
     findings, notes = Findings(), Findings()
@@ -344,13 +345,13 @@ def _union_report(union: UnionReader, skip: Collection[str], progress: Progress 
         findings.add(_MEMBERS, problem)
     if not missing(union.schema, (*WHOSE, TERMINATED)):
         for each in doubled_trajectories(union, PLACES):
-            # A few short ones may coincide by chance, but not more than half of a storage.
+            # A few short trajectories may coincide by chance, but not more than half of them.
             (findings if 2 * each.count > each.of else notes).add(
                 _MEMBERS,
-                f"trajectories of {union.members[each.member].path} have the rows of those of an "
-                "earlier storage",
+                f"trajectories of {union.members[each.member].path} have the same rows as "
+                "trajectories of an earlier storage",
                 *(
-                    Place(row=row, trajectory=id, what=f"those of trajectory {before}")
+                    Place(row=row, trajectory=id, what=f"the same rows as trajectory {before}")
                     for row, id, before in each.pairs
                 ),
                 count=each.count,
@@ -374,7 +375,7 @@ def _named(report: Report, finding: Finding) -> Finding:
 
 
 class _MemberChecks:
-    """Verification of the members of a union, with one common progress."""
+    """Verification of the members of a union, which reports progress over all members."""
 
     def __init__(
         self, members: Sequence[RowReader], skip: Collection[str], progress: Progress | None
@@ -441,7 +442,7 @@ class _Verification:
             return self._cut_off(path, manifest)
         rows.run(findings, self._tell)
         if known is None:
-            self._skipped.setdefault("record", "no collector wrote one")
+            self._skipped.setdefault("record", "no collector wrote a record")
         else:
             # The record does not cover later rows that no collector wrote.
             newest = known.at == rows.span.stop
@@ -460,7 +461,7 @@ class _Verification:
         if "overlays" not in self._skip and not (
             isinstance(reader, FileReader) and check_overlays(reader, findings)
         ):
-            self._skipped.setdefault("overlays", "there are none")
+            self._skipped.setdefault("overlays", "there are no overlays")
         notes = self._listed(self._notes)
         return Report(
             path,
@@ -507,7 +508,7 @@ class _Verification:
         reader = self._reader
         if not reader.rewinding:
             return reader.manifest
-        self._cut_short.add("runs", "rows were taken back, and runs of theirs are still named")
+        self._cut_short.add("runs", "rows were rewound, but the manifest still names their runs")
         return without_runs_from(reader.manifest, head)
 
     def _last_commit(self) -> tuple[int, tuple[int, bytes] | None]:
@@ -564,30 +565,30 @@ class _Verification:
             try:
                 lines = kept.read()
             except UnusableLeaves as error:
-                what = "Delete it: the hashes are made again from the rows."
+                what = "Delete it: the hashes are computed again from the rows."
                 self._cut_short.add("content", f"{error} {what}")
                 return None
         if lines is None:
-            self._skipped.setdefault("content", "no hashes are kept beside the rows")
+            self._skipped.setdefault("content", "no hashes are stored with the rows")
             return None
         return kept, lines
 
     def _statistics(self) -> Mapping[Key, ColumnAccumulator]:
         """Return the stored statistics of columns, if there are any and they can be used."""
-        reader, why = self._reader, "no statistics are kept beside the rows"
+        reader, why = self._reader, "no statistics are stored with the rows"
         if (place := place_of(reader)) is not None:
             try:
                 return read_whole(reader, place)
             except ForeignStatistics:
-                why = "those that are kept are of other rows, and are not used"
+                why = "the stored statistics are of other rows, and are not used"
             except Unusable:
-                what = "is damaged, or rows have changed. Delete it: they are counted again."
+                what = "is damaged, or rows have changed. Delete it: new statistics are computed."
                 self._cut_short.add("statistics", f"{place.path} {what}")
                 return {}
             except FileNotFoundError:
                 pass
             except PermissionError as error:
-                why = f"those that may be kept cannot be read: {error.strerror}"
+                why = f"the stored statistics cannot be read: {error.strerror}"
             except OSError as error:
                 raise failed(place.path, error, 0) from error
         self._skipped.setdefault("statistics", why)
@@ -623,27 +624,12 @@ class _Verification:
     def _check_sums(self, recorded: Any) -> None:
         reader = self._reader
         columns = {key: SlotColumn(reader, key) for key in reader.keys}
-        message = "the bytes of a block of rows are not those that were finalized"
+        message = "the bytes of a block of rows do not match its checksum"
         try:
             for each in mismatches(columns, recorded, self._tell):
-                rows = reader.rows_in(np.arange(each.start, each.stop))
+                rows = newest_rows(reader, np.arange(each.start, each.stop))
                 what = f"or one of the {len(rows) - 1:,} rows after it"
                 place = Place(row=int(rows.min()), column=format_key(each.key), what=what)
                 self._findings.add("checksums", message, place)
         except CorruptStorage as error:
             self._findings.add("checksums", str(error))
-
-
-class SlotColumn:
-    """A column in slot order, for checksums."""
-
-    def __init__(self, reader: RowReader, key: Key) -> None:
-        self._reader, self._key, self._array = reader, key, reader.column(key).array
-
-    def __len__(self) -> int:
-        return len(self._reader.span) if self._array is None else len(self._array)
-
-    def __getitem__(self, slots: slice) -> np.ndarray:
-        if self._array is not None:
-            return self._array[slots]
-        return self._reader.in_slots(self._key, slots.start, slots.stop)

@@ -27,7 +27,7 @@ def holds_numbers(column: Column) -> bool:
 
 
 def zero_rows(rows: np.ndarray) -> np.ndarray:
-    """Return which rows of ``words`` [n, k] are zero."""
+    """Return which of ``rows`` [n, k], in the form of `words`, are zero; bool [n]."""
     found: np.ndarray = rows[:, 0] == 0
     for width in (_FEW_WORDS, rows.shape[1]):
         if rows.shape[1] > 1 and found.any():
@@ -38,7 +38,10 @@ def zero_rows(rows: np.ndarray) -> np.ndarray:
 
 
 def rows_with(bad: Callable[[slice], np.ndarray], count: int, row_nbytes: int) -> np.ndarray:
-    """Return which of ``count`` rows [n] have a bad value; ``bad`` returns [k, values]."""
+    """Return which of ``count`` rows have a bad value, bool [count].
+
+    ``bad`` takes a slice of k rows and returns a mask [k, values] of their bad values.
+    """
     found = np.zeros(count, np.bool_)
     for part in batches(count, row_nbytes):
         values = bad(part)
@@ -103,7 +106,7 @@ class SpaceChecks:
     def check(
         column: Column, space: Space, values: np.ndarray, rows: NumberedRows, findings: Findings
     ) -> None:
-        """Check the first values [n, ...] of ``rows``."""
+        """Check the values [n, ...] of a column in ``rows``."""
         lanes = rows.lane if isinstance(rows, CheckedRows) and space.of_lanes else None
         if lanes is not None or not space.holds(values):
             name, wrong = format_key(column.key), space.outside(values)
@@ -139,7 +142,7 @@ class UnwrittenRows:
                 self.finish(start + edge, findings)
 
     def finish(self, stop: int, findings: Findings) -> None:
-        """End a run of zeros, and all rows, before ``stop``."""
+        """End the present run of zeros before ``stop``, and report the run if it is long."""
         began, self._began = self._began, None
         if began is not None and stop - began >= _LONG_RUN:
             findings.add(

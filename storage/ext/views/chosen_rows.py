@@ -53,7 +53,7 @@ class ChosenRows(ABC):
 
     @abstractmethod
     def numbers(self, places: np.ndarray) -> np.ndarray:
-        """Return the row numbers of the chosen rows at ``places`` [*], from 0 on; int64 [*]."""
+        """Return the row numbers of the chosen rows at 0-based ``places`` [*]; int64 [*]."""
 
     @abstractmethod
     def below(self, numbers: np.ndarray) -> np.ndarray:
@@ -114,7 +114,7 @@ class Bits(ChosenRows):
 
     Args:
         first: the row number of the first bit.
-        bits: whole blocks, uint8 [blocks * bytes per block].
+        bits: the bitmap in whole blocks, uint8 [blocks * bytes per block].
     """
 
     def __init__(self, first: int, bits: np.ndarray) -> None:

@@ -35,7 +35,8 @@ _KEYWORDS: Final = frozenset({"and", "or", "not", "in", "True", "False"})
 _STANDS_IN: Final = "RETURN"
 """Placeholder for ``return``, which is a Python keyword and which `ast` would reject.
 
-It has the same length, so that positions stay correct. The original text tells the two apart.
+It has the same length, so that positions stay correct. The original text shows which of the two
+was written.
 """
 
 
@@ -70,7 +71,7 @@ class Expression:
 
     def __init__(self, text: str) -> None:
         if not isinstance(text, str):
-            raise TypeError(f"expected an expression as a text, got {type(text).__name__}.")
+            raise TypeError(f"expression: expected a string, got {type(text).__name__}.")
         self.text = text
         self._fault = _Fault(text)
         self._body = _parsed(text, self._fault)
@@ -138,8 +139,8 @@ def _parsed(text: str, fault: _Fault) -> ast.expr:
     if len(text) > MOST_LETTERS:
         raise fault.at(
             MOST_LETTERS,
-            f"an expression has at most {MOST_LETTERS:,} characters, and this one {len(text):,}. "
-            "Choose by ranges of values, or in several steps",
+            f"expected at most {MOST_LETTERS:,} characters in an expression, got {len(text):,}. "
+            "Select by ranges of values, or in several steps",
         )
     plain = "".join(_looked_through(text, fault))
     if not (stripped := plain.lstrip()):
@@ -150,9 +151,11 @@ def _parsed(text: str, fault: _Fault) -> ast.expr:
     except SyntaxError as error:
         # The offset counts characters from 1; for an incomplete text it may be past the end.
         place = begin + _place_of(error, stripped)
-        raise fault.at(place, f"this is no condition such as {_EXAMPLE}") from error
+        raise fault.at(place, f"this is not a condition, such as {_EXAMPLE}") from error
     except (ValueError, MemoryError, RecursionError) as error:
-        raise fault.at(begin, "this cannot be parsed. Write it simpler") from error
+        raise fault.at(
+            begin, "this expression cannot be parsed. Simplify the expression"
+        ) from error
     body: ast.expr = parsed.body
     deepest, node = max(_levels(body), key=lambda found: found[0])
     if deepest > MOST_DEEP:
@@ -161,8 +164,8 @@ def _parsed(text: str, fault: _Fault) -> ast.expr:
 
 
 _TOO_DEEP: Final = (
-    f"operations and parentheses are at most {MOST_DEEP} deep within one another. "
-    "Choose in several steps"
+    f"operations and parentheses are nested more than {MOST_DEEP} levels deep. Select in several "
+    "steps"
 )
 
 
@@ -186,7 +189,7 @@ def _looked_through(text: str, fault: _Fault) -> Iterator[str]:
         if kind is None or "\\" in word or not (kind == "space" or word.isprintable()):
             raise fault.at(at, f"{word[:_SHOWN]!r} cannot be part of an expression{_instead(word)}")
         if kind == before == "text" or (kind == "text" and before == "name" and _glued(text, at)):
-            raise fault.at(at, "expected an operator before this text")
+            raise fault.at(at, "expected an operator before this string")
         if kind == "number" and (
             len(word) > _MOST_NUMBER or re.match(r"\w", text[at + len(word) :])
         ):
@@ -219,8 +222,8 @@ def _instead(word: str) -> str:
         "|": ". Write or",
         "!": ". Write not, or !=",
         "~": ". Write not",
-        "'": ": the text has no end",
-        '"': ": the text has no end",
+        "'": ": the string has no closing quote",
+        '"': ": the string has no closing quote",
     }.get(word, "")
 
 
@@ -241,13 +244,13 @@ class _Value:
 
     value: Any
     kind: str
-    """``"number"``, ``"flag"``, ``"text"``."""
+    """One of ``"number"``, ``"flag"`` and ``"text"``."""
     names: tuple[str, ...] = ()
     """All possible words if `value` contains indices into them."""
 
 
 def _a(kind: str) -> str:
-    return {"number": "a number", "flag": "a condition", "text": "a text"}[kind]
+    return {"number": "a number", "flag": "a condition", "text": "a string"}[kind]
 
 
 _COMPARED: Final[Mapping[type[ast.cmpop], tuple[Callable[..., Any], str]]] = {
@@ -269,7 +272,7 @@ _COMPUTED: Final[Mapping[type[ast.operator], Callable[..., Any]]] = {
 
 
 class _Evaluation:
-    """Evaluate the nodes of one expression on columns."""
+    """Evaluator of the nodes of one expression on columns."""
 
     def __init__(self, fault: _Fault, columns: Columns) -> None:
         self._fault, self._columns = fault, columns
@@ -283,7 +286,9 @@ class _Evaluation:
                 return _Value(np.int64(value), "number")
             case ast.Constant(value=int()):
                 raise self._fault.at(
-                    node, "whole numbers are below 2**63 here. Write 1e30, if you mean so"
+                    node,
+                    "whole numbers must be below 2**63. Write a larger number as a float, "
+                    "such as 1e30",
                 )
             case ast.Constant(value=float(value)):
                 return _Value(np.float64(value), "number")
@@ -309,7 +314,8 @@ class _Evaluation:
             case ast.Compare():
                 return self._compared(node)
         raise self._fault.at(
-            node, "expected a column, a number, a text, or a comparison of them, got something else"
+            node,
+            "expected a column, a number, a string, or a comparison of them, got something else",
         )
 
     def _want(self, node: ast.expr, kind: str) -> _Value:
@@ -329,7 +335,10 @@ class _Evaluation:
             known = [*self._columns]
             ending = [each for each in known if each.endswith(f".{name}")]
             near = f"; did you mean {in_words(ending)}?" if ending else did_you_mean(name, known)
-            said = f"there is no {name[:_CONTEXT]}{near or '.'} There are {', '.join(known)}"
+            said = (
+                f"there is no column {name[:_CONTEXT]}{near or '.'} The columns are "
+                f"{', '.join(known)}"
+            )
             raise self._fault.at(node, said) from None
 
     def _name_of(self, node: ast.expr) -> str:
@@ -348,20 +357,24 @@ class _Evaluation:
             name, several = self._name_of(node), column.shape[1]
             raise self._fault.at(
                 node,
-                f"{name} has {several} values each, one for each agent or goal. Write "
-                f"{name}[0]" + (f" to {name}[{several - 1}]" if several > 1 else ""),
+                f"{name} has {several} values per trajectory, one for each agent or objective. "
+                f"Write {name}[0]" + (f" to {name}[{several - 1}]" if several > 1 else ""),
             )
         return _value_of(column)
 
     def _one_of_several(self, of: ast.expr, at: ast.expr) -> _Value:
         column, name = self._column(of), self._name_of(of)
         if isinstance(column, Words) or column.ndim == 1:
-            raise self._fault.at(of, f"{name} has one value each. Write {name}")
+            raise self._fault.at(
+                of, f"{name} has one value per trajectory. Write {name} without an index"
+            )
         several = column.shape[1]
         match at:
             case ast.Constant(value=int(place)) if 0 <= place < several and place is not True:
                 return _value_of(column[:, place])
-        raise self._fault.at(at, f"{name} has values {name}[0] to {name}[{several - 1}]")
+        raise self._fault.at(
+            at, f"expected one of the values of {name}, {name}[0] to {name}[{several - 1}]"
+        )
 
     # --- operations -------------------------------------------------------------------------------
 
@@ -370,12 +383,16 @@ class _Evaluation:
         right = self._want(node.right, "number").value
         compute = _COMPUTED[type(node.op)]
         if isinstance(node.op, (ast.Div, ast.FloorDiv, ast.Mod)) and np.any(right == 0):
-            raise self._fault.at(node.right, "this is 0 for some, and nothing is divided by 0")
+            raise self._fault.at(
+                node.right, "this is 0 for some trajectories, and division by 0 is not allowed"
+            )
         value = compute(left, right)
         if np.asarray(value).dtype.kind == "i":
             exact = compute(np.asarray(left, np.float64), right)
             if np.any(np.abs(exact) >= 2.0**63):
-                raise self._fault.at(node, "this comes to more than 2**63. Write one number as 1.0")
+                raise self._fault.at(
+                    node, "the result exceeds 2**63. Write one number as a float, such as 1.0"
+                )
         return _Value(value, "number")
 
     def _compared(self, node: ast.Compare) -> _Value:
@@ -398,7 +415,7 @@ class _Evaluation:
         self, op: ast.cmpop, left_node: ast.expr, left: _Value, right_node: ast.expr, right: _Value
     ) -> Any:
         if type(op) not in _COMPARED:
-            raise self._fault.at(left_node, "values are compared with == != < <= > >= and in")
+            raise self._fault.at(left_node, "expected a comparison by == != < <= > >= or in")
         compare, sign = _COMPARED[type(op)]
         if left.kind != right.kind:
             raise self._fault.at(
@@ -409,7 +426,9 @@ class _Evaluation:
         if left.kind == "number":
             return compare(left.value, right.value)
         if sign not in ("==", "!="):
-            raise self._fault.at(right_node, f"expected == or != between {left.kind}s, got {sign}")
+            raise self._fault.at(
+                right_node, f"expected == or != between {left.kind} values, got {sign}"
+            )
         if left.names and right.names:
             return compare(_spelled(left), _spelled(right))
         if left.names:
@@ -427,7 +446,8 @@ class _Evaluation:
         for each, found in zip(node.elts, values, strict=True):
             if found.kind != left.kind:
                 raise self._fault.at(
-                    each, f"expected {_a(left.kind)}, as before in, got {_a(found.kind)}"
+                    each,
+                    f"expected {_a(left.kind)}, as on the left side, got {_a(found.kind)}",
                 )
         if left.names:
             pairs = zip(node.elts, values, strict=True)
@@ -439,7 +459,7 @@ class _Evaluation:
         inner = node.operand if isinstance(node, ast.UnaryOp) else node
         if not isinstance(inner, ast.Constant):
             raise self._fault.at(
-                node, "expected a number or a text: after in, values are written out"
+                node, "expected a number or a string: values after in must be literals"
             )
         return self.of(node)
 

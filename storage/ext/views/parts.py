@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from tallyroll.storage.errors import StorageFull
-from tallyroll.storage.ext.atomic_create import require_free, written_aside
+from tallyroll.storage.ext.atomic_create import atomic_creation, require_free
 from tallyroll.storage.ext.storage_copy import CopyReport, copy
 from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.readers.row_reader import RowReader
@@ -28,7 +28,7 @@ def write_parts(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, CopyReport]:
-    """Write each part as a storage of its name in a new folder, which is created atomically.
+    """Write each part as a storage, named like the part, in a folder that is created atomically.
 
     Args:
         parts: readers of the rows, by name.
@@ -47,10 +47,10 @@ def write_parts(
         OpenError, Overrun, StateMismatch: as for `DiskStorage.copy_to`.
     """
     if format not in _SUFFIXES:
-        raise ValueError(f"format is one of {', '.join(_SUFFIXES)}, got {format!r:.80}.")
+        raise ValueError(f"format: expected one of {', '.join(_SUFFIXES)}, got {format!r:.80}.")
     for name in parts:
         if not can_be_stored(name):
-            raise ValueError(f"expected names of folders, got {name!r:.80}.")
+            raise ValueError(f"parts: expected a name that a folder can have, got {name!r:.80}.")
     place = user_path(folder)
     require_free(place)
     reports = {
@@ -60,13 +60,13 @@ def write_parts(
     needed = sum(each.nbytes for each in reports.values())
     if needed > (free := min(each.free for each in reports.values())):
         raise StorageFull(
-            f"{place} needs {needed} bytes for {len(parts)} parts, and {free} are free. Free "
-            "space, or give another place."
+            f"{place} needs {needed} bytes for {len(parts)} parts, but only {free} bytes are "
+            "free. Free disk space, or give another path."
         )
     if dry_run:
         return reports
     total = sum(each.rows * each.row_nbytes for each in reports.values())
-    with written_aside(place) as target:
+    with atomic_creation(place) as target:
         done = 0
         target.mkdir()
         for name, reader in parts.items():

@@ -37,8 +37,8 @@ def _check(shares: Mapping[str, float], seed: int) -> None:
     """Validate the seed and the shares.
 
     Raises:
-        ValueError: the seed or a share is out of range, or the shares exceed 1 together.
-        TypeError: there are no shares, or one is not a number.
+        ValueError: the seed or a share is out of range, or the sum of the shares exceeds 1.
+        TypeError: there are no shares, or a share is not a number.
     """
     if type(seed) is not int or not 0 <= seed < _MOST_SEED:
         raise ValueError(f"split: expected a seed from 0 to 2**64 - 1, got {seed!r}.")
@@ -51,7 +51,7 @@ def _check(shares: Mapping[str, float], seed: int) -> None:
             raise ValueError(f"split: expected {name} above 0 and at most 1, got {share!r}.")
     if (total := math.fsum(shares.values())) > 1 + _LEEWAY:
         raise ValueError(
-            f"split: expected shares of at most 1 together, got "
+            "split: expected shares that add up to at most 1, got "
             f"{' + '.join(map(repr, shares.values()))} = {total:g}."
         )
 

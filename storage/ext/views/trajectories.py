@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
+from tallyroll.storage.ext.notebook.figures import trajectories_figure
+from tallyroll.storage.ext.notebook.film import Video, film
+from tallyroll.storage.ext.notebook.tables import trajectories_as_html
 from tallyroll.storage.ext.views.expression import Expression
 from tallyroll.storage.ext.views.trajectory_columns import TrajectoryColumns
 from tallyroll.storage.ext.views.view_reader import ViewReader, view_of
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.consistent_read import read_consistently
+from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.trajectories.mapping import Trajectories
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 View = TypeVar("View")
 """The class of the views."""
@@ -35,6 +42,49 @@ class StoredTrajectories(Trajectories, Generic[View]):
 
     def __repr__(self) -> str:
         return f"Trajectories({self._owner!r})"
+
+    def _repr_html_(self) -> str:
+        return trajectories_as_html(self)
+
+    def plot(self, where: str | None = None, *, window: int = 100) -> Figure:
+        """Draw returns and lengths over transitions, and the counts of ends, with Matplotlib.
+
+        Returns and lengths are those of whole episodes, at the transition that ended each.
+
+        Args:
+            where: an expression as for `where`; None: all trajectories.
+            window: the number of last episodes in the mean that is drawn as a line.
+
+        Returns:
+            A ``matplotlib.figure.Figure``, which notebooks show and ``savefig(path)`` writes.
+
+        Raises:
+            MissingLibrary: Matplotlib is not installed.
+            InvalidExpression, ColumnsMissing: as for `where`.
+        """
+        table = self.table if where is None else self.matching(where)
+        return trajectories_figure(table, self._rows_reader.span.start, window)
+
+    def video(self, id: int, column: str | Key | None = None, *, rate: int = 30) -> Video:
+        """Return a video of the images in the rows of a trajectory.
+
+        Of frames in a stack, the last one is shown. Notebooks show the video, and
+        ``.save("episode.mp4")`` writes it.
+
+        Args:
+            id: the id of the trajectory.
+            column: the column of the images, uint8; None: the first such column.
+            rate: frames per second.
+
+        Raises:
+            UnknownTrajectory: no row of the trajectory is stored.
+            ColumnsMissing: the rows have no such column of images.
+            MissingLibrary: PyAV is not installed.
+        """
+        rows = self.rows_of(id)
+        return read_consistently(
+            self._rows_reader, lambda: film(self._rows_reader, rows, column, rate)
+        )
 
     def where(self, expression: str) -> View:
         """Return the rows of the trajectories that satisfy an expression, as a read-only storage.

@@ -84,7 +84,7 @@ class TrajectoryColumns(Mapping[str, Column]):
         return found.reshape(len(found), -1) if found.ndim > 1 else found
 
     def _at_last_rows(self, column: StoredColumn) -> np.ndarray:
-        """Return a column that has the same value in all rows of a trajectory."""
+        """Return the values of a column that is constant in each trajectory, from the last rows."""
         found = self._reader.column(column.key).take(self._table["last_row"])
         if column.dtype is torch.bfloat16:
             found = floats_of(found)

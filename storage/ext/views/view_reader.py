@@ -1,5 +1,5 @@
 """Reader that presents selected rows of another reader as if there were no others."""
-# ruff: noqa: D102 - what a reader does is said once, in `RowReader`
+# ruff: noqa: D102 - `RowReader` documents these methods
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tallyroll.storage.trajectories.columns import numbers_of
 
 _CHUNK_ROWS: Final = 2**18
 _TABLE: Final = 8
-"""Maximum table entries per id for which ids are looked up in a table."""
+"""The most entries per id for which a lookup table of ids is used."""
 
 
 class ViewReader(RowReader):
-    """Selected rows of another reader, numbered 0, 1, 2 ... in the order that they have there.
+    """Selected rows of another reader, numbered 0, 1, 2 ... in the order of that reader.
 
     The selection is fixed when the view is created and ignores rows that a writer adds later.
-    Reading a row that a ring has overwritten since raises `Overrun`, and reading one that was
+    Reading a row that a ring has overwritten since then raises `Overrun`. Reading a row that was
     rewound raises `StateMismatch`.
 
     Args:
@@ -69,7 +69,7 @@ class ViewReader(RowReader):
 
     @cached_property
     def _manifest(self) -> Manifest:
-        """Return the manifest of the storage, with the positions of its runs among these rows.
+        """The manifest of the storage, with the positions of its runs among these rows.
 
         A run keeps its entry even if none of its rows is selected, so that runs keep their numbers.
         """
@@ -143,8 +143,9 @@ class ViewReader(RowReader):
             self._rewinds = rows.rewinds
         if rows.ring and there.size and int(there.min()) < (first := rows.span.start):
             raise Overrun(
-                f"row {int(there.min())} of {self.path} is of a view, and the ring has overwritten "
-                f"all rows below {first} since it was made. Choose again, or copy the rows first."
+                f"row {int(there.min())} of {self.path} belongs to a view, but the ring has "
+                f"overwritten all rows below {first} since the view was created. Create the view "
+                "again, or copy the rows first."
             )
 
 

@@ -13,7 +13,7 @@ from tallyroll.storage.replay.tensor_storage import AsTensorStorage
 
 
 class ViewStorage(DiskStorage):
-    """Rows of selected trajectories of a storage, which has to stay open."""
+    """Rows of selected trajectories of a storage. The storage has to stay open."""
 
     reader: ViewReader
 
@@ -21,7 +21,7 @@ class ViewStorage(DiskStorage):
         AsTensorStorage.__init__(self)
         self.of_rows = rows
         self.path, self.mode, self.reader = reader.path, "read", reader
-        self.writer = WritesElsewhere(reader, "as a view", "that it is of")
+        self.writer = WritesElsewhere(reader, "as a view", "from which the view was made")
 
     def close(self) -> None:
         """Do nothing: the underlying storage closes the files."""

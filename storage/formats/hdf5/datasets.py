@@ -63,7 +63,7 @@ class AttributePlace:
 
 @dataclass(frozen=True, slots=True)
 class DatasetOffsets:
-    """The offset of each dataset, in the order of the schema, and the rows that they hold."""
+    """The offsets of the datasets, in the order of the schema, and the number of rows of each."""
 
     offsets: tuple[int, ...] = ()
     capacity: int = 0
@@ -71,7 +71,7 @@ class DatasetOffsets:
 
 @dataclass(frozen=True, slots=True)
 class FilePlaces:
-    """Places in a file, as its manifest records them."""
+    """The places of attributes and rows in a file, as its manifest records them."""
 
     rows: AttributePlace
     """The place of the value of the attribute ``rows``, an int64."""
@@ -140,11 +140,11 @@ class FilePlaces:
                 for name in ("rows", "provenance")
             )
             if any(len(place.before) != _SIGNATURE_NBYTES for place in (rows, provenance)):
-                raise ValueError(f"not {_SIGNATURE_NBYTES} bytes before an attribute")
+                raise ValueError(f"expected {_SIGNATURE_NBYTES} bytes before an attribute")
             offsets = tuple(_whole(at, 0) for at in value["offsets"])
             return cls(rows, provenance, DatasetOffsets(offsets, _whole(value["capacity"], 0)))
         except (KeyError, TypeError, IndexError) as error:
-            raise ValueError(f"not places in a file: {value!r:.200}") from error
+            raise ValueError(f"expected places in a file, got {value!r:.200}") from error
 
 
 def _place(file: int, at: int) -> AttributePlace:
@@ -153,9 +153,9 @@ def _place(file: int, at: int) -> AttributePlace:
 
 def _not_there(path: Path) -> CorruptStorage:
     return CorruptStorage(
-        f"the attributes rows and provenance in {path} are not where they were, and not elsewhere: "
-        "another program changed them, or the file is damaged. Its rows can be read: copy them to "
-        "a new storage to go on."
+        f"the attributes rows and provenance of {path} are missing: another program changed them, "
+        "or the file is damaged. Its rows can still be read. Copy them to a new storage to "
+        "continue."
     )
 
 
@@ -166,7 +166,9 @@ def _provenance(manifest: Manifest) -> bytes:
 
 def _whole(value: Any, least: int) -> int:
     if type(value) is not int or not least <= value <= _LARGEST_FILE:
-        raise ValueError(f"not a whole number from {least} to {_LARGEST_FILE}: {value!r:.200}")
+        raise ValueError(
+            f"expected a whole number from {least} to {_LARGEST_FILE}, got {value!r:.200}"
+        )
     return value
 
 
@@ -195,11 +197,11 @@ def make_file(
         path: the path of the file, for messages.
         schema: the schema of the storage.
         capacity: the number of rows of the datasets.
-        like: a descriptor of the file that will be replaced. Attributes that other programs added
-            to it, its datasets or its groups are copied.
+        like: a descriptor of the file that will be replaced, or None. Attributes that other
+            programs added to the root, the groups and the datasets of that file are copied.
 
     Raises:
-        ForeignContent: such an attribute cannot be copied.
+        ForeignContent: an attribute of another program cannot be copied.
         MissingLibrary: h5py is not installed.
         OSError: the file system refuses.
     """
@@ -212,7 +214,7 @@ def make_file(
     except OSError:
         raise
     except DAMAGE as error:  # after an error of the file system h5py may raise anything
-        raise OSError(errno.EIO, f"h5py cannot make the file ({error!s:.300})") from error
+        raise OSError(errno.EIO, f"h5py cannot create the file ({error!s:.300})") from error
     layout = layout_of(made, path, schema)
     rows, provenance = (_find(made, each, schema, layout) for each in marks.values())
     return FilePlaces(rows, provenance, layout)
@@ -253,14 +255,14 @@ def _copy_attribute(h5py: Any, source: Any, target: Any, name: str, path: Path) 
     try:
         kind = source.get_id(name)
         if h5py.check_ref_dtype(kind.dtype) is not None:
-            raise TypeError("it refers to what is in the old file")
+            raise TypeError("it refers to objects in the old file")
         value = source[name]
         shape = None if isinstance(value, h5py.Empty) else kind.shape
         target.create(name, value, shape=shape, dtype=kind.dtype)
     except DAMAGE as error:
         raise ForeignContent(
-            f"{path} has to be replaced, and its attribute {_text(name)} cannot be copied "
-            f"({error!s:.200}). Move that to another file first."
+            f"{path} must be replaced by a new file, but its attribute {_text(name)} cannot be "
+            f"copied ({error!s:.200}). Move that attribute to another file first."
         ) from error
 
 
@@ -292,7 +294,7 @@ def _find(file: int, mark: bytes, schema: Schema, layout: DatasetOffsets) -> Att
             found.append(start + at)
             at = content.find(mark, at + 1)
     if len(found) != 1:
-        raise OSError(f"h5py wrote an attribute {len(found)} times, which should be there once.")
+        raise OSError(f"expected h5py to write an attribute once, found it {len(found)} times.")
     return _place(file, found[0])
 
 
@@ -323,11 +325,11 @@ def layout_of(file: int, path: Path, schema: Schema) -> DatasetOffsets:
         offsets = [dataset.id.get_offset() or 0 for dataset in datasets]
     if len(rows) != 1:
         raise CorruptStorage(
-            f"the datasets in {path} have {sorted(rows)} rows, and should have equally many: it "
-            "is damaged. Restore it from a copy."
+            f"the datasets in {path} have different numbers of rows, {sorted(rows)}: the file is "
+            "damaged. Restore it from a copy."
         )
     layout = DatasetOffsets(tuple(offsets), rows.pop())
-    _require_apart(file, path, schema, layout)
+    _require_disjoint(file, path, schema, layout)
     return layout
 
 
@@ -349,7 +351,7 @@ def shown_attributes(file: int, path: Path) -> dict[str, int | str]:
 
 @contextmanager
 def _opened(file: int, path: Path) -> Iterator[Any]:
-    """Yield the file of a descriptor in h5py; convert errors in the context to CorruptStorage."""
+    """Yield an h5py file over a descriptor; convert errors in the context to CorruptStorage."""
     h5py = h5py_module()
     try:
         # Use the descriptor, because the path may be another file by now. A Python file is
@@ -358,8 +360,8 @@ def _opened(file: int, path: Path) -> Iterator[Any]:
             yield opened
     except DAMAGE as error:
         raise CorruptStorage(
-            f"{path} cannot be read as HDF5 any more ({error!s:.300}): it was cut short or is "
-            "damaged. Restore it from a copy."
+            f"{path} cannot be read as HDF5 any more ({error!s:.300}): the file was cut short or "
+            "is damaged. Restore it from a copy."
         ) from error
 
 
@@ -370,15 +372,15 @@ def _dataset(opened: Any, path: Path, column: Column) -> Any:
         # A link of another kind may lead to another place, even another file.
         if not isinstance(node.get(part, getlink=True), h5py.HardLink):
             raise CorruptStorage(
-                f"{path} has no dataset {format_key(column.key)}, which the manifest says is a "
-                "column, or only a link. Restore it from a copy."
+                f"{path} has no dataset {format_key(column.key)}, which is a column in the "
+                "manifest, or has only a link. Restore the file from a copy."
             )
         node = node[part]
     if not isinstance(node, h5py.Dataset) or not _is_plain(h5py, node, column):
         raise CorruptStorage(
             f"{format_key(column.key)} in {path} should be a contiguous dataset of "
-            f"{column.dtype_name}, shape {['rows', *column.shape]}, and is {node!r}: another "
-            "program wrote it, or it is damaged. Restore it from a copy."
+            f"{column.dtype_name}, shape {['rows', *column.shape]}, but is {node!r}: another "
+            "program wrote it, or it is damaged. Restore the file from a copy."
         )
     return node
 
@@ -390,14 +392,14 @@ def _is_plain(h5py: Any, node: Any, column: Column) -> bool:
     return bool(contiguous and shaped and node.dtype == column.numpy_dtype.newbyteorder("<"))
 
 
-def _require_apart(file: int, path: Path, schema: Schema, layout: DatasetOffsets) -> None:
+def _require_disjoint(file: int, path: Path, schema: Schema, layout: DatasetOffsets) -> None:
     end, size = USER_BLOCK_NBYTES, os.fstat(file).st_size
     for at, nbytes in _extents(schema, layout):
         if at < end or at + nbytes > size:
             raise CorruptStorage(
-                f"rows in {path} should lie apart from each other between bytes "
-                f"{USER_BLOCK_NBYTES} and {size}, and some are at {at} to {at + nbytes}: it was "
-                "cut short or is damaged. Restore it from a copy."
+                f"{path} should have the rows of each column in a separate part between bytes "
+                f"{USER_BLOCK_NBYTES} and {size}, but has rows at {at} to {at + nbytes}: the file "
+                "was cut short or is damaged. Restore it from a copy."
             )
         end = at + nbytes
 

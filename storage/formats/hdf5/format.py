@@ -37,6 +37,7 @@ from tallyroll.storage.errors import (
     StorageFull,
 )
 from tallyroll.storage.files.commit_header import HEADER_NBYTES, committed_counts
+from tallyroll.storage.files.format_versions import refuse_newer_provenance
 from tallyroll.storage.files.header_identity import refuse_newer
 from tallyroll.storage.files.header_words import moved_into
 from tallyroll.storage.files.manifest import Manifest, parse_manifest
@@ -46,11 +47,10 @@ from tallyroll.storage.files.paths import (
     free_bytes,
     refuse_impossible,
     require_creatable,
-    told,
     translated,
+    translates_errors,
 )
 from tallyroll.storage.files.safe_files import Inside, closing, open_file, write_all
-from tallyroll.storage.files.versions import refuse_newer_provenance
 from tallyroll.storage.formats.base import BESIDE, EVENTS_FILE, Format
 from tallyroll.storage.formats.hdf5.datasets import (
     PROVENANCE_NBYTES,
@@ -78,7 +78,7 @@ from tallyroll.storage.rows.schema import Schema
 _COPY_NBYTES = 2**24
 
 
-def aside(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """Return the path of a new file while it is being written."""
     return path.with_name(path.name + ".tmp")
 
@@ -93,10 +93,11 @@ def new_file(
     file ``like`` are copied.
 
     Raises:
-        StorageFull, UnsupportedPlatform: the disk has no space; nothing was changed.
+        StorageFull: the disk has no space; nothing was changed.
+        UnsupportedPlatform: the file system cannot reserve space; nothing was changed.
     """
     nbytes = nbytes_of_file(schema, capacity)
-    new, inside = aside(path), Inside(path.parent)
+    new, inside = temporary_path(path), Inside(path.parent)
     try:
         _require_space(path, nbytes)
         # HDF5's own error for a file that is too large is less clear.
@@ -121,35 +122,40 @@ def new_file(
 
 def _require_space(path: Path, nbytes: int) -> None:
     if nbytes > (free := free_bytes(path)):
-        beside = f" beside the {path.stat().st_size} there" if path.exists() else ""
+        beside = (
+            f" in addition to the {path.stat().st_size} of the present file"
+            if path.exists()
+            else ""
+        )
         raise StorageFull(
             f"{path} needs {nbytes} more bytes{beside}, and {free} are free. Committed rows are "
-            "intact. Free space, or go on in another place."
+            "intact. Free space, or continue in another location."
         )
 
 
 def rewrite(
     path: Path, schema: Schema, manifest: Manifest, source: DatasetOffsets, rows: int, capacity: int
 ) -> None:
-    """Replace a storage's file with one for ``capacity`` rows that has its first ``rows`` rows.
+    """Replace a storage's file with one for ``capacity`` rows, and copy the first ``rows`` rows.
 
     Args:
         path: the path of the file.
         schema: the schema of the storage.
         manifest: the manifest of the storage.
-        source: the places of its rows.
+        source: the offsets of the datasets in the present file.
         rows: the number of rows to copy to the new file.
-        capacity: the number of rows that the new file has space for.
+        capacity: the number of rows for which the new file has space.
 
     Raises:
         ForeignContent: the file contains objects of another program, which would be lost.
-        StorageFull, UnsupportedPlatform: the disk has no space; nothing was changed.
+        StorageFull: the disk has no space; nothing was changed.
+        UnsupportedPlatform: the file system cannot reserve space; nothing was changed.
     """
     with closing(open_file(path, os.O_RDONLY)) as old:
         if foreign := foreign_names(old, path, schema):
             raise ForeignContent(
-                f"{path} has to be replaced for {capacity} rows, and holds what is not a "
-                f"storage's: {', '.join(foreign)}. Move that to another file first."
+                f"{path} must be replaced by a file for {capacity} rows, but contains objects of "
+                f"another program: {', '.join(foreign)}. Move them to another file first."
             )
         with new_file(path, schema, capacity, old) as (new, places):
             write_all(new, moved_into(new, os.pread(old, HEADER_NBYTES, 0)), 0)
@@ -172,16 +178,16 @@ def put_manifest(
     content = json.dumps(manifest | {"places": places.to_json()}).encode()
     if len(content) > MANIFEST_LIMIT:
         raise InvalidProvenance(
-            f"the manifest of an HDF5 storage, with the provenance of all runs, may have "
-            f"{MANIFEST_LIMIT} bytes and this one has {len(content)}. Give less provenance, or "
-            "use another format."
+            "the manifest of an HDF5 storage, with the provenance of all runs: expected at most "
+            f"{MANIFEST_LIMIT} bytes, got {len(content)}. Give less provenance, or use another "
+            "format."
         )
     places.show_manifest(file, manifest)
     write_manifest(file, content, durable=durable)  # last, because it makes the file a storage
 
 
 def _copy(source: int, start: int, target: int, to: int, nbytes: int) -> None:
-    # Copy bytes, because blocks shared by both files would need space when they are written.
+    # Copy the bytes. If both files shared blocks, a later write could find the disk full.
     while nbytes:
         part = os.pread(source, min(_COPY_NBYTES, nbytes), start)
         if not part:
@@ -232,12 +238,13 @@ class H5Format(Format):
         refuse_impossible(self.lock_path)
         if self.path.is_dir():
             raise PathIsDirectory(
-                f"{self.path} should be a file, and is a directory. Give the path of a new file."
+                f"{self.path} should be a file, but is a directory. Give the path of a new file."
             )
         if self.path.exists():
             if not is_ours(self.path):
                 raise PathIsTaken(
-                    f"{self.path} is {_what(self.path)} already. Give the path of a new file."
+                    f"{self.path} already exists: it is {_what(self.path)}. Give the path of a new "
+                    "file."
                 )
             self._refuse_storage()
             with contextlib.suppress(NotAStorage):
@@ -249,24 +256,24 @@ class H5Format(Format):
         super().refuse_missing()
         if self.path.is_dir():
             raise NotAStorage(
-                f"{self.path} is a directory, and this storage is a file. Give its path; "
-                "tallyroll.storage.open_storage(path) opens any format."
+                f"{self.path} is a directory, but an HDF5 storage is a file. Give the path of that "
+                "file, or use tallyroll.storage.open_storage(path), which opens any format."
             )
         if not os.access(self.path, os.R_OK):
             raise NotWritable(f"{self.path} cannot be read: permission denied.")
         if not is_ours(self.path):
             _refuse_newer(self.path)
             raise NotAStorage(
-                f"{self.path} is {_what(self.path)}, not a Tallyroll storage. Give the path of a "
-                "storage." + (" h5py opens it." if is_hdf5(self.path) else "")
+                f"{self.path} is not a Tallyroll storage: it is {_what(self.path)}. Give the "
+                "path of a storage." + (" h5py can open it." if is_hdf5(self.path) else "")
             )
 
     def discard(self) -> None:
         """Remove an unfinished file, and an unfinished copy."""
-        self.inside.remove(aside(self.path))
+        self.inside.remove(temporary_path(self.path))
         self.inside.remove(self.path)
 
-    def written_aside(self) -> set[Path]:
+    def replaced_files(self) -> set[Path]:
         """Return the files beside the storage."""
         return {*self.beside, self.events_path}
 
@@ -289,8 +296,8 @@ class H5Format(Format):
             )
         if content is None and (head or written):
             raise CorruptStorage(
-                f"{self.path} has {head} committed rows, and both copies of the manifest in its "
-                "user block are damaged, which says what they are. Restore it from a copy."
+                f"{self.path} has {head} committed rows, but the manifest, which describes them, "
+                "is damaged in both copies in the user block. Restore it from a copy."
             )
         if content is None:
             raise NotAStorage(
@@ -301,7 +308,7 @@ class H5Format(Format):
         self._places = _places_in(manifest, self.path)
         return manifest
 
-    @told
+    @translates_errors
     def write_manifest(self, manifest: Manifest) -> None:
         """Replace the manifest, and the attribute ``provenance``."""
         put_manifest(self._file, manifest, self._places, durable=self.durable)
@@ -317,8 +324,8 @@ class H5Format(Format):
         """Create the file for ``capacity`` rows and move it to its path when it is complete."""
         if not capacity:
             raise CapacityMissing(
-                f"{self.path} is HDF5, whose space is reserved when the file is made. Say how many "
-                "rows it is for: capacity=..."
+                f"capacity: expected the number of rows to reserve in {self.path}, got None. An "
+                "HDF5 file reserves its space when it is created. Pass capacity=..."
             )
         self.discard()
         with new_file(self.path, schema, capacity) as (file, self._places):
@@ -351,19 +358,19 @@ class H5Format(Format):
 
     def _layout_in(self, file: int, schema: Schema) -> DatasetOffsets:
         """Return the offsets of the datasets, after checking that they have not moved."""
-        # Use the descriptor: the path may be another file since the manifest was read.
+        # Use the descriptor: the path may have become another file after the manifest was read.
         if (content := newest_manifest(file)) is not None:
             self._places = _places_in(parse_manifest(content, self.path), self.path)
         layout = layout_of(file, self.path, schema)
         if layout != self._layout:
             raise CorruptStorage(
-                f"the datasets in {self.path} do not lie where they were made ({layout!r:.200}, "
-                f"made as {self._layout!r:.200}): another program wrote to the file, or it is "
-                "damaged. Restore it from a copy."
+                f"the datasets in {self.path} have moved to {layout!r:.200} from "
+                f"{self._layout!r:.200}: another program wrote to the file, or it is damaged. "
+                "Restore it from a copy."
             )
         return layout
 
-    @told
+    @translates_errors
     def open(self, schema: Schema, *, writable: bool) -> None:
         """Open the file, and look up the offsets of the datasets with h5py."""
         file = open_file(self.path, os.O_RDWR if writable else os.O_RDONLY)
@@ -373,7 +380,7 @@ class H5Format(Format):
                 self._follow_attributes(file)
                 if not self._shows_manifest(file):  # a power cut left a part of it
                     self._places.show_manifest(file, self.read_manifest())
-                self.inside.remove(aside(self.path))
+                self.inside.remove(temporary_path(self.path))
         except BaseException:
             os.close(file)
             raise
@@ -398,11 +405,12 @@ class H5Format(Format):
         """Raise if ``rows`` exceeds the capacity of the file."""
         if rows > (capacity := self._layout.capacity):
             raise StorageFull(
-                f"{self.path} was made for {capacity} rows, and {rows} are wanted. Committed rows "
-                f'are intact. Close it, and open it with mode="append" and capacity={rows} or more.'
+                f"{self.path} has space for {capacity} rows, but {rows} are needed. Committed rows "
+                'are intact. Close the storage, and open it with mode="append" and '
+                f"capacity={rows} or more."
             )
 
-    @told
+    @translates_errors
     def arrays(self, rows: int, access: Access) -> list[np.ndarray]:
         """Map the file, which has its full capacity from the start."""
         self._require_capacity(rows)
@@ -422,8 +430,8 @@ class H5Format(Format):
     def _require_capacity(self, rows: int) -> None:
         if rows > self._layout.capacity:
             raise CorruptStorage(
-                f"{self.path} says {rows} rows are committed, and holds {self._layout.capacity} at "
-                "most. Restore it from a copy."
+                f"{self.path} reports {rows} committed rows, but has space for only "
+                f"{self._layout.capacity}. Restore it from a copy."
             )
 
     def _mapped(self, access: Access) -> list[np.ndarray]:
@@ -442,13 +450,13 @@ class H5Format(Format):
 
     def _cut_short(self, error: Exception) -> CorruptStorage:
         return CorruptStorage(
-            f"{self.path} was cut short while it was open ({error}): its {self._layout.capacity} "
-            "rows are not all there. Restore it from a copy."
+            f"{self.path} was cut short while it was open ({error}): some of its "
+            f"{self._layout.capacity} rows are missing. Restore it from a copy."
         )
 
-    @told
+    @translates_errors
     def write(self, column: int, row: int, rows: np.ndarray) -> None:
-        """Write through the file, which the map shows at once."""
+        """Write rows through the file. The map shows them at once."""
         nbytes = rows.nbytes // max(1, len(rows))
         content = rows.reshape(-1).view(np.uint8).data
         write_all(self._file, content, self._layout.offsets[column] + row * nbytes)
@@ -459,7 +467,7 @@ class H5Format(Format):
             self._places.show_rows(self._file, rows)
 
     def shown_wrongly(self, head: Callable[[], int]) -> Iterator[str]:
-        """Check the values of attributes that are updated repeatedly."""
+        """Yield faults in the attributes that writers update repeatedly."""
         path = self.path
         try:
             with closing(open_file(path, os.O_RDONLY)) as file:
@@ -468,14 +476,14 @@ class H5Format(Format):
                 if places.provenance.stands(file) and not any(
                     self._shows_manifest(file) for _ in range(_LOOKS)
                 ):
-                    raise differs(path, "its attribute provenance is not that of the manifest")
+                    raise differs(path, "its attribute provenance differs from the manifest")
                 if places.rows.stands(file):
                     self._require_rows(places.rows_shown(file), head())
         except CorruptStorage as error:
             yield str(error)
 
     def made_wrongly(self, head: Callable[[], int]) -> Iterator[str]:
-        """Check the other attributes. Datasets that have moved already fail in `open`."""
+        """Yield faults in the other attributes. Datasets that have moved already fail in `open`."""
         path = self.path
         try:
             with closing(open_file(path, os.O_RDONLY)) as file:
@@ -506,7 +514,7 @@ class H5Format(Format):
     def trim(self, rows: int, kept: int) -> None:
         """Do nothing: the file keeps its capacity until `finish` replaces it."""
 
-    @told
+    @translates_errors
     def sync(self, start: int = 0) -> None:
         """Wait until the file is on the disk."""
         os.fdatasync(self._file)
@@ -524,21 +532,21 @@ def _places_in(manifest: Manifest, path: Path) -> FilePlaces:
         return FilePlaces.from_json(manifest.get("places"))
     except ValueError as error:
         raise CorruptStorage(
-            f"the manifest in {path} does not say where rows and attributes lie: it is damaged. "
-            "Restore it from a copy."
+            f"the manifest in {path} lacks the positions of rows and attributes: it is damaged. "
+            "Restore the file from a copy."
         ) from error
 
 
 def _what(path: Path) -> str:
     if not path.is_file():
-        return "no plain file"
+        return "not a plain file"
     if not path.stat().st_size:
         return "an empty file"
     return "an HDF5 file of another program" if is_hdf5(path) else "a file of another program"
 
 
 def _refuse_newer(path: Path) -> None:
-    """Raise `FormatVersionMismatch` for an HDF5 file that a later Tallyroll wrote."""
+    """Raise `FormatVersionMismatch` for an HDF5 file that a later version of Tallyroll wrote."""
     if not is_hdf5(path):
         return
     with (

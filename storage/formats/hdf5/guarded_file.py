@@ -38,7 +38,7 @@ class GuardedFile:
             raise self._error
 
     def seek(self, at: int, whence: int = 0) -> int:
-        """Move to a byte and return it."""
+        """Move to a position and return it, in bytes from the start."""
         base = self._size() if whence == os.SEEK_END else self._at if whence else 0
         self._at = base + at
         return self._at

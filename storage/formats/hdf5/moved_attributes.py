@@ -1,9 +1,10 @@
 """Lookup of the offset of a root attribute's value in the bytes of an HDF5 file.
 
 h5py does not expose that offset. A program that adds its own attributes may move ours, because the
-root's object header then continues elsewhere in the file. This module parses it according to the
-HDF5 File Format Specification, sections II (superblock, version 0) and IV.A (object header, version
-1). `datasets` creates files of these versions, and no program changes them in an existing file.
+root's object header then continues elsewhere in the file. This module parses the object header
+according to the HDF5 File Format Specification, sections II (superblock, version 0) and IV.A
+(object header, version 1). `datasets` creates files of these versions, and no program changes the
+versions of an existing file.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def value_places(file: int) -> dict[str, int]:
 
 
 def _messages(file: int) -> Iterator[tuple[int, int, bytes]]:
-    """Yield kind, offset and content of the messages of the root's object header."""
+    """Yield the kind, the offset and the content of each message in the root's object header."""
     try:
         *_, base, _, _, _, _, root = _SUPERBLOCK.unpack(
             os.pread(file, _SUPERBLOCK.size, USER_BLOCK_NBYTES)

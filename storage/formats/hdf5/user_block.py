@@ -31,7 +31,7 @@ _STARTS = (HEADER_NBYTES, HEADER_NBYTES + _SLOT_NBYTES)
 MANIFEST_LIMIT = _SLOT_NBYTES - _SLOT.size
 """Maximum size of a manifest in bytes."""
 _MOST_MANIFESTS = 2**62
-"""Upper bound of sequences, so that a later manifest can always be numbered."""
+"""Upper bound of sequence numbers, so that a later manifest can always be numbered."""
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _HEADER_MAGIC = header_bytes(0)[: len(_MAGIC)]
@@ -75,14 +75,14 @@ def newest_manifest(file: int) -> bytes | None:
     """Return the newest intact manifest, or None.
 
     Raises:
-        CorruptStorage: its sequence is too large.
+        CorruptStorage: the sequence number of the manifest is too large.
     """
     found = [each for at in _STARTS if (each := _read(file, at))]
     sequence, content = max(found, default=(0, None))
     if sequence > _MOST_MANIFESTS:
         raise CorruptStorage(
-            f"the manifest in the user block says that it is number {sequence}, and no file has "
-            f"more than {_MOST_MANIFESTS}. Restore it from a copy."
+            f"the manifest in the user block has number {sequence}, but a file has at most "
+            f"{_MOST_MANIFESTS} manifests. Restore the file from a copy."
         )
     return content
 
@@ -99,9 +99,10 @@ def _read(file: int, at: int) -> tuple[int, bytes] | None:
 
 
 def write_manifest(file: int, content: bytes, *, durable: bool = False) -> None:
-    """Write a manifest of up to `MANIFEST_LIMIT` bytes to the slot of the older one.
+    """Write a manifest of up to `MANIFEST_LIMIT` bytes to the slot that has the older manifest.
 
-    With ``durable``, a power cut leaves the first manifest of a file either complete or absent.
+    If ``durable`` is True, a power cut leaves the first manifest of a file either complete or
+    absent.
 
     Raises:
         OSError: the file system refuses.

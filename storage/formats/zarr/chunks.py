@@ -1,4 +1,7 @@
-"""The chunk files of one column, which have the same size and are mapped contiguously."""
+"""The chunk files of one column, which have the same size and are mapped contiguously.
+
+`chunk_rows_of` in ``metadata.py`` chooses the size.
+"""
 
 from __future__ import annotations
 
@@ -71,18 +74,22 @@ class ChunkedColumn:
             found = os.stat(self._name(number), dir_fd=directory, follow_symlinks=False)
         except OSError as error:
             raise CorruptStorage(
-                f"{what} is missing, and committed rows were in it. Restore it from a copy."
+                f"{what} is missing, so its committed rows cannot be read. Restore the chunk from "
+                "a copy."
             ) from error
         if not stat.S_ISREG(found.st_mode):
-            raise CorruptStorage(f"{what} is a link or no file. Restore it from a copy.")
+            raise CorruptStorage(
+                f"{what} is not a regular file, and links are not followed. Restore the chunk "
+                "from a copy."
+            )
         if found.st_size != self.chunk_nbytes:
             raise CorruptStorage(
-                f"{what} should have {self.chunk_nbytes} bytes and has {found.st_size}: it was "
-                "cut short, or another program wrote it. Restore it from a copy."
+                f"{what} has {found.st_size} bytes, expected {self.chunk_nbytes}. It was cut "
+                "short, or another program wrote it. Restore the chunk from a copy."
             )
 
     def make(self, count: int) -> None:
-        """Create chunks so that there are ``count``, none of them sparse; all or none.
+        """Add fully allocated chunks until ``count`` chunks exist. After an error, none is added.
 
         Raises:
             OSError: the file system refuses.
@@ -164,7 +171,7 @@ class ChunkedColumn:
             rest, at = rest[len(part) :], at + len(part)
 
     def _file(self, number: int) -> int:
-        """Return a descriptor of a chunk's file. The last one stays open."""
+        """Return a descriptor of a chunk's file. The most recently used file stays open."""
         last, file = self._tail
         if last != number:
             self._close_tail()
@@ -183,7 +190,7 @@ class ChunkedColumn:
         self._new_names, self._synced = False, True
 
     def trim(self, rows: int) -> None:
-        """Remove all chunks without rows, and drop the maps."""
+        """Remove all chunks beyond the first ``rows`` rows, and drop the maps."""
         self._close_tail()
         self._regions.clear()
         self.count = self.count_for(rows)

@@ -40,11 +40,11 @@ from tallyroll.storage.errors import (
     UnsupportedPlatform,
 )
 from tallyroll.storage.files.commit_header import HEADER_NBYTES
+from tallyroll.storage.files.format_versions import refuse_newer_provenance
 from tallyroll.storage.files.manifest import Manifest, attributes_of
 from tallyroll.storage.files.mapping import PAGE_NBYTES, Access, Area, Region, maps_left
-from tallyroll.storage.files.paths import failed, open_column, told
+from tallyroll.storage.files.paths import failed, open_column, translates_errors
 from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside, closing
-from tallyroll.storage.files.versions import refuse_newer_provenance
 from tallyroll.storage.formats.base import BESIDE, EVENTS_FILE
 from tallyroll.storage.formats.directory import DirectoryFormat
 from tallyroll.storage.formats.metadata_checks import wrong_documents
@@ -128,7 +128,7 @@ class ZarrFormat(DirectoryFormat):
             self.publish(self._shown)
 
     def check(self, schema: Schema) -> None:
-        """Raise for names and dtypes that Zarr lacks, and for rows that cannot fill whole pages."""
+        """Raise for names and dtypes that Zarr does not support, and for chunks over 2 GiB."""
         super().check(schema)
         require_names(schema)
         for column, rows in zip(schema.columns, _chunks(schema, 0), strict=True):
@@ -158,8 +158,8 @@ class ZarrFormat(DirectoryFormat):
         self.schema = schema
         if len(self._chunk_rows) != len(schema.columns):
             raise CorruptStorage(
-                f"{self.manifest_path} has chunks of {len(self._chunk_rows)} columns and a schema "
-                f"of {len(schema.columns)}: it is damaged. Restore it from a copy."
+                f"{self.manifest_path} has chunks of {len(self._chunk_rows)} columns, but a schema "
+                f"of {len(schema.columns)}: the file is damaged. Restore it from a copy."
             )
         columns: list[ChunkedColumn] = []
         self.inside.hold()
@@ -184,7 +184,7 @@ class ZarrFormat(DirectoryFormat):
         self._header_meta_stands = not any(self._header_shown_wrongly())
 
     def _sweep(self) -> None:
-        for place in {file.parent for file in self.written_aside()}:
+        for place in {file.parent for file in self.replaced_files()}:
             with (
                 contextlib.suppress(OSError),
                 closing(self.inside.open_directory(place)) as directory,
@@ -202,7 +202,7 @@ class ZarrFormat(DirectoryFormat):
                 found[place] = dict(document["attributes"])
         return found
 
-    @told
+    @translates_errors
     def grow(self, rows: int) -> None:
         """Create whole chunk files. Sparse files would cause SIGBUS on a full disk."""
         before = [column.count for column in self._columns]
@@ -222,18 +222,18 @@ class ZarrFormat(DirectoryFormat):
     def _require_maps(self, count: int, error: type[StorageFull | UnsupportedPlatform]) -> None:
         if count > _FEW_MAPS and count > (left := maps_left()):
             raise error(
-                f"{self.path} needs {count} more chunk files mapped, and this process may map "
-                f"{left} (vm.max_map_count). Committed rows are intact. Raise that limit; a "
-                "storage created with capacity=... has larger chunks, and so fewer."
+                f"{self.path} needs maps of {count} more chunk files, but this process may make "
+                f"only {left} more (vm.max_map_count). Committed rows are intact. Raise that "
+                "limit, or create a storage with capacity=..., which makes fewer and larger chunks."
             )
 
-    @told
+    @translates_errors
     def arrays(self, rows: int, access: Access) -> list[np.ndarray]:
-        """Map the chunks that hold ``rows`` rows, or all existing chunks for writing."""
+        """Map the chunks that hold ``rows`` rows; for writing, map all existing chunks."""
         with self._mapping:  # several threads may read
             for column in self._columns:
                 column.require(column.count_for(rows))
-            # Only the writer maps chunks without rows, because it may replace them.
+            # Readers do not map chunks without rows, because the writer may replace those chunks.
             counts = [c.count if access == "write" else c.count_for(rows) for c in self._columns]
             pairs = list(zip(self._columns, counts, strict=True))
             self._require_maps(sum(c.to_map(n, access) for c, n in pairs), UnsupportedPlatform)
@@ -254,9 +254,9 @@ class ZarrFormat(DirectoryFormat):
                 column.map_into(before.region, start, column.count_for(before.room), count)
             return replace(before, room=_room(pairs))
 
-    @told
+    @translates_errors
     def write(self, column: int, row: int, rows: np.ndarray) -> None:
-        """Write through the files, which the maps show at once."""
+        """Write rows through the files. The maps show them at once."""
         self._columns[column].write(row, rows)
 
     def publish(self, rows: int) -> None:
@@ -278,9 +278,9 @@ class ZarrFormat(DirectoryFormat):
     def _header_document(self) -> dict[Path, Any]:
         return {self._header_meta: header_document(HEADER_NBYTES)}
 
-    def written_aside(self) -> set[Path]:
+    def replaced_files(self) -> set[Path]:
         """Return the files of the base class and the metadata of the header."""
-        return super().written_aside() | {self._header_meta}
+        return super().replaced_files() | {self._header_meta}
 
     def shown_wrongly(self, head: Callable[[], int]) -> Iterator[str]:
         """Compare Zarr's metadata with the expected content."""
@@ -290,13 +290,13 @@ class ZarrFormat(DirectoryFormat):
     def _header_shown_wrongly(self) -> Iterator[str]:
         return wrong_documents(self.inside, lambda _: self._header_document, lambda: HEADER_NBYTES)
 
-    @told
+    @translates_errors
     def trim(self, rows: int, kept: int) -> None:
-        """Remove chunks beyond the rows, including those of a killed writer."""
+        """Remove chunks without rows, including those of a killed writer."""
         for column in self._columns:
             column.trim(max(rows, kept))
 
-    @told
+    @translates_errors
     def sync(self, start: int = 0) -> None:
         """Wait until the rows from ``start`` on are on the disk; the first call syncs all rows."""
         for column in self._columns:
@@ -338,7 +338,7 @@ def _fit(sizes: Sequence[int], area: Area) -> bool:
 
 
 def refuse_newer_group(path: Path) -> None:
-    """Raise `FormatVersionMismatch` for a Zarr group that a later Tallyroll wrote."""
+    """Raise `FormatVersionMismatch` for a Zarr group that a later version of Tallyroll wrote."""
     with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
         provenance = Inside(path).read_json(path / _META)["attributes"]["provenance"]
         refuse_newer_provenance(provenance, path)
@@ -352,8 +352,8 @@ def _chunk_rows_in(manifest: Manifest, path: Path) -> tuple[int, ...]:
     found = manifest.get("chunk_rows")
     if not isinstance(found, Sequence) or not all(type(n) is int and n > 0 for n in found):
         raise CorruptStorage(
-            f"{path} should have a list of rows a chunk, and has {found!r:.80}: it is damaged. "
-            "Restore it from a copy."
+            f"{path}: expected the rows per chunk of each column, got {found!r:.80}. The file is "
+            "damaged. Restore it from a copy."
         )
     return tuple(found)
 
@@ -361,9 +361,9 @@ def _chunk_rows_in(manifest: Manifest, path: Path) -> tuple[int, ...]:
 def _require_mappable(column: Column, rows: int) -> None:
     if (nbytes := rows * column.row_nbytes) > _LARGEST_CHUNK:
         raise InvalidSchema(
-            f"column {format_key(column.key)} has {column.row_nbytes} bytes a row, an odd size: a "
-            f"chunk of whole pages would have {nbytes} bytes, and may have {_LARGEST_CHUNK}. Pad "
-            "its rows to a multiple of 64 bytes, or use MemmapStorage."
+            f"column {format_key(column.key)} has {column.row_nbytes} bytes per row, so a chunk of "
+            f"whole pages would have {nbytes} bytes, more than the maximum of {_LARGEST_CHUNK}. "
+            "Pad its rows to a multiple of 64 bytes, or use MemmapStorage."
         )
 
 
@@ -371,12 +371,13 @@ def _require_pages(path: Path, column: Column, rows: int) -> None:
     nbytes = rows * column.row_nbytes
     if nbytes > _LARGEST_CHUNK:
         raise CorruptStorage(
-            f"chunks of column {format_key(column.key)} in {path} would have {nbytes} bytes, and "
-            f"none has more than {_LARGEST_CHUNK}: the manifest is damaged. Restore it from a copy."
+            f"chunks of column {format_key(column.key)} in {path} would have {nbytes} bytes, more "
+            f"than the maximum of {_LARGEST_CHUNK}: the manifest is damaged. Restore it from a "
+            "copy."
         )
     if nbytes % PAGE_NBYTES:
         raise UnsupportedPlatform(
-            f"chunks of column {format_key(column.key)} in {path} have {nbytes} bytes, which is no "
-            f"whole number of this machine's pages of {PAGE_NBYTES} bytes. Read it with "
-            "zarr-python here."
+            f"chunks of column {format_key(column.key)} in {path} have {nbytes} bytes, which is "
+            f"not a multiple of the page size of this machine, {PAGE_NBYTES} bytes. On this "
+            "machine, read the storage with zarr-python."
         )

@@ -37,8 +37,8 @@ def require_names(schema: Schema) -> None:
     for column in schema.columns:
         if column.key[0] == _OURS:
             raise InvalidSchema(
-                f"column {format_key(column.key)} would lie at {_OURS}, where the header is. "
-                "Rename it."
+                f"column {format_key(column.key)} would be stored at {_OURS}, which is the path of "
+                "the header. Rename it."
             )
         for part in column.key:
             _require_name(column, part)
@@ -53,7 +53,8 @@ def _require_name(column: Column, part: str) -> None:
         )
     if len(part.encode()) > _LONGEST_NAME:
         raise InvalidSchema(
-            f"{part!r} in column {format_key(column.key)} is too long for a file name."
+            f"{part!r} in column {format_key(column.key)} is too long for a file name. Give a "
+            "shorter name."
         )
 
 
@@ -62,8 +63,8 @@ def chunk_rows_of(column: Column, capacity: int) -> int:
 
     A chunk is a whole number of pages, of 64 KiB if possible, so that chunks can be mapped
     contiguously. If ``capacity`` is known, a chunk has about a 64th of the column, between 256 KiB
-    and 64 MiB. Otherwise it has some thousand rows, between 1 and 16 MiB. Rows of an odd size may
-    need larger chunks.
+    and 64 MiB. Otherwise it has about 1024 rows, but its size is between 1 and 16 MiB. Rows of an
+    odd size may need larger chunks.
     """
     nbytes = column.row_nbytes
     if capacity:
@@ -146,7 +147,7 @@ def _row_name(schema: Schema) -> str:
 
 
 def _array(column: Column, rows: int, chunk_rows: int, row_name: str) -> Document:
-    # In xarray, dimensions of one name have one size, and matching ones are aligned.
+    # xarray requires that dimensions with the same name have the same size, and aligns them.
     inner = [f"axis{axis}_{size}" for axis, size in enumerate(column.shape, 1)]
     return {
         "zarr_format": 3,

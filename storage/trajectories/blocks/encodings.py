@@ -80,7 +80,10 @@ class LaneBlock:
 
 
 class LaneEncoding(ABC):
-    """Blocks of one encoding. Arguments ``block`` are numbers within the encoding, [n]."""
+    """Blocks of one encoding.
+
+    The argument ``block`` of each method has the numbers [n] of blocks of this encoding.
+    """
 
     def __init__(self, dtype: Any) -> None:
         self.dtype = dtype
@@ -102,7 +105,7 @@ class LaneEncoding(ABC):
         return self.count - 1
 
     def of_id(self, id: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the blocks that have stretches of a trajectory, and their indices, [n] each."""
+        """Return each stretch of a trajectory: its block and its index on the shelf, [n] each."""
         near = np.flatnonzero((self._least.all <= id) & (self._most.all >= id))
         if not len(near):
             return near, near
@@ -120,7 +123,7 @@ class LaneEncoding(ABC):
 
     @abstractmethod
     def offsets(self, block: np.ndarray, lane: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        """Return the offset of the row of a lane with this rank, which must exist, [n]."""
+        """Return the offsets of the rows of lanes with these ranks, which must exist, [n]."""
 
     def cut(self, blocks: int) -> None:
         """Drop the first blocks; at least one must remain."""
@@ -169,7 +172,7 @@ class LaneEncoding(ABC):
             if stored.into is not None:
                 check_places(stored.pile.all, stored.into.count)
         if not self.count or self.ids.count != self.starts.rungs.count or not self._fits():
-            raise ValueError("arrays of a shelf do not fit one another")
+            raise ValueError("the arrays of a shelf have inconsistent lengths")
 
     @abstractmethod
     def _fits(self) -> bool:
@@ -183,7 +186,7 @@ class LaneEncoding(ABC):
 
     @property
     def words(self) -> tuple[Any, ...]:
-        """The words of a shelf for `LaneKernel`: see ``ShelfWords`` in ``_lane_blocks.c``."""
+        """The table words that describe a shelf: see ``ShelfWords`` in ``_lane_blocks.c``."""
         words: dict[str, tuple[Any, ...]] = {
             **dict.fromkeys(("lanes", "layers", "nbytes"), (0,)),
             "starts": self.starts.words,
@@ -288,7 +291,7 @@ class OrderEncoding(LaneEncoding):
 
 
 class TableEncoding(LaneEncoding):
-    """Encoding as the offset of each lane in each sweep, and the rank of each lane there.
+    """Encoding as the offset and the rank at which each lane begins in each sweep.
 
     Args:
         dtype: the dtype of offsets.
@@ -394,7 +397,7 @@ class BitEncoding(LaneEncoding):
 
     @cached_property
     def _below(self) -> np.ndarray:
-        """For each lane, a mask of the lanes below it. The extension does not need it."""
+        """For each lane, a mask of the lanes below it. The extension does not need these masks."""
         below = np.tri(self._lanes, 8 * self._nbytes, -1, dtype=np.uint8)
         return np.packbits(below, axis=1, bitorder="little").view(self._word)
 
@@ -530,7 +533,7 @@ def check_places(places: np.ndarray, count: int) -> None:
     if len(places) and not (
         places[0] == 0 and places[-1] <= count and (places[1:] >= places[:-1]).all()
     ):
-        raise ValueError("places in an array are not there")
+        raise ValueError("an array refers to places that do not exist")
 
 
 def _word_nbytes(lanes: int) -> int:
@@ -597,7 +600,7 @@ def last_up_to(
 
 
 def kind_of(block: LaneBlock, itemsize: int) -> tuple[Any, ...]:
-    """Return the encoding in which a block takes the fewest bytes, and its arguments."""
+    """Return the smallest encoding of a block, and the arguments of that encoding."""
     costs = {
         (BitEncoding, block.lanes, int(block.layer.max()) + 1): BitEncoding.cost(block, itemsize),
         (TableEncoding, block.lanes): TableEncoding.cost(block, itemsize),

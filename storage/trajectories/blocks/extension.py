@@ -13,15 +13,15 @@ require_names("SHELVES", KINDS)
 
 
 class LaneKernel(Protocol):
-    """The compiled functions. Tables are those of `LaneBlocks`."""
+    """The compiled functions. Each ``table`` argument is the table of a `LaneBlocks`."""
 
     def spots_of(
         self, table: bytes, tail_count: int, rows: np.ndarray, found: np.ndarray, /
     ) -> None:
-        """Find rows, int64 [n], in their lanes: lane, position and start in ``found``, [3, n].
+        """Write the lane, position and start of each of ``rows`` [n] to ``found`` [3, n].
 
-        The table is that of `LaneBlocks`, whose tail has ``tail_count`` rows. All arrays of this
-        and the next three functions are contiguous int64.
+        ``tail_count`` is the number of rows in the tail of the `LaneBlocks`. All arrays that the
+        compiled functions take are contiguous int64.
 
         Raises:
             IndexError: a row does not exist, or the blocks are damaged.
@@ -37,10 +37,10 @@ class LaneKernel(Protocol):
         found: np.ndarray,
         /,
     ) -> int:
-        """Find the slices of ``length`` rows that end with ``rows`` [n]: ``found`` [most, length].
+        """Write slices of ``length`` rows that end with ``rows`` to ``found`` [most, length].
 
-        Only slices that their stretch fully contains, from row ``first`` on, are found, and at most
-        ``most`` of them.
+        At most ``most`` slices are written, and only slices that lie within one stretch and have no
+        row below ``first``.
 
         Returns:
             The number of slices.
@@ -59,7 +59,7 @@ class LaneKernel(Protocol):
         found: np.ndarray,
         /,
     ) -> None:
-        """For each of n positions in lanes, write the ``length`` rows that end there to ``found``.
+        """Write to ``found`` the ``length`` rows that end at each of n positions in lanes.
 
         ``found`` is [n, length]. ``spots`` [3, n] has the lane, the position and the lowest
         position, whose row is repeated for rows before it. ``near`` [n] has a nearby row for each
@@ -72,9 +72,9 @@ class LaneKernel(Protocol):
     def walk_onward(
         self, table: bytes, tail_count: int, rows: np.ndarray, length: int, found: np.ndarray, /
     ) -> None:
-        """Walk from each of ``rows`` [n] to the end of its stretch: ``found`` [length, n].
+        """Write to ``found`` [length, n] the ``length`` rows that begin at each of ``rows``.
 
-        The last row is repeated for rows after it.
+        The last row of a stretch is repeated for rows after it.
 
         Raises:
             IndexError: a row does not exist, or the blocks are damaged.

@@ -29,7 +29,7 @@ class GrowableArray:
 
     @property
     def words(self) -> tuple[Any, ...]:
-        """The words that describe the values to the extension."""
+        """The table words that describe the values to the extension."""
         return numbers_at(self.all)
 
     @property
@@ -45,8 +45,12 @@ class GrowableArray:
         self._room[begin : self.count] = values
         return begin
 
+    def clear(self) -> None:
+        """Remove all values, and keep their memory."""
+        self.count = 0
+
     def hold(self, values: np.ndarray) -> None:
-        """Replace the values, for example by those of a mapped file. They are not written to."""
+        """Adopt an array as the values, such as one of a mapped file, without writing to it."""
         self._room, self.count = values, len(values)
 
     @property
@@ -73,7 +77,8 @@ class StoredArray(NamedTuple):
     each: bool = False
     """True if it has one number per block; otherwise its length depends on the rows."""
     into: GrowableArray | None = None
-    """The array whose positions the numbers are, at which blocks begin."""
+    """The array that the numbers refer to: each is the position at which a block begins there. None
+    if the numbers are not positions."""
 
 
 def numbers_at(array: np.ndarray) -> tuple[Any, ...]:
@@ -85,8 +90,8 @@ def numbers_at(array: np.ndarray) -> tuple[Any, ...]:
 class Ladders:
     """Ascending numbers below the row count of a block, one ladder per block.
 
-    The number of rungs up to x is found in a few operations regardless of their number, because
-    marks store it for every 64th x.
+    The number of rungs up to x is found in a few operations, however many there are, because marks
+    store that number for every 64th x.
     """
 
     __slots__ = ("marks", "of_marks", "of_rungs", "rungs")
@@ -102,7 +107,7 @@ class Ladders:
         self.of_marks.add(np.array([self.marks.add(rungs.searchsorted(edges))]))
 
     def up_to(self, ladder: np.ndarray, x: np.ndarray) -> np.ndarray:
-        """Return the index in `rungs` after the last number up to x [n] of each ladder [n]."""
+        """Return the index in `rungs` after the last rung of ``ladder`` up to ``x``, [n]."""
         first: np.ndarray = self.of_rungs.all.take(ladder)
         if not self.rungs.count:
             return first
@@ -143,7 +148,7 @@ class Ladders:
 
     @property
     def words(self) -> tuple[Any, ...]:
-        """The words that describe all arrays to the extension."""
+        """The table words that describe all arrays to the extension."""
         words = in_order(
             "LADDER",
             rungs=self.rungs.words,

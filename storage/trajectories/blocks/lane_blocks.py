@@ -36,11 +36,11 @@ class Spots(NamedTuple):
     position: np.ndarray
     """The number of earlier rows in the lane."""
     start: np.ndarray
-    """The position at which its stretch began."""
+    """The position at which the row's stretch began."""
 
 
 class Segments(NamedTuple):
-    """Rows of a stretch within a block, [n] each: positions from ``begin`` to ``stop``."""
+    """Parts of stretches within a block, [n] each: positions from ``begin`` to below ``stop``."""
 
     lane: np.ndarray
     begin: np.ndarray
@@ -56,7 +56,7 @@ class LaneBlocks:
     numbered in order of appearance, so that a few lanes with high numbers cost little.
 
     Args:
-        ring: the number of slots of the ring, whose older rows are dropped; or 0.
+        ring: the number of slots of the ring, in which older rows are dropped, or 0.
     """
 
     def __init__(self, ring: int = 0) -> None:
@@ -73,11 +73,13 @@ class LaneBlocks:
         self._known[:], self._tail_id[:] = -1, NOBODY
         self._shelves: list[LaneEncoding] = []
         self._of_kind: dict[tuple[Any, ...], int] = {}
-        # By block: its first row, its shelf, its number there, and the begin of its lanes below.
+        # For each block: its first row, its shelf, its number on the shelf, and the index of its
+        # first lane in the arrays below.
         self.first, self._shelf = GrowableArray(np.int64), GrowableArray(np.int64)
         self._slot, self._of_lanes = GrowableArray(np.int64), GrowableArray(np.int64)
-        # By block and lane: rows before the block, the start and the trajectory of the last stretch
-        # before it, and the begin of the lane in the block's order of lanes.
+        # For each block and lane: the number of rows before the block, the start and the trajectory
+        # of the last stretch before the block, and the position at which the lane begins in the
+        # block's order of lanes.
         self._base, self._carried = GrowableArray(np.int64), GrowableArray(np.int64)
         self._carried_id = GrowableArray(np.int64)
         self._lane_first = GrowableArray(np.uint32)
@@ -124,8 +126,8 @@ class LaneBlocks:
         if least < 0 or most >= MOST_LANES:
             at = int(lane.argmin() if least < 0 else lane.argmax())
             raise CorruptStorage(
-                f"row {chunk.start + at} says that it is of lane {lane[at]}, and lanes are "
-                f"numbered from 0 to {MOST_LANES - 1}. Restore it from a copy."
+                f"row {chunk.start + at} has lane {lane[at]}, but lanes are numbered from 0 to "
+                f"{MOST_LANES - 1}. Restore the storage from a copy."
             )
         self._known = extended(self._known, most + 1, -1)
         dense = self._known.take(lane)
@@ -149,7 +151,7 @@ class LaneBlocks:
     def _close_block(self) -> None:
         """Make a block of the rows in the tail."""
         tail = self.tail
-        block, starts, ids = tail.taken()
+        block, starts, ids = tail.as_block()
         dtype = np.dtype(np.uint16 if block.rows < _NARROW else np.uint32)
         kind, *sizes = kind_of(block, dtype.itemsize)
         key = (kind, dtype, *sizes)
@@ -167,12 +169,16 @@ class LaneBlocks:
         tail.begin(self._tail_id[: tail.lanes], self._tail_step[: tail.lanes])
 
     def _forget(self, first: int) -> None:
-        """Drop blocks whose rows are all below ``first``; usually, only count them."""
+        """Drop blocks whose rows are all below ``first``.
+
+        Until there are many such blocks, they are only counted.
+        """
         if not self.first.count or self._lost == self.first.count:
             return
         stops = np.append(self.first.all[1:], self.tail.first)
         if (lost := int(stops.searchsorted(first, side="right"))) != self._lost:
-            self._lost, self.tail.moved = lost, True
+            self._lost = lost
+            self.tail.mark_moved()
         if self._lost < max(_FEW_LOST, self.first.count / 2):
             return
         for number, shelf in enumerate(self._shelves):
@@ -181,7 +187,8 @@ class LaneBlocks:
                 shelf.cut(gone)
                 self._slot.all[self._shelf.all == number] -= gone
         self._cut(self._lost)
-        self._lost, self.tail.moved = 0, True
+        self._lost = 0
+        self.tail.mark_moved()
 
     def _cut(self, blocks: int) -> None:
         of = self._of_lanes.all
@@ -193,7 +200,7 @@ class LaneBlocks:
             pile.cut(lanes)
 
     def state(self, first: int = 0) -> BlockState:
-        """Return the remaining blocks whose rows all start from ``first``."""
+        """Return the remaining blocks that have no row below ``first``."""
         lost = max(self._lost, int(self.first.all.searchsorted(first)))
         numbers = self._shelf.all[lost:]
         of_key: dict[tuple[int, ...], list[int]] = {}
@@ -225,7 +232,7 @@ class LaneBlocks:
     # --- finding rows -----------------------------------------------------------------------------
 
     def spots(self, rows: np.ndarray) -> Spots:
-        """Return the positions in their lanes of rows from `oldest` on."""
+        """Return the lanes and positions of rows, none of which is below `oldest`."""
         tail = self.tail
         if self._kernel is not None:
             rows = np.ascontiguousarray(rows, np.int64)
@@ -264,7 +271,7 @@ class LaneBlocks:
         """Find the last start of a stretch up to the ``rank``-th row of a lane in a block.
 
         Returns:
-            Its rank, and its index on its shelf, which is -1 if the block has none.
+            The rank of the start, and its index on the shelf, or -1 if the block has none.
         """
         first = self._lane_first.all.take(at).astype(np.int64)
         begun, index = np.empty_like(rank), np.empty_like(rank)
@@ -287,9 +294,10 @@ class LaneBlocks:
         return extended(self._base.all[begin:stop], self.lanes, 0).take(lane)
 
     def windows(self, ends: np.ndarray, length: int, first: int, most: int) -> np.ndarray:
-        """Return slices from row ``first`` on that end with rows [n], [at most `most`, length].
+        """Return slices that end with rows [n], at most ``most`` of them, [*, length].
 
-        Rows are from `oldest` on. Rows whose stretch does not reach back far enough end no slice.
+        No row of ``ends`` is below `oldest`. Rows whose stretch does not reach back far enough end
+        no slice, and slices with a row below ``first`` are left out.
         """
         if self._kernel is not None:
             found = np.empty((min(most, len(ends)), length), np.int64)
@@ -325,7 +333,10 @@ class LaneBlocks:
         return rows.reshape(-1, length)
 
     def onward(self, rows: np.ndarray, length: int) -> np.ndarray:
-        """Return the rows that follow rows from `oldest` on; see `RowIndex.onward`."""
+        """Return the rows that follow ``rows``; see `RowIndex.onward`.
+
+        None of ``rows`` is below `oldest`.
+        """
         found = np.empty((length, len(rows)), np.int64)
         if self._kernel is not None:
             rows = np.ascontiguousarray(rows, np.int64)
@@ -366,7 +377,7 @@ class LaneBlocks:
             }
             shelves = (shelf.words for shelf in self._shelves)
             self._table = table_of(chain(*in_order("INDEX", **words), *shelves))
-            tail.moved = False
+            tail.mark_known()
         return self._table
 
     def rows(self, lane: np.ndarray, position: np.ndarray, near: np.ndarray) -> np.ndarray:
@@ -433,7 +444,7 @@ class LaneBlocks:
     # --- trajectories -----------------------------------------------------------------------------
 
     def newest(self, id: int) -> tuple[int, int] | None:
-        """Return lane and position of a row of a trajectory, in the stretch that began last.
+        """Return the lane and position of a row of a trajectory, in the stretch that began last.
 
         Return None if the trajectory has no row from `oldest` on.
         """
@@ -476,7 +487,7 @@ class LaneBlocks:
         return None
 
     def _start_at(self, block: int, place: int) -> tuple[int, int]:
-        """Return lane and position of the row at a position of a block's order of lanes."""
+        """Return the lane and position of the row at ``place`` in a block's order of lanes."""
         begin, stop = self._lanes_of(block)
         first = self._lane_first.all[begin:stop]
         lane = int(first.searchsorted(place, side="right")) - 1
@@ -491,7 +502,7 @@ class LaneBlocks:
         """Return the stretches in a remaining block, ordered by lane and position."""
         tail = self.tail
         if block == self.first.count:
-            taken, starts, _ = tail.taken()
+            taken, starts, _ = tail.as_block()
             lane_first, rows, base, carried = taken.lane_first, taken.rows, tail.base, tail.carried
         else:
             shelf, slot = self._shelves[int(self._shelf.all[block])], int(self._slot.all[block])
@@ -520,7 +531,10 @@ class LaneBlocks:
         return int(first[block + 1]) if block + 1 < len(first) else self.tail.first
 
     def rows_before(self, row: int) -> np.ndarray:
-        """Return the number of rows that each lane has before a row from `oldest` on, [lanes]."""
+        """Return the number of rows of each lane before ``row``, [lanes].
+
+        ``row`` is not below `oldest`.
+        """
         tail, lanes = self.tail, np.arange(self.lanes)
         if row >= tail.first:
             newer = tail.lane[: row - tail.first]
@@ -639,7 +653,7 @@ class LaneBlocks:
 
 
 def _parts(shelf: np.ndarray) -> Iterator[tuple[int, Any]]:
-    """Yield each shelf number in ``shelf`` [n], with the index of its blocks."""
+    """Yield each shelf number in ``shelf`` [n], with the index of the entries that have it."""
     if (shelf == shelf[0]).all():
         yield int(shelf[0]), slice(None)
         return

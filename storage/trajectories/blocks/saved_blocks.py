@@ -1,7 +1,7 @@
 """Index that continues from saved blocks, and validation of saved blocks. Pure.
 
-The few numbers per block are checked when the blocks are loaded. All others may be in a mapped
-file, and are checked when they are used.
+The few numbers per block are checked when the blocks are loaded. All other numbers may be in a
+mapped file and are checked when they are used.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def _raises_corrupt(method: Callable[Concatenate[Any, _Args], Found]) -> Any:
         except IndexError as error:
             self.damaged = True
             raise CorruptStorage(
-                f"{self.place} is damaged ({error}). Delete it: the index is built again from the "
-                "rows, as it is now for the next question."
+                f"{self.place} is damaged ({error}). Delete the file, so that no other process "
+                "reads it. This process rebuilds the index from the rows when it next needs it."
             ) from error
 
     return call
@@ -72,7 +72,7 @@ class SavedBlocks(LaneBlocks):
             mine = np.flatnonzero(shelf == at)
             lanes_of = np.diff(of_lanes, append=len(state.by_cell[0]))[mine]
             if len(mine) != made.count or (made.sizes and (lanes_of != made.sizes[0]).any()):
-                raise ValueError("a shelf has other blocks")
+                raise ValueError("a shelf does not have the blocks that the index lists")
             slot[mine] = np.arange(len(mine))
             self._shelves.append(made)
         piles: tuple[GrowableArray, ...] = (self.first, self._shelf, self._slot, self._of_lanes)
@@ -111,7 +111,7 @@ class SavedBlocks(LaneBlocks):
     def _rows(self, lane: np.ndarray, position: np.ndarray, near: np.ndarray) -> np.ndarray:
         found = super()._rows(lane, position, near)
         if len(found) and not 0 <= found.min() <= found.max() < self.tail.first:
-            raise IndexError("a block has rows that are not there")
+            raise IndexError("a block refers to rows that do not exist")
         return found
 
 
@@ -123,21 +123,21 @@ def _check(state: BlockState) -> None:
     if not len(first) or not len(number) or any(len(each) != cells for each in state.by_cell):
         raise ValueError("it has no blocks")
     if first[0] < 0 or first[-1] >= state.rows or (first[1:] <= first[:-1]).any():
-        raise ValueError("its blocks do not follow one another")
+        raise ValueError("its blocks are not in the order of their rows")
     if shelf.min() < 0 or shelf.max() >= len(state.shelves):
-        raise ValueError("a block is on no shelf")
+        raise ValueError("a block refers to a shelf that does not exist")
     check_places(of_lanes, cells)
     lanes = np.diff(of_lanes, append=cells)
     if lanes.min() < 1 or lanes.max() > len(number):
-        raise ValueError("a block has more lanes than there are")
+        raise ValueError("a block has more lanes than the index")
     if number.min() < 0 or number.max() >= MOST_LANES or len(np.unique(number)) != len(number):
-        raise ValueError("lanes have numbers that cannot be")
+        raise ValueError("lanes have invalid numbers")
     if base.min() < 0 or base.max() > state.rows or base.sum() > state.rows:
-        raise ValueError("lanes have more rows than there are")
+        raise ValueError("lanes have more rows than the index")
     if not first[0] and base.sum() < state.rows:
-        raise ValueError("lanes have fewer rows than there are")
+        raise ValueError("lanes have fewer rows than the index")
     if (carried < 0).any() or (carried > base).any():
-        raise ValueError("stretches began where there are no rows")
+        raise ValueError("stretches begin at rows that do not exist")
 
 
 class RebuiltBlocks(LaneBlocks):
@@ -171,7 +171,7 @@ class RebuiltBlocks(LaneBlocks):
             self._tail_id[:lanes] = begun[2]
 
     def is_made_of(self, chunk_of: Callable[[int, int], RowChunk]) -> bool | None:
-        """Return True if the rows give the same blocks.
+        """Return True if the rows that ``chunk_of`` returns give the same blocks.
 
         Return None if the first rows were overwritten meanwhile, in which case ``chunk_of`` returns
         fewer rows.

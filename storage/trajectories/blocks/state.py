@@ -28,12 +28,13 @@ _CLASSES: Final[dict[str, Any]] = {
 _ITEMSIZES: Final = (2, 4)
 
 BY_BLOCK: Final = 3
-"""The numbers of a block: its first row, its shelf, and the begin of its lanes in the cells."""
+"""The number of values per block: its first row, its shelf, and the index of its first cell."""
 BY_LANE: Final = 5
-"""The numbers of a lane: its number in the storage, and those of `Tail.state`."""
+"""The number of values per lane: its number in the storage, and the values of `Tail.state`."""
 BY_CELL: Final = (np.dtype("<i8"),) * 3 + (np.dtype("<u4"),)
-"""The numbers of a cell, a block and lane: the rows before the block, the start of the last stretch
-before it, the trajectory of that stretch, and the begin of the lane in the order of lanes."""
+"""The dtypes of the values of a cell, the combination of a block and a lane: the number of rows of
+the lane before the block, the start of the last stretch before the block, the trajectory of that
+stretch, and the position at which the lane begins in the order of lanes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class ShelfState:
     """The blocks of a shelf."""
 
     key: tuple[int, ...]
-    """The kind, the bytes of an offset, and `LaneEncoding.sizes`."""
+    """The number of the kind, the size of an offset in bytes, and `LaneEncoding.sizes`."""
     arrays: Sequence[Parts]
     """The arrays of `LaneEncoding.stored`."""
 
@@ -85,10 +86,10 @@ def empty_shelf(key: Sequence[int]) -> LaneEncoding:
     """Return an empty shelf for a `ShelfState.key`; raise ValueError if the key is invalid."""
     kind, itemsize, *sizes = key
     if not 0 <= kind < len(KINDS) or itemsize not in _ITEMSIZES:
-        raise ValueError("a shelf is of no kind that there is")
+        raise ValueError("a shelf has an unknown kind")
     name = KINDS[kind]
     if len(sizes) != {"order": 0, "table": 1, "bits": 2}[name] or min(sizes, default=1) < 1:
-        raise ValueError("a shelf has no such sizes")
+        raise ValueError("a shelf has invalid sizes")
     if name == "bits" and sizes[1] > MOST_LAYERS:
         raise ValueError("a shelf has too many layers")
     made: LaneEncoding = _CLASSES[name](np.dtype(f"<u{itemsize}"), *sizes)

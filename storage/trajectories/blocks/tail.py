@@ -25,7 +25,8 @@ class Tail:
     """Rows after the last block, with the state of every lane.
 
     Arrays are [rows] or [lanes]. The *position* of a row is the number of earlier rows of its lane,
-    over all rows that this index ever had. ``start`` is the position at which its stretch began.
+    counted over all rows that were ever added to this index. ``start`` is the position at which its
+    stretch began.
     """
 
     def __init__(self, first: int) -> None:
@@ -37,17 +38,18 @@ class Tail:
         """The rows that begin a stretch, by their index in the tail, and their ids."""
         self.lanes = 0
         self.moved = True
-        """True if an array was replaced since the owner set it to False."""
-        # By lane: rows before the tail, and the start, id and step of the last stretch before it.
+        """True if an array was replaced since :meth:`mark_known`."""
+        # For each lane: the number of rows before the tail, and the start, the id and the last step
+        # of the last stretch before the tail.
         self.base, self.carried = np.empty(0, np.int64), np.empty(0, np.int64)
         self.carried_id, self.carried_step = np.empty(0, np.int64), np.empty(0, np.int64)
-        # By lane: rows in all, and the start of the last row's stretch.
+        # For each lane: the number of all rows, and the start of the last row's stretch.
         self.total, self.last_start = np.empty(0, np.int64), np.empty(0, np.int64)
         self._places = np.empty((0, _FIRST_ROOM), np.int32)
 
     @property
     def width(self) -> int:
-        """The number of rows of each lane that fit."""
+        """The number of rows per lane that fit without a reallocation."""
         return self._places.shape[1]
 
     @property
@@ -74,6 +76,14 @@ class Tail:
         """The number of rows that make a block, for the current number of lanes."""
         return min(max(_FEWEST, _SLOTS * self.lanes), _MOST)
 
+    def mark_moved(self) -> None:
+        """Note that the owner's arrays were replaced, so that its table is out of date."""
+        self.moved = True
+
+    def mark_known(self) -> None:
+        """Note that the owner's table has the current arrays."""
+        self.moved = False
+
     def know(self, lanes: int) -> None:
         """Make room for ``lanes`` lanes."""
         if lanes > self.lanes:
@@ -95,7 +105,9 @@ class Tail:
         return max(0, min(self.size - self.count, cells - most))
 
     def add(self, order: LaneOrder, ids: np.ndarray, follows: np.ndarray) -> None:
-        """Add rows in the order of lanes, whose lanes are known, no more than fit.
+        """Add rows in the order of lanes, at most `room` rows.
+
+        Call `know` first, to make room for the lanes.
 
         Args:
             order: the order of the rows.
@@ -138,8 +150,8 @@ class Tail:
         at = lane * width + (position - self.base.take(lane))
         return self._places.reshape(-1).take(at).astype(np.int64)
 
-    def taken(self) -> tuple[LaneBlock, np.ndarray, np.ndarray]:
-        """Return the rows as a block, the positions at which stretches begin, and their ids."""
+    def as_block(self) -> tuple[LaneBlock, np.ndarray, np.ndarray]:
+        """Return the rows as a block, and the first position and the id of each stretch."""
         lane = self.lane[: self.count]
         key = lane.astype(np.uint16) if self.lanes <= 2**16 else lane
         order = key.argsort(kind="stable")
@@ -149,7 +161,7 @@ class Tail:
         return block, starts, self.ids[: self.count][order[starts]]
 
     def resume(self, state: np.ndarray) -> None:
-        """Continue after blocks with an empty tail and a previous `state`, [4, lanes]."""
+        """Continue after existing blocks, with an empty tail and an earlier `state`, [4, lanes]."""
         self.know(state.shape[1])
         self.total, self.last_start = state[0].copy(), state[1].copy()
         self.begin(state[2], state[3])
@@ -161,8 +173,9 @@ class Tail:
         return np.stack([each[: self.lanes] for each in arrays])
 
     def begin(self, ids: np.ndarray, steps: np.ndarray) -> None:
-        """Empty the tail; ``ids`` and ``steps`` are those of the last row of each lane."""
+        """Empty the tail; ``ids`` and ``steps`` have the values of the last row of each lane."""
         self.first, self.count, self.moved = self.stop, 0, True
-        self.begun.count = self.begun_ids.count = 0
+        self.begun.clear()
+        self.begun_ids.clear()
         self.base, self.carried = self.total.copy(), self.last_start.copy()
         self.carried_id, self.carried_step = ids.copy(), steps.copy()

@@ -355,17 +355,32 @@ def test_a_schema_with_them_is_read_back(time: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "match"),
     [
-        (lambda columns: columns[1].pop("batch_dims"), "has other batch_dims than columns beside"),
-        (lambda columns: columns[1].update(batch_dims=[0, 9]), "other batch_dims than columns"),
-        (lambda columns: columns[1].update(batch_dims=[0]), r"agents/o has batch_dims \[0\]"),
-        (lambda columns: columns[1].update(batch_dims="x y"), "agents/o has batch_dims 'x y'"),
-        (lambda columns: columns[1].update(batch_dims=1), "agents/o has batch_dims 1"),
-        (lambda columns: columns[1].update(batch_dims=[0, -1]), r"has batch_dims \[0, -1\]"),
-        (lambda columns: columns[1].update(batch_dims=[0, True]), r"has batch_dims \[0, True\]"),
-        (lambda columns: columns[0].update(batch_dims=[1]), "other batch_dims than columns beside"),
+        (lambda columns: columns[1].pop("batch_dims"), "has batch_dims that contradict those of"),
+        (lambda columns: columns[1].update(batch_dims=[0, 9]), "batch_dims that contradict those"),
+        (
+            lambda columns: columns[1].update(batch_dims=[0]),
+            r"agents/o: expected batch_dims .* got \[0\]",
+        ),
+        (
+            lambda columns: columns[1].update(batch_dims="x y"),
+            r"agents/o: expected batch_dims .* got 'x y'",
+        ),
+        (
+            lambda columns: columns[1].update(batch_dims=1),
+            r"agents/o: expected batch_dims .* got 1",
+        ),
+        (
+            lambda columns: columns[1].update(batch_dims=[0, -1]),
+            r"expected batch_dims .* got \[0, -1\]",
+        ),
+        (
+            lambda columns: columns[1].update(batch_dims=[0, True]),
+            r"expected batch_dims .* got \[0, True\]",
+        ),
+        (lambda columns: columns[0].update(batch_dims=[1]), "has batch_dims that contradict those"),
         (
             lambda columns: [c.update(batch_dims=[1, *c["batch_dims"][1:]]) for c in columns[:3]],
-            "batch dimensions after the rows, which its columns",
+            "batch dimensions after the rows, which do not fit",
         ),
     ],
 )
@@ -392,7 +407,7 @@ def test_dims_that_columns_do_not_have_are_refused(dims: Any) -> None:
     schema = Schema.of(grouped(2))
     assert Schema(schema.columns, schema.batch_dims) == schema
     wrong = {**dict(schema.batch_dims), **dims}
-    with pytest.raises(InvalidSchema, match="batch dimensions after the rows, which its columns"):
+    with pytest.raises(InvalidSchema, match="batch dimensions after the rows, which do not fit"):
         Schema(schema.columns, tuple(wrong.items()))
 
 

@@ -271,8 +271,8 @@ def flattened(batch: TensorDictBase) -> TensorDictBase:
 @pytest.mark.parametrize(
     ("postproc", "match"),
     [
-        (renumbered, r"postproc: expected each row's collector/traj_ids and collector/step kept"),
-        (flattened, r"expected next/agents/done of shape \[2, 1\] a row, got \[2\]; write"),
+        (renumbered, "postproc: expected unchanged columns collector/traj_ids and collector/step"),
+        (flattened, r"expected next/agents/done of shape \[2, 1\] per row, got \[2\]\. Write"),
     ],
 )
 def test_a_postproc_that_leaves_no_place_for_them_is_refused(

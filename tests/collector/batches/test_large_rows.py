@@ -18,7 +18,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data import LazyTensorStorage, ReplayBuffer, Unbounded
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.batches.rows.rows import Part
+from tallyroll.collector.batches.rows.rows import ArrayBatch
 from tallyroll.collector.errors import ArgumentError, TransitionError, WorkerRaised
 from tallyroll.collector.rollout import slab_plan
 from tallyroll.storage import MemmapStorage, open_storage, verify
@@ -458,8 +458,10 @@ def test_rows_that_fit_in_the_slab_are_copied_once(
 ) -> None:
     """The last block of a batch stays in the slab until it is written to the file."""
     settled: list[int] = []
-    settle = Part.settle
-    monkeypatch.setattr(Part, "settle", lambda part: settled.append(len(part)) or settle(part))
+    settle = ArrayBatch.settle
+    monkeypatch.setattr(
+        ArrayBatch, "settle", lambda part: settled.append(len(part)) or settle(part)
+    )
     make = partial(worker_collector, NEXT, workers) if workers else partial(sync_collector, NEXT)
     with in_threads():
         collect_all(make(policy(), oracle=IMAGES, storage=tmp_path / "s", yield_large=False, **RUN))

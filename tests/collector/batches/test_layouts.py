@@ -282,13 +282,15 @@ def test_rows_without_done_are_split_too() -> None:
 def test_there_must_be_ids() -> None:
     rows = TensorDict({"x": torch.zeros(3)}, [3])
     with pytest.raises(
-        ArgumentError, match=r"expected rows with collector/traj_ids, got .*\['x'\]"
+        ArgumentError, match=r"rows: expected the column collector/traj_ids, got .*\['x'\]"
     ):
         split_trajectories(rows)
 
 
 def test_the_form_of_a_split_is_one_of_three() -> None:
-    with pytest.raises(ArgumentError, match='out is "padded", "list" or "offsets", got \'lanes\''):
+    with pytest.raises(
+        ArgumentError, match='out: expected "padded", "list" or "offsets", got \'lanes\''
+    ):
         split_trajectories(rows_of([0]), out="lanes")  # type: ignore[call-overload]
 
 

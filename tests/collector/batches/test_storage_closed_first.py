@@ -30,10 +30,10 @@ from worker_kit import QUICK, warm_fork_server
 
 FRAMES, BATCH, LANES = 60, 10, 3
 NOT_STORED = (
-    "was closed before its collector. Not stored: the final ledger of the run, in the storage's "
-    "record, and 2 transitions that waited for the next batch. Rows 0 to 9 of "
+    "was closed before its collector, so the final ledger of the run and 2 transitions that waited "
+    "for the next batch were not stored. Rows 0 to 9 of "
 )
-GOES_ON = "was closed while its collector goes on: nothing more of the run can be stored"
+GOES_ON = "was closed before its collector, which cannot store more rows of the run"
 
 Make = Callable[..., Collector]
 
@@ -133,7 +133,7 @@ def test_it_ends_with_one_warning(tmp_path: Path, kind: str, how: str) -> None:
 @pytest.mark.parametrize(("make", "kind"), [(workers, "rows.zarr"), (workers_async, "rows.h5")])
 def test_workers_end(tmp_path: Path, make: Make, kind: str) -> None:
     storage = opened(tmp_path, kind)
-    with one_warning("was closed before its collector. Not stored: ", "Rows 0 to 9 of "):
+    with one_warning("for the next batch were not stored. Rows 0 to 9 of "):
         with make(storage) as collector:
             pids = pids_of(collector)
             for _ in collector:
@@ -166,8 +166,8 @@ def test_a_further_iteration_raises_one_clear_error(tmp_path: Path, make: Make, 
             assert [len(batch) for batch in batches] == [BATCH]
             assert caught.value.__cause__ is caught.value.__context__ is None
             (note,) = caught.value.__notes__
-            assert "tallyroll: and at the end of the run: StorageClosed: " in note
-            assert "Not stored: the final ledger of the run" in note
+            assert "tallyroll: another error at the end of the run: StorageClosed: " in note
+            assert "so the final ledger of the run and " in note
             ledger = collector.ledger
             assert (ledger.stored, ledger.carried) == (BATCH, 0)
             assert ledger.executed == BATCH + ledger.discarded

@@ -22,6 +22,7 @@ from tallyroll.storage import MemmapStorage, open_storage, verify
 from tallyroll.storage.storages import DiskStorage, H5Storage, ZarrStorage
 
 from collect_kit import ByObservation, collect
+from devices_kit import on_gpu
 from oracles import OracleTorchEnv, check_rows
 from warm_cli import WarmServer
 
@@ -51,7 +52,8 @@ def test_a_batch_that_a_ring_cannot_hold_is_refused_before_a_step(tmp_path: Path
     with (
         MemmapStorage(tmp_path / "data", max_size=29) as storage,
         pytest.raises(
-            ArgumentError, match=r"frames_per_batch: .*data is a ring of 29 rows, and a "
+            ArgumentError,
+            match=r"frames_per_batch: expected at most the 29 rows of the ring .*data, got ",
         ),
     ):
         SyncCollector("CartPole-v1", total_frames=100, storage=storage, **CARTPOLE)
@@ -102,7 +104,9 @@ def test_a_sink_writes_more_rows_than_a_ring_has_piece_by_piece(tmp_path: Path, 
         record = json.loads(payload)
         assert (at, record["ledger"]["stored"]) == (count, count)
         assert record["next_id"] == (count - 1) // 5 + 1
-        with pytest.raises(LedgerError, match=f"expected to hand {count + 1} rows.* got {count}"):
+        with pytest.raises(
+            LedgerError, match=f"expected {count + 1} rows, as many as.* got {count}"
+        ):
             sink.write(rows, count + 1, Ledger(), 1, {})  # type: ignore[arg-type]
         assert storage.head == count
 
@@ -193,7 +197,7 @@ def test_the_suffix_chooses_the_format(tmp_path: Path, name: str, kind: type[Dis
 
 def test_a_format_that_cannot_grow_needs_the_number_of_rows(tmp_path: Path) -> None:
     for budget in ({"total_frames": -1}, {"total_episodes": 3}):
-        with pytest.raises(ArgumentError, match=r"H5Storage, which needs to know how many rows"):
+        with pytest.raises(ArgumentError, match=r"H5Storage, which needs a fixed number of rows"):
             SyncCollector("CartPole-v1", storage=tmp_path / "a.h5", **CARTPOLE, **budget)
     assert list(tmp_path.iterdir()) == []
     with H5Storage(tmp_path / "a.h5", capacity=500) as storage:
@@ -246,15 +250,17 @@ def test_a_buffer_in_memory() -> None:
     buffered("cpu")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_a_buffer_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_gpu
+def test_a_buffer_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = []
-    before = torch.Tensor.pin_memory
+    before = torch.Tensor.to
 
-    def pin_memory(self: torch.Tensor, *args: Any) -> torch.Tensor:
-        pinned.append(self.shape)
-        return before(self, *args)
+    def to(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        found = before(self, *args, **options)
+        if (self.device.type, found.device.type) == ("cpu", device):
+            pinned.append(self.is_pinned())
+        return found
 
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    buffered("cuda")
-    assert pinned, "rows should go there from pinned memory"
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    buffered(device)
+    assert any(pinned), "rows should go there from pinned memory"

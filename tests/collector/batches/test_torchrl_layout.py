@@ -326,7 +326,7 @@ IN_STORE = {IDS, *(("collector", name) for name in ("lane", "step", "policy_vers
 def test_what_is_no_rectangle_is_padded_and_said_once(uneven: str, tmp_path: Path) -> None:
     make, frames, total = UNEVEN[uneven]
     budget: dict[str, Any] = {"frames_per_batch": frames, "total_frames": total}
-    with pytest.warns(PaddedBatchWarning, match="leave out what is not in the mask, or") as said:
+    with pytest.warns(PaddedBatchWarning, match="Ignore positions where .* is False, or") as said:
         batches, collector = collect(
             make(), ByObservation(), **budget, layout="torchrl", storage=tmp_path / "s"
         )
@@ -370,7 +370,7 @@ def test_set_truncated_marks_the_last_rows_of_padded_lanes() -> None:
 
 @pytest.mark.parametrize("layout", ["rows", "lanes", "trajectories"])
 def test_set_truncated_is_of_this_layout_only(layout: Any) -> None:
-    with pytest.raises(ArgumentError, match="set_truncated marks cuts as"):
+    with pytest.raises(ArgumentError, match='set_truncated: expected layout="torchrl", in which'):
         collect(cartpole(), frames_per_batch=5, total_frames=5, layout=layout, set_truncated=True)
 
 
@@ -437,11 +437,11 @@ def test_a_buffer_over_a_storage_gets_rows(tmp_path: Path) -> None:
     [
         (partial(serial, cartpole, 3), {"frames_per_batch": 31}, "frames_per_batch: .* of 3 lanes"),
         (partial(serial, cartpole, 3), {"total_frames": 61}, "total_frames: .* a multiple of 3 la"),
-        (vec, {}, "with reset slots lanes differ in length"),
+        (vec, {}, "with reset slots, the lanes of an item differ"),
         (
             partial(serial, cartpole, 3),
             {"total_frames": None, "total_episodes": 3},
-            "with total_episodes lanes differ",
+            "with total_episodes, the lanes of an item differ",
         ),
     ],
 )

@@ -53,8 +53,8 @@ def ranges(*keys: Key, most: float = 1.0) -> list[Range]:
 def test_the_first_that_lies_is_found(data: st.DataObject, shared: bool) -> None:
     slab, used = filled(data, shared=shared)
     checks, every = (RangeChecks(ranges(NEXT_SEEN, SEEN), "raise") for _ in range(2))
-    assert checks._seen_before == {SEEN}
-    every._seen_before = set()
+    assert checks._checked_before == {SEEN}
+    every._checked_before = set()
     state = LaneState.fresh(slab.lanes)
     one, other = (each.first_violation(slab, used, state) for each in (checks, every))
     assert (one is None) == (other is None)
@@ -64,10 +64,10 @@ def test_the_first_that_lies_is_found(data: st.DataObject, shared: bool) -> None
 
 def test_what_has_another_range_is_looked_at_everywhere() -> None:
     wider = [*ranges(SEEN), *ranges(NEXT_SEEN, most=2.0)]
-    assert RangeChecks(wider, "raise")._seen_before == set()
-    assert RangeChecks(ranges(SEEN), "raise")._seen_before == set()
-    assert RangeChecks(ranges(SEEN, NEXT_SEEN), "raise")._seen_before == {SEEN}
-    assert RangeChecks(ranges(SEEN, NEXT_SEEN), "off")._seen_before == set()
+    assert RangeChecks(wider, "raise")._checked_before == set()
+    assert RangeChecks(ranges(SEEN), "raise")._checked_before == set()
+    assert RangeChecks(ranges(SEEN, NEXT_SEEN), "raise")._checked_before == {SEEN}
+    assert RangeChecks(ranges(SEEN, NEXT_SEEN), "off")._checked_before == set()
 
 
 def test_of_no_slots_nothing_lies() -> None:

@@ -75,7 +75,7 @@ def test_killed_or_asked_to_end_it_goes_on(server: WarmServer, tmp_path: Path) -
         ended.append(status)
         if status == 128 + which:  # it had time to save
             assert newest(tmp_path) == head
-            assert "Go on with" in command.err
+            assert "Continue with" in command.err
             assert "--checkpoint saved" in command.err
         assert newest(tmp_path) <= head
     last = server.run(tmp_path, *COLLECT, "--resume")
@@ -98,15 +98,15 @@ def test_rows_that_came_later_are_kept_where_that_is_asked_for(
     assert check(tmp_path) == FRAMES
     again = server.start(tmp_path, *COLLECT[:6], *COLLECT[6:8], *COLLECT[12:], "--append")
     assert again.wait() == 1
-    assert "saved has checkpoints of another run already" in again.err
+    assert "saved already has checkpoints of another run" in again.err
 
 
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        ("--checkpoint-every 5", "is for --checkpoint"),
-        ("--checkpoint-on SIGUSR1", "is for --checkpoint"),
-        ("--checkpoint c --checkpoint-rows keep", "is for --resume"),
+        ("--checkpoint-every 5", "needs --checkpoint"),
+        ("--checkpoint-on SIGUSR1", "needs --checkpoint"),
+        ("--checkpoint c --checkpoint-rows keep", "needs --resume"),
         ("--checkpoint c --checkpoint-on SIGKILL", "expected SIGTERM, SIGUSR1 or SIGUSR2, got"),
         ("--checkpoint c --checkpoint-every 0", "--checkpoint-every"),
     ],

@@ -26,7 +26,7 @@ from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import foreign_traceback, main
 from tallyroll.collector.cli.collect import Signals
 from tallyroll.collector.cli.output import CommandError, shortened
-from tallyroll.collector.cli.progress import shown_progress
+from tallyroll.collector.ext.progress import shown_progress
 from tallyroll.collector.workers.local.nonblocking_stdio import unblocked
 from tallyroll.storage import MemmapStorage, fast_paths, open_storage
 from tallyroll.storage.files.manifest import exported
@@ -125,7 +125,7 @@ def test_a_setting_that_names_no_way_is_one_line(here: Path) -> None:
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
-    assert "TALLYROLL_PLAN: expected ways to switch off, of -kernel" in done.stderr
+    assert "TALLYROLL_PLAN: expected the fast paths to switch off, one or more of" in done.stderr
 
 
 def test_episodes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +194,7 @@ def test_append_with_a_seed_that_was_used_warns(
 ) -> None:
     assert tallyroll(*cartpole(), "--seed", 1) == 0
     assert tallyroll(*cartpole(), "--seed", 1, "--append") == 0
-    assert "an earlier run in data has the seed 1 too, so this one may" in capsys.readouterr().err
+    assert "an earlier run in data also has the seed 1, so this run may" in capsys.readouterr().err
 
 
 def test_resume_of_a_complete_run_says_so(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,9 +255,7 @@ def test_an_option_that_a_resumed_run_lacks_is_no_usage_error(
     assert tallyroll(*cartpole()) == 0
     capsys.readouterr()
     assert tallyroll("collect", "--resume", "--out", "data", "--frames", 200, "--mode", "sync") == 1
-    assert capsys.readouterr().err == (
-        "tallyroll: error: --mode is for workers, and there are none; give --workers\n"
-    )
+    assert capsys.readouterr().err == ("tallyroll: error: --mode needs workers. Give --workers.\n")
     assert rows_in("data") == 101
 
 
@@ -281,22 +279,22 @@ USAGE = {
     "--frames 5 --info-keys a,,b": "argument --info-keys: expected names with commas between",
     "--frames 5 --validate maybe": "--validate: expected noise, raise, warn or off, got 'maybe'",
     "--frames 5 --frame-skip 0": "argument --frame-skip: expected a whole number above 0, got '0'",
-    "--frames 5 --rename a=b --rename a=c": "--rename: a is given two new names; give one",
+    "--frames 5 --rename a=b --rename a=c": "--rename: a has two new names. Give one",
     "--frames 5 --workers -1": "argument --workers: expected a whole number of at least 0",
     "--frames 5 --mode both": "argument --mode: expected sync or async, got 'both'",
     "--frames 5 --step-timeout 0": "argument --step-timeout: expected a number of seconds above 0",
     "--frames 5 --step-timeout nan": "argument --step-timeout: expected a number of seconds",
-    "--frames 5 --num-envs 2 --workers 3": "--workers: expected at most as many as there are "
-    "lanes, 2, got 3; give fewer, or a larger --num-envs",
+    "--frames 5 --num-envs 2 --workers 3": "--workers: expected at most the number of lanes, "
+    "2, got 3. Give fewer workers, or a larger --num-envs.",
     "--frames 5 --workers 1 --transport fiber": "--transport: expected process, thread or ray, got "
     "'fiber'",
-    "--frames 5 --transport thread": "--transport is for workers, and there are none; give --work",
+    "--frames 5 --transport thread": "--transport needs workers. Give --workers.",
     "--frames 5 --workers 1 --transport thread --respawns 1 --step-timeout 2": (
-        "--transport thread: a thread that hangs cannot be ended and replaced; leave out "
+        "--transport thread: a thread that hangs cannot be ended and replaced. Leave out "
     ),
-    "--frames 5 --mode async": "--mode is for workers, and there are none; give --workers",
-    "--frames 5 --workers 0 --respawns 2": "--respawns is for workers, and there are none; give",
-    "--frames 5 --step-timeout 0.5": "--step-timeout is for workers, and there are none; give",
+    "--frames 5 --mode async": "--mode needs workers. Give --workers.",
+    "--frames 5 --workers 0 --respawns 2": "--respawns needs workers. Give",
+    "--frames 5 --step-timeout 0.5": "--step-timeout needs workers. Give",
 }
 
 
@@ -326,13 +324,13 @@ def test_a_missing_part_is_named(here: Path, capsys: pytest.CaptureFixture[str])
 ERRORS = {
     "Nope-v0 --frames 5": "gymnasium cannot make 'Nope-v0': Environment `Nope` doesn't exist.",
     "no_module:Nope-v0 --frames 5": "no_module:Nope-v0: there is neither a module nor an "
-    "environment system called no_module; `tallyroll envs` lists the systems",
+    "environment system called no_module. `tallyroll envs` lists the systems",
     "CartPole-v1 --frames 5 --env-kwargs '{\"nope\": 1}'": "gymnasium cannot make 'CartPole-v1' "
     "with {'nope': 1}: CartPoleEnv.__init__() got an unexpected keyword argument 'nope'",
-    "CartPole-v1 --frames 5 --info-keys nope": "info key 'nope' is in no info",
+    "CartPole-v1 --frames 5 --info-keys nope": "info key 'nope' is not in the infos of a reset",
     "CartPole-v1 --frames 5 --policy agent": "--policy: expected module:attr or file.py:attr, got "
     "'agent'",
-    "CartPole-v1 --frames 5 --policy no.py:act": "--policy no.py:act: expected a Python file, and ",
+    "CartPole-v1 --frames 5 --policy no.py:act": "--policy no.py:act: expected a Python file, but ",
     "os:b:c --frames 5": "gymnasium cannot make 'os:b:c'",
     "CartPole-v1 --frames 5 --num-envs 1e18": "num_envs: expected at most 1,048,576, got 1,000,000",
     "CartPole-v1 --frames 5 --workers 65_537": "num_workers: expected at most 65,536, got 65,537",
@@ -349,16 +347,16 @@ ERRORS = {
     "callable from TensorDict to TensorDict), a class or a function that makes one, got int",
     "CartPole-v1 --frames 5 --policy agent:broken": "--policy agent:broken: calling broken "
     "failed: ZeroDivisionError: division by zero (--traceback shows where)",
-    "CartPole-v1 --frames 5 --policy agent:idle": "policy: expected it to write action, got no new "
-    "key; set out_keys",
+    "CartPole-v1 --frames 5 --policy agent:idle": "policy: expected the key action in the "
+    "output, got no new key; set out_keys",
     "CartPole-v1 --frames 5 --policy agent:network": "policy: Bilinear is a plain nn.Module whose "
-    "arguments are ['input1', 'input2'], and the observations are ['observation']; call them "
-    "alike, or wrap it in tensordict.nn.TensorDictModule",
-    "CartPole-v1 --frames 5 --append": "--append: data does not exist; leave --append out to "
-    "create it",
-    "--resume --frames 5": "data: there is nothing to take ENV from; give ENV",
-    "CartPole-v1 --resume": "data: there is nothing to take --frames or --episodes from; give "
-    "--frames or --episodes",
+    "arguments are ['input1', 'input2'], but the observations are ['observation']. Name the "
+    "arguments after observations, or wrap the module in tensordict.nn.TensorDictModule",
+    "CartPole-v1 --frames 5 --append": "--append: data does not exist. Leave --append out to "
+    "create it.",
+    "--resume --frames 5": "data has no earlier run to take ENV from. Give ENV",
+    "CartPole-v1 --resume": "data has no earlier run to take --frames or --episodes from. Give "
+    "--frames or --episodes.",
 }
 AGENT = """
 import torch
@@ -402,9 +400,9 @@ def test_errors_are_one_line_and_nothing_is_written(
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("storage", "data holds a storage already: --append adds a new run after its rows, "
-         "--resume continues its last run; or give another --out"),
-        ("file", "data should be a directory, and "),
+        ("storage", "data holds a storage already. Use --append to add a new run after its "
+         "rows, --resume to continue its last run, or give another --out."),
+        ("file", "data should be a directory, but "),
         ("below a file", "file is a file. Give another path."),
         ("foreign", "data is not empty: it holds notes.txt."),
         ("another format", "data holds a storage already"),
@@ -444,14 +442,14 @@ def test_an_out_that_will_not_do(
     ("words", "message"),
     [
         ("Pendulum-v1 --frames 500", "the run to be continued was made by another environment: id "
-         "was 'CartPole-v1', is 'Pendulum-v1'; append a new run instead"),
-        ("--seed 9 --frames 500", "the run to be continued has the seed 1, got 9; leave it out"),
-        ("--frames 500 --num-envs 3", "--resume: the run has 1 lanes, and --num-envs 3 was given; "
-         "leave it out, or use --append for a new run"),
-        ("--frames 50", "--resume: the run in data has 101 frames already, more than the 50 asked "
-         "for; give a larger --frames, or another --out"),
-        ("--frames 500 --policy agent:act", "--resume: the run was made with random actions and "
-         "--policy was given; leave it out, or use --append for a new run"),
+         "was 'CartPole-v1', is 'Pendulum-v1'. Append a new run instead."),
+        ("--seed 9 --frames 500", "the run to be continued has the seed 1, got 9. Leave seed out."),
+        ("--frames 500 --num-envs 3", "--resume: the run has 1 lanes, but --num-envs 3 was given. "
+         "Leave --num-envs out, or use --append for a new run."),
+        ("--frames 50", "--resume: the run in data already has 101 frames, more than the 50 asked "
+         "for. Give a larger --frames, or another --out."),
+        ("--frames 500 --policy agent:act", "--resume: the run was made with random actions, "
+         "but --policy was given. Leave --policy out, or use --append for a new run."),
     ],
 )  # fmt: skip
 def test_a_resume_that_does_not_fit(
@@ -473,7 +471,7 @@ def test_append_of_another_environment_names_every_difference(
     words = ("collect", "Pendulum-v1", "--frames", 5, "--out", "data", "--append")
     assert tallyroll(*words) == 1
     said = capsys.readouterr().err
-    assert "data has other columns than the data: observation has shape [3] a row" in said
+    assert "data has other columns than the data: observation has shape [3] per row" in said
     assert "action has dtype float32, expected int64" in said
     assert rows_in("data") == 101
 
@@ -489,7 +487,7 @@ def test_resume_of_a_policy_that_the_manifest_cannot_name(
     ) as collector:
         next(iter(collector))
     assert tallyroll("collect", "--resume", "--out", "data") == 1
-    assert "which its manifest cannot name; give it with --policy" in capsys.readouterr().err
+    assert "that its manifest cannot name. Give the policy with --policy" in capsys.readouterr().err
 
 
 def test_a_traceback_is_shown_on_request(
@@ -510,7 +508,7 @@ MISTYPED = {
     "collect CartPole-v1 --out x --frames 1e999999999": "expected a whole number below 2**63",
     "collect CartPole-v1 --out x --frames 1e-999999999": "expected a whole number below 2**63",
     "collect CartPole-v1 --out x --frames " + 9000 * "9": "expected a whole number below 2**63",
-    "collect CartPole-v1 --out x --frames 3 --env-kwargs " + 99999 * "[": "not nested as deep",
+    "collect CartPole-v1 --out x --frames 3 --env-kwargs " + 99999 * "[": "fewer nested levels",
 }
 
 
@@ -627,7 +625,7 @@ def test_an_error_in_mid_run_keeps_the_rows_and_says_how_to_go_on(
     assert tallyroll(*words) == 1
     said = capsys.readouterr().err
     assert said.endswith("tallyroll: error: RuntimeError: enough\n")
-    assert "rows are committed in data; once the cause of the error is gone, go on with" in said
+    assert "rows are committed in data. Once the cause of the error is gone, continue with" in said
     assert 30 <= rows_in("data") <= 42
     words = ("--policy", "moody:act", "--resume", "--out", "data", "--quiet")
     assert tallyroll("collect", "CartPole-v1", *words) == 0
@@ -644,8 +642,11 @@ def test_a_lock_file_that_was_removed(server: WarmServer, tmp_path: Path) -> Non
         time.sleep(0.02)
     lock.unlink()
     assert command.wait() == 1
-    assert "see whose the last run is:\n    tallyroll inspect data\n" in command.err
-    assert "\ntallyroll: if it is this one, go on with\n    tallyroll collect " in command.err
+    assert "check which process made the last run:\n    tallyroll inspect data\n" in command.err
+    assert (
+        "\ntallyroll: if the last run is this one, continue with\n    tallyroll collect "
+        in command.err
+    )
 
 
 def test_code_that_a_storage_names_is_not_run(
@@ -657,7 +658,7 @@ def test_code_that_a_storage_names_is_not_run(
     (here / "sly.py").write_text("open('was-run', 'w').close()\n" + AGENT)
     assert tallyroll("collect", "--resume", "--frames", 30, "--out", "data") == 1
     assert (
-        "names code of yours, or an environment system, and neither is run"
+        "names code of yours, or an environment system. Tallyroll does not run code"
         in capsys.readouterr().err
     )
     assert not (here / "was-run").exists()
@@ -755,7 +756,8 @@ def test_a_signal_commits_what_is_complete(
     assert stop_in_the_middle(command, number) < AT_ONCE
     assert command.status == 128 + number  # type: ignore[attr-defined]
     resume = f"tallyroll collect {ORACLE} --out data --resume"
-    said = f"stopped by {number.name}; what is complete is committed. Go on with\n    {resume}\n"
+    kept = "all complete transitions are committed"
+    said = f"stopped by {number.name}; {kept}. Continue with\n    {resume}\n"
     assert command.err.endswith(said)
     committed = rows_in(tmp_path / "data")
     assert f"\n{committed:,} frames of {ORACLE}" in command.out
@@ -789,7 +791,7 @@ def test_a_signal_before_anything_was_made(server: WarmServer, tmp_path: Path) -
     command.kill(signal.SIGTERM)
     assert command.wait(AT_ONCE) == 143
     again = "collect CartPole-v1 --frames 77 --policy sleepy:act --out 'my data'"
-    said = "stopped by SIGTERM; nothing was collected yet. Go on with\n    tallyroll"
+    said = "stopped by SIGTERM; nothing was collected yet. Continue with\n    tallyroll"
     assert command.err.endswith(f"{said} {again}\n")
     assert not (tmp_path / "my data").exists()
 
@@ -908,7 +910,7 @@ def test_a_terminal_shows_a_bar(server: WarmServer, tmp_path: Path) -> None:
 def test_elsewhere_there_is_a_line_now_and_then(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tallyroll.collector.cli.progress.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("tallyroll.collector.ext.progress.LINE_SECONDS", 0.0)
     assert tallyroll(*cartpole("data", 100, "--frames-per-batch", 10)) == 0
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 13
@@ -1083,7 +1085,7 @@ def test_inspect_of_copied_rows(collected: Path, capsys: pytest.CaptureFixture[s
     assert first["runs"] == [exported(run) for run in made[:2]]
     assert tallyroll("verify", "other") == 0
     assert tallyroll("collect", "--resume", "--frames", 900, "--out", "other") == 1
-    assert "other holds no run of a collector; use --append" in capsys.readouterr().err
+    assert "other holds no run of a collector. Use --append" in capsys.readouterr().err
     assert tallyroll(*cartpole("other", 30), "--append", "--quiet") == 0
 
 
@@ -1122,7 +1124,7 @@ def test_inspect_of_an_entry_that_is_no_copy(
     ("make", "message"),
     [
         (lambda path: None, "data does not exist. Give the path of a storage."),
-        (lambda path: path.touch(), "data is an empty file, not a Tallyroll storage."),
+        (lambda path: path.touch(), "data is not a Tallyroll storage: it is an empty file."),
         (lambda path: path.mkdir(), "data is not a Tallyroll storage: it has no manifest.json."),
     ],
 )
@@ -1283,13 +1285,16 @@ def test_verify_of_what_it_cannot_check(here: Path, capsys: pytest.CaptureFixtur
     Path("notes.h5").write_text("text")
     assert tallyroll("verify", "notes.h5") == 2
     assert (
-        "notes.h5 is a file of another program, not a Tallyroll storage" in capsys.readouterr().err
+        "notes.h5 is not a Tallyroll storage: it is a file of another program"
+        in capsys.readouterr().err
     )
     assert tallyroll(*cartpole(), "--quiet") == 0
     with pytest.raises(SystemExit) as end:
         tallyroll("verify", "data", "--skip", "nan,nam")
     assert end.value.code == 2
-    assert "argument --skip: no check is called 'nam'; there are files, " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "argument --skip: expected checks among files, " in said
+    assert ", got 'nam'" in said
     (here / "data" / "action.memmap").unlink()
     assert tallyroll("verify", "data") == 1
     assert capsys.readouterr().out.startswith("data cannot be read\n\nfiles: ")
@@ -1298,7 +1303,7 @@ def test_verify_of_what_it_cannot_check(here: Path, capsys: pytest.CaptureFixtur
 def test_verify_shows_how_far_it_is(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tallyroll.collector.cli.progress.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("tallyroll.collector.ext.progress.LINE_SECONDS", 0.0)
     monkeypatch.setattr("tallyroll.storage.ext.verification.row_checks._CHUNK_ROWS", 100)
     assert tallyroll(*cartpole("data", 500), "--quiet") == 0
     assert tallyroll("verify", "data") == 0
@@ -1349,7 +1354,7 @@ def test_a_stdout_that_takes_nothing(
     command = server.start(tmp_path, *cartpole("more", 50), stdout=stdout)
     assert command.wait() == 1
     assert command.err.endswith(f"{error}\n")
-    assert "go on with" not in command.err
+    assert "continue with" not in command.err
     assert rows_in(tmp_path / "more") == 50
 
 
@@ -1411,14 +1416,14 @@ def test_output_that_is_read_late_says_what_is_missing(server: WarmServer, tmp_p
         command = server.start(tmp_path, *words, stderr="pipe")
         rows_that_grow(tmp_path)
         read = b""
-        while b"dropped" not in read:
+        while b"read in time" not in read:
             with contextlib.suppress(BlockingIOError):
                 read += os.read(pipe, 2**20)
         command.kill(signal.SIGTERM)
         assert command.wait(AT_ONCE) == 143
     finally:
         os.close(pipe)
-    assert re.search(rb"\ntallyroll: [\d,]+ bytes of output were not read in time: dropped", read)
+    assert re.search(rb"\ntallyroll: dropped [\d,]+ bytes of output that were not read in", read)
 
 
 PRINTS_AT_EXIT = """
@@ -1477,7 +1482,7 @@ def test_after_a_signal_no_write_waits_for_room(monkeypatch: pytest.MonkeyPatch)
     with os.fdopen(end), os.fdopen(pipe, "w") as stream:
         signals = Signals()
         signals.stop = lambda: None
-        with signals.taken_over():
+        with signals.install():
             for stopped in (False, True):
                 if stopped:
                     signal.raise_signal(signal.SIGTERM)
@@ -1552,12 +1557,12 @@ def test_formats(here: Path, words: str, format: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--frames 5 --out data.h5 --format zarr", "--format: data.h5 has the suffix of hdf5, and "
-         "the format zarr was asked for. Leave one of them out, or give another path."),
+        ("--frames 5 --out data.h5 --format zarr", "--format: data.h5 has the suffix of hdf5, but "
+         "the format zarr was requested. Leave the format out, or give another path."),
         ("--frames 5 --out old --format hdf5 --append", "--format: old holds a storage of format "
-         "memmap, and the format hdf5 was asked for. Leave one of them out, or give another path."),
-        ("--episodes 5 --out data.h5", "data.h5: an HDF5 file is made for a number of rows, which "
-         "--episodes does not give; use --frames, or --format memmap or zarr"),
+         "memmap, but the format hdf5 was requested. Leave the format out, or give another path."),
+        ("--episodes 5 --out data.h5", "data.h5: an HDF5 file needs a fixed number of rows, but "
+         "--episodes does not give one. Use --frames, or --format memmap or zarr."),
     ],
 )  # fmt: skip
 def test_formats_that_do_not_fit(
@@ -1600,10 +1605,10 @@ def test_a_ring_keeps_the_last_rows(here: Path, capsys: pytest.CaptureFixture[st
     assert tallyroll("verify", "data") == 0
     capsys.readouterr()
     assert tallyroll(*cartpole("more.zarr", 5, "--max-size", 3)) == 1
-    assert "--max-size: max_size=3 asks for a ring, and " in capsys.readouterr().err
+    assert "--max-size: max_size=3 requests a ring, but " in capsys.readouterr().err
     assert tallyroll("collect", "CartPole-v1", "--append", "--frames", 9, "--out", "data",
                      "--max-size", 5) == 1  # fmt: skip
-    assert "--max-size: max_size=5 was given, and data is a ring of 300" in capsys.readouterr().err
+    assert "--max-size: max_size=5 was given, but data is a ring of 300" in capsys.readouterr().err
 
 
 def test_finalize_of_a_run_that_is_complete_already(
@@ -1685,7 +1690,7 @@ def test_a_run_by_frames_is_not_resumed_by_episodes(
 ) -> None:
     assert tallyroll(*cartpole("data", 50), "--quiet") == 0
     assert tallyroll("collect", "--resume", "--episodes", 3, "--out", "data") == 1
-    assert "the run was begun with --frames, so that --episodes cannot end it" in (
+    assert "the run was started with --frames, so --episodes cannot end it" in (
         capsys.readouterr().err
     )
     assert rows_in("data") == 50

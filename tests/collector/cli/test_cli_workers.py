@@ -183,7 +183,8 @@ def test_a_signal_to_the_group_commits_what_is_complete(
     assert command.wait(AT_ONCE) == 128 + number
     require_gone(living)
     resume = "tallyroll collect mine:Mine-v0 --out data --resume"
-    said = f"stopped by {number.name}; what is complete is committed. Go on with\n    {resume}\n"
+    kept = "all complete transitions are committed"
+    said = f"stopped by {number.name}; {kept}. Continue with\n    {resume}\n"
     assert command.err.endswith(said)
     assert f"\n{rows_in(here / 'data'):,} frames of mine:Mine-v0" in command.out
     assert "resumed once" in require_resumable(server, command)
@@ -199,7 +200,9 @@ def test_a_signal_while_workers_start(server: WarmServer, here: Path) -> None:
     command.kill(signal.SIGHUP, group=True)
     assert command.wait(WHILE_IT_STARTS) == 129
     require_gone(living, WHILE_IT_STARTS)
-    assert "stopped by SIGHUP; nothing was collected yet. Go on with\n    tallyroll" in command.err
+    assert (
+        "stopped by SIGHUP; nothing was collected yet. Continue with\n    tallyroll" in command.err
+    )
     assert not (here / "data").exists()
 
 
@@ -232,8 +235,8 @@ def test_an_exception_in_a_worker_is_the_users_to_read(server: WarmServer, here:
     assert command.wait() == 1
     note, _, said = command.err.partition("tallyroll: error: ")
     assert note.endswith(
-        f"tallyroll: {rows_in(here / 'data')} rows are committed in data; once the cause of the "
-        "error is gone, go on with\n    tallyroll collect mine:Mine-v0 --out data --resume\n"
+        f"tallyroll: {rows_in(here / 'data')} rows are committed in data. Once the cause of the "
+        "error is gone, continue with\n    tallyroll collect mine:Mine-v0 --out data --resume\n"
     )
     assert said.startswith("worker 0 (lanes 0 to 1, process ")
     assert "raised RuntimeError while stepping: the simulator fell over; lane 0 (seed " in said

@@ -155,13 +155,15 @@ def test_a_command_is_proposed_only_if_it_does_what_it_shows(tmp_path: Path, cod
         crafted(out / "rows", "id", "mine:")
         status, _, err = told("collect", "--resume", "--out", out / "rows")
         first, second = err.splitlines()
-        assert (status, "name it again:" in first) == (1, True)
+        assert (status, "repeat them:" in first) == (1, True)
         assert bare(err) == []
         if proposed:
             words = ["tallyroll", "collect", f"mine:{WORD}", "--out", str(out / "rows")]
             assert shlex.split(second) == [*words, "--resume"]
         else:
-            assert "the command is not shown: a name in it holds control characters" in second
+            assert (
+                "the command is not shown, because a name in it holds control characters" in second
+            )
             assert "tallyroll collect" not in err
 
 

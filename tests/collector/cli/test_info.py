@@ -181,7 +181,7 @@ def test_without_torch_all_else_is_said(tmp_path: Path) -> None:
     assert "libtorch.so" in lines["cuda"]
     assert "the process that tried it ended (exit status 1)" in lines["h5py"]
     assert lines["numpy"].split()[1] == np.__version__
-    assert "expected ways to switch off" in lines["switched"]
+    assert "expected the fast paths to switch off" in lines["switched"]
     assert str(home) not in done.stdout
     assert "open files" in done.stdout
 
@@ -291,12 +291,12 @@ def test_the_table() -> None:
     none = {"installed": True, "version": "", "install": "", "error": ""}
     more = facts(
         systems={"mine": none, "brax": none | {"version": "brax 1", "error": "\x1b[8mNo"}},
-        devices=facts()["devices"] | {"cuda": ["H100", "H100"], "mps": True},
+        devices=facts()["devices"] | {"cuda": ["H100", "H100"], "mps": True, "xpu": ["Arc"]},
         extension={"built": True, "loads": False, "error": "no ELF"},
         ways={"off": ["once"], "error": ""},
     )
     text = info.as_text(more)
     assert "\n  mine          needs no package\n" in text
     assert "\n  brax          brax 1, not usable: \\x1b[8mNo\n" in text
-    assert "\n  cuda          H100, H100\n  mps           yes\n" in text
+    assert "\n  cuda          H100, H100\n  mps           yes\n  xpu           Arc\n" in text
     assert "\nextension       does not load: no ELF\nswitched off    once\n" in text

@@ -177,7 +177,7 @@ def test_rows_without_trajectories_and_storages_of_before(
     facts = json.loads(shown(capsys, str(tmp_path / "plain"), "--json"))
     assert facts["trajectories"] is None
     assert facts["by_policy_version"] == []
-    assert "nothing says where it was made" in shown(capsys, str(tmp_path / "plain"), "--runs")
+    assert "no record of where it was made" in shown(capsys, str(tmp_path / "plain"), "--runs")
     assert main(["inspect", str(tmp_path / "plain"), "--trajectories"]) == 1
     assert "have no trajectory ids" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -90,7 +90,10 @@ def _umask() -> int:
     ("words", "said"),
     [
         ([], "the following arguments are required: PATH"),
-        (["a", "--scale", "X=5"], "argument --scale: expected ENV=LOW:HIGH, as CartPole-v1=0:500"),
+        (
+            ["a", "--scale", "X=5"],
+            "argument --scale: expected ENV=LOW:HIGH, such as CartPole-v1=0:500",
+        ),
         (["a", "--scale", "X=5:nan"], "expected ENV=LOW:HIGH"),
         (["a", "--window", "0"], "argument --window: expected a whole number above 0"),
         (["a", "--csv", "--json"], "not allowed with argument"),
@@ -107,7 +110,8 @@ def test_wrong_arguments(words: list[str], said: str, capsys: pytest.CaptureFixt
 def test_a_field_that_no_run_has(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(runs), "--group-by", "call.frames_per_bach"]) == 1
     said = capsys.readouterr().err
-    assert "no run says its 'call.frames_per_bach'" in said
+    assert "or the name of a value in a run's entry" in said
+    assert "got 'call.frames_per_bach'" in said
     assert "did you mean call.frames_per_batch?" in said
 
 

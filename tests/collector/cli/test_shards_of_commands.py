@@ -247,12 +247,12 @@ class TestWaiting:
         (parts / "begun").rename(parts / "part-1")
         command = self.merge(server, parts, "--shards", "3")
         assert command.wait() == 1
-        assert "part-1 is shard 1/3 of run" in command.err
+        assert "part-1: expected one of 3 shards of one run, got shard 1/3 of run" in command.err
         assert "of 1500 transitions" in command.err
         (parts / "part-1").rename(parts / "begun")
         command = self.merge(server, parts, "--shards", "4", "--wait")  # does not wait for it
         assert command.wait() == 1
-        assert "expected were 4 shards of one run" in command.err
+        assert "expected one of 4 shards of one run" in command.err
 
     @pytest.mark.parametrize("words", ["--wait", "--shards 0", "--shards 3 --timeout 0"])
     def test_wrong_words(self, server: WarmServer, parts: Path, words: str) -> None:
@@ -264,15 +264,18 @@ class TestWaiting:
     [
         (
             "--shard 3/3",
-            "0 to 2 of 3 shards, got 3; it counts from 0, so that the last of 3 is 2/3",
+            "0 to 2 of 3 shards, got 3. Indices count from 0, so the last of 3 shards is 2/3",
         ),
-        ("--shard 3", 'expected "I/N", shard I, from 0 on, of N, as "0/8", got \'3\''),
+        ("--shard 3", 'expected "I/N", shard I of N, counted from 0, such as "0/8", got \'3\''),
         ("--shard -1/3", "expected one argument"),
-        ("--shard=-1/3", 'expected "I/N", shard I, from 0 on'),
+        ("--shard=-1/3", 'expected "I/N", shard I of N, counted from 0'),
         ("--shard 0/14", "--shard 0/14: expected at most 13 shards, one for each lane, got 14"),
-        ("--shard 0/3 --workers 5", "at most as many as there are lanes in shard 0/3, 4, got 5"),
-        ("--shard 0/3 --frames 8", "a transition for each of 3 shards of 13 lanes: 9 or more"),
-        ("--shard 0/3 --budget-unit agent_transitions", "expected --frames, a number of transit"),
+        ("--shard 0/3 --workers 5", "at most the number of lanes in shard 0/3, 4, got 5"),
+        (
+            "--shard 0/3 --frames 8",
+            "at least 9, a transition for each of 3 shards of 13 lanes, got 8",
+        ),
+        ("--shard 0/3 --budget-unit agent_transitions", "expected --frames, the number of transit"),
     ],
 )
 def test_wrong_shards_are_usage_errors(
@@ -286,8 +289,8 @@ def test_wrong_shards_are_usage_errors(
 
 def test_a_shard_wants_a_seed_and_a_number_of_frames(server: WarmServer, tmp_path: Path) -> None:
     for words, match in (
-        ("--frames 100", "--shard 0/2: expected --seed, the same for each of the shards"),
-        ("--episodes 9 --seed 0", "--shard 0/2: expected --frames, a number of transitions"),
+        ("--frames 100", "--shard 0/2: expected the same --seed for each of the shards"),
+        ("--episodes 9 --seed 0", "--shard 0/2: expected --frames, the number of transitions"),
     ):
         command = server.start(
             tmp_path,
@@ -312,8 +315,8 @@ def test_a_shard_is_shown_and_continued_as_itself_alone(server: WarmServer, tmp_
     shown = " ".join(server.run(tmp_path, "inspect", "data").out.split())
     assert "13 lanes, seed 0, shard 1/3: lanes 4 to 7, 3,001 frames in all shards of run" in shown
     for words, match in (
-        ("--shard 2/3", "data has shard 1/3, and --shard 2/3 was given; give each shard"),
-        ("--shard 1/4", "data has shard 1/3, and --shard 1/4 was given; give each shard"),
+        ("--shard 2/3", "data has shard 1/3, but --shard 2/3 was given. Give each shard"),
+        ("--shard 1/4", "data has shard 1/3, but --shard 1/4 was given. Give each shard"),
     ):
         command = server.start(tmp_path, *COLLECT, *words.split(), "--out", "data", "--resume")
         assert command.wait() == 1
@@ -324,4 +327,4 @@ def test_a_shard_is_shown_and_continued_as_itself_alone(server: WarmServer, tmp_
     server.run(tmp_path, *COLLECT, "--out", "whole")
     command = server.start(tmp_path, *COLLECT, "--shard", "0/3", "--out", "whole", "--resume")
     assert command.wait() == 1
-    assert "whole has a whole run, and --shard 0/3 was given" in " ".join(command.err.split())
+    assert "whole has a whole run, but --shard 0/3 was given" in " ".join(command.err.split())

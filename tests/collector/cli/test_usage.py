@@ -16,7 +16,7 @@ from tallyroll.collector.cli import main
 from tallyroll.collector.cli.parser import SHELLS, make_parser
 from tallyroll.storage.package.near_names import did_you_mean
 
-COMMANDS = ("collect", "completion", "envs", "info", "inspect", "verify")
+COMMANDS = ("collect", "completion", "envs", "info", "inspect", "verify", "view")
 
 
 def refused(words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -55,7 +55,7 @@ MISTYPED = {
     "info --out x": "unrecognized option --out",
     "info torch": "unrecognized argument torch",
     "inspect a --row 5": "unrecognized option --row; did you mean --rows?",
-    "verify a --skip nans": "tasks, spaces, videos, statistics; did you mean nan?",
+    "verify a --skip nans": "tasks, spaces, videos, statistics, got 'nans'; did you mean nan?",
     "verify --skip -- a": "argument --skip: expected one argument",
 }
 

@@ -154,7 +154,7 @@ def test_a_time_limit_truncates(driver: str, limit: int) -> None:
 
 
 def test_a_time_limit_is_refused_where_reset_masks_are_ignored() -> None:
-    with pytest.raises(EnvironmentRefused, match="max_frames_per_traj resets lanes by mask, which"):
+    with pytest.raises(EnvironmentRefused, match="max_frames_per_traj resets lanes by mask, but"):
         SyncCollector(
             DRIVERS["native"](), frames_per_batch=5, total_frames=10, max_frames_per_traj=3
         )
@@ -271,7 +271,7 @@ def test_postproc_changes_what_is_yielded_and_stored(tmp_path: Any) -> None:
     ("postproc", "got"), [(lambda rows: rows[:-1], r"\[6\]"), (lambda _: None, "NoneType")]
 )
 def test_postproc_keeps_the_rows(postproc: Any, got: str) -> None:
-    match = rf"postproc: expected a TensorDict of batch size \[7\], got {got}"
+    match = rf"postproc: expected a result of batch size \[7\], got {got}"
     with pytest.raises(ArgumentError, match=match):
         collect(vec(DISABLED), postproc=postproc, frames_per_batch=7, total_frames=30)
 

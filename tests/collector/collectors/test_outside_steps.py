@@ -80,7 +80,7 @@ def test_a_reset_by_the_program_is_an_error_that_set_seed_settles(name: str, way
     reset(env)
     before = run.collector.ledger.stored
     for _ in range(2):
-        with pytest.raises(StateError, match=r"the program stepped or reset .* call set_seed\(\)"):
+        with pytest.raises(StateError, match=r"the program stepped or reset .* Call set_seed\(\)"):
             run.go_on(1)
     assert run.collector.ledger.stored == before
     run.collector.set_seed(1)

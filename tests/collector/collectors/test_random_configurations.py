@@ -18,8 +18,10 @@ from fast_paths_kit import drawn_off
 
 from tallyroll.storage import fast_paths
 
+from devices_kit import on_gpu
 from pairs import in_gate
 from random_configurations import Configuration
+from random_devices import on_a_device
 from random_environments import EnvKind
 from random_lanes import LaneKind
 from random_more import extended
@@ -33,7 +35,16 @@ NUMBERS = range(COUNT) if ALONE is None else [int(ALONE)]
 
 @pytest.mark.parametrize("number", in_gate(NUMBERS))
 def test_every_row_is_true_or_there_is_an_error_of_ours(number: int, tmp_path: Path) -> None:
-    config = extended(number)
+    _require_true(extended(number), number, tmp_path)
+
+
+@on_gpu
+@pytest.mark.parametrize("number", in_gate(NUMBERS))
+def test_every_row_of_a_device_is_true(number: int, device: str, tmp_path: Path) -> None:
+    _require_true(on_a_device(extended(number), device), number, tmp_path)
+
+
+def _require_true(config: Configuration, number: int, tmp_path: Path) -> None:
     off = drawn_off(number)
     with fast_paths.switched_off(*off):
         wrong = examined(config, tmp_path)

@@ -46,6 +46,7 @@ RUN = StoringTraits(
     replay_buffer=False,
     storage="MemmapStorage",
     has_engine=True,
+    stores_once=False,
     waits_for_disk=False,
     elsewhere=(),
     by_lane="",
@@ -67,6 +68,7 @@ NO_COMMIT_IN_ONE = {"replay_buffer", "postproc", "elsewhere", "by_lane", "arriva
 NO_COMMIT_IN_ONE |= {"counts_ticks", "follows_flags", "resets_batches"}
 NO_COMMIT_IN_ONE |= {"counts_agents", "few_float_rewards"}
 NO_COMMIT_IN_ONE |= {"wide_bounds", "computed", "waits_for_disk", "has_engine", "extension"}
+NO_COMMIT_IN_ONE |= {"stores_once"}
 
 
 # --- pure functions -------------------------------------------------------------------------------
@@ -221,7 +223,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     ),
     "postproc": (
         {"postproc": lambda td: td},
-        {"rows": "gathered", "batches": "gathered", "commits": "rows"},
+        {"rows": "gathered", "batches": "gathered", "commits": "rows", "frames": "none"},
     ),
     "opening": ({"init_random_frames": 5}, {}),
     "resets": ({"reset_at_each_iter": True}, {"batches": "slab", "commits": "rows"}),
@@ -240,6 +242,7 @@ FASTEST = {
     "extension": "yes",
     "sends": "none",
     "masks": "none",
+    "frames": "whole",
 }
 if not KERNEL:
     FASTEST |= {"writes": "columns", "batches": "slab", "commits": "rows", "extension": "no"}
@@ -271,7 +274,7 @@ def test_a_run_goes_as_its_plan_says(
             if not KERNEL and each.name in ("writes", "batches", "commits", "extension"):
                 continue
             assert bool(decision.because) == (decision.way != FASTEST[each.name]) or (
-                decision.way == "drawn" or each.name == "masks"
+                decision.way == "drawn" or each.name in ("masks", "frames")
             ), each.name
 
 
@@ -346,7 +349,9 @@ def test_each_way_is_switched_off_alone_and_rows_are_the_same(way: str, tmp_path
 
 @pytest.mark.parametrize("setting", ["kernel", "-fast", "-kernel -once", "--kernel"])
 def test_settings_that_are_none_are_refused(setting: str) -> None:
-    with pytest.raises(ValueError, match="TALLYROLL_PLAN: expected ways to switch off, of -kernel"):
+    with pytest.raises(
+        ValueError, match="TALLYROLL_PLAN: expected the fast paths to switch off, one or more of -k"
+    ):
         fast_paths.parsed(setting)
     assert fast_paths.parsed(" -kernel , -once,") == {"kernel", "once"}
     with pytest.raises(ValueError, match="got '-x'"), fast_paths.switched_off("x"):

@@ -256,7 +256,7 @@ def test_resume_auto_of_rows_without_a_run(tmp_path: Path) -> None:
     batch, *_ = SyncCollector(vec(), frames_per_batch=7, total_frames=7)
     with MemmapStorage(tmp_path / "s") as storage:
         storage.extend(batch)
-        with pytest.raises(StateError, match="append"):
+        with pytest.raises(StateError, match="Append to the storage instead"):
             SyncCollector(vec(), frames_per_batch=7, total_frames=9, storage=storage, resume="auto")
 
 
@@ -291,14 +291,14 @@ def test_a_run_of_another_seed_environment_or_lanes_is_not_resumed(tmp_path: Any
     with SyncCollector(vec(), seed=3, total_frames=7, **kwargs) as one:
         list(one)
     kwargs |= {"total_frames": 61, "resume": True}
-    with pytest.raises(StateError, match="to be continued has the seed 3, got 4; leave it out"):
+    with pytest.raises(StateError, match=r"to be continued has the seed 3, got 4\. Leave seed"):
         SyncCollector(vec(), seed=4, **kwargs)
     with pytest.raises(
         StateError, match=r"made by another environment: .*type was 'SyncVectorEnv'"
     ):
         SyncCollector(OracleTorchEnv(3, LENGTHS), **kwargs)
     with pytest.raises(
-        StateError, match=r"continued has 3 lanes, got 2; .* \(num_envs=3\), or app"
+        StateError, match=r"continued has 3 lanes, got 2\. .* with num_envs=3, or app"
     ):
         SyncCollector(GymnasiumVectorEnv(make_oracle_vec(2, LENGTHS, ends="mixed")), **kwargs)
     with MemmapStorage(tmp_path / "s", mode="read") as storage:
@@ -345,18 +345,18 @@ def test_a_state_belongs_to_a_collector_of_its_kind() -> None:
     with SyncCollector(vec(), frames_per_batch=7, total_frames=61) as one:
         next(iter(one))
         saved = one.state_dict()
-        with pytest.raises(StateError, match="this collector has collected already"):
+        with pytest.raises(StateError, match="this collector has already collected"):
             one.load_state_dict(saved)
     with (
         SyncCollector(vec(), ByObservation(), frames_per_batch=7, total_frames=61) as other,
-        pytest.raises(StateError, match="the state was saved without a policy, this collector is"),
+        pytest.raises(StateError, match="the state was saved without a policy, unlike the state"),
     ):
         other.load_state_dict(saved)
     with SyncCollector(vec(), ByObservation(), frames_per_batch=7, total_frames=61) as one:
         saved = one.state_dict()
     with (
         SyncCollector(vec(), frames_per_batch=7, total_frames=61) as other,
-        pytest.raises(StateError, match="the state was saved with a policy, this collector is"),
+        pytest.raises(StateError, match="the state was saved with a policy, unlike the state"),
     ):
         other.load_state_dict(saved)
 

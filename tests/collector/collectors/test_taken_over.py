@@ -71,9 +71,9 @@ def test_the_older_collector_raises_and_the_newer_goes_on(
     assert len(next(batches)) == 6
     with SyncCollector(newer(env), **BUDGET) as second:
         assert len(next(iter(second))) == 6
-        with pytest.raises(StateError, match="another collector drove the environment since"):
+        with pytest.raises(StateError, match="another collector has driven the environment since"):
             next(batches)
-        with pytest.raises(StateError, match="make an environment for each"):
+        with pytest.raises(StateError, match="Make an environment for each"):
             next(iter(first))
         rows = torch.cat([batch.clone() for batch in second])
         assert len(rows) == 54
@@ -118,7 +118,9 @@ def test_an_older_run_that_is_over_touches_the_environment_no_more(met: bool) ->
         if not met:
             older.shutdown()
         for touch in (partial(older.set_seed, 3), partial(older.env_get, "spec")):
-            with pytest.raises(StateError, match="another collector drove the environment since"):
+            with pytest.raises(
+                StateError, match="another collector has driven the environment since"
+            ):
                 touch()
         rows += [batch.clone() for batch in newer]
         check_rows(torch.cat(rows), LENGTHS)

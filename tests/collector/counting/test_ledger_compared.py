@@ -20,8 +20,8 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.base import Collector
 from tallyroll.collector.batches import batch_output
-from tallyroll.collector.batches.rows.rows import Part
-from tallyroll.collector.batches.rows.slab_rows import SlabPart
+from tallyroll.collector.batches.rows.rows import ArrayBatch
+from tallyroll.collector.batches.rows.slab_rows import SlabBatch
 from tallyroll.collector.batches.stored import writer
 from tallyroll.collector.errors import LedgerError, StateError, TransitionError, WorkerRaised
 from tallyroll.collector.rollout.driver import Account, LocalDriver
@@ -106,22 +106,22 @@ def block_twice(block: Block) -> Block | None:
     return replace(block, index=index, lane=lane)
 
 
-def part_of(rows: list[int], part: Part) -> Part:
+def part_of(rows: list[int], part: ArrayBatch) -> ArrayBatch:
     """Return some rows of a part."""
     at = torch.arange(len(part))[rows] if rows else torch.arange(len(part) - 1)
-    return Part({key: column[at] for key, column in part.rows.items()}, {})
+    return ArrayBatch({key: column[at] for key, column in part.rows.items()}, {})
 
 
-def part_without(part: Part | SlabPart) -> Part | SlabPart:
+def part_without(part: ArrayBatch | SlabBatch) -> ArrayBatch | SlabBatch:
     """Drop the last row."""
-    if isinstance(part, SlabPart):
+    if isinstance(part, SlabBatch):
         return replace(part, index=np.asarray(part.index)[:-1])
     return part_of([], part)
 
 
-def part_twice(part: Part | SlabPart) -> Part | SlabPart:
+def part_twice(part: ArrayBatch | SlabBatch) -> ArrayBatch | SlabBatch:
     """Duplicate the last row."""
-    if isinstance(part, SlabPart):
+    if isinstance(part, SlabBatch):
         index = np.asarray(part.index)
         return replace(part, index=np.append(index, index[-1:]))
     return part_of([*range(len(part)), -1], part)
@@ -218,7 +218,7 @@ def test_a_lost_or_doubled_row_is_an_error_before_it_is_stored(
     with tampered(step, what) as once:
         rows, collector, raised = collect(run, once, storage=tmp_path / "rows")
     assert 0 < rows < 200
-    assert "does not hold" in str(raised.value) or "expected to hand" in str(raised.value)
+    assert "does not hold" in str(raised.value) or "as many as were counted" in str(raised.value)
     with open_storage(tmp_path / "rows") as stored:
         assert stored.head == rows
     assert collector.ledger.stored == rows

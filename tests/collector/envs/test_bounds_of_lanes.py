@@ -99,7 +99,9 @@ def test_lanes_in_processes(mode: AutoresetMode) -> None:
         if wrong is None:
             assert len(rows_of(SyncCollector(env, **BUDGET))) == 160
         else:
-            with pytest.raises(TransitionError, match=r"at lane 2.* got 31 .* \[-30, 30\]"):
+            with pytest.raises(
+                TransitionError, match=r"at lane 2.* expected \[-30, 30\] .* got 31"
+            ):
                 rows_of(SyncCollector(env, **BUDGET))
         env.close()
 
@@ -121,7 +123,7 @@ def test_workers_have_parts_of_the_lanes(mode: Any, tmp_path: Path) -> None:
     with open_storage(path) as storage:
         said = storage.manifest["runs"][0]["spaces"]["observation"]
     assert said["of_lanes"]["shape"] == [2 * LANES, 2]
-    with pytest.raises(TransitionError, match=r"at lane [26].* got 31 .* \[-30, 30\]"):
+    with pytest.raises(TransitionError, match=r"at lane [26].* expected \[-30, 30\] .* got 31"):
         rows_of(MultiprocessCollector(lambda: vector(2), **options, **BUDGET))
 
 
@@ -173,7 +175,7 @@ def test_actions_of_a_vector_keep_to_the_bounds_of_their_lane() -> None:
         most = actions[rows["collector", "lane"] == lane].max()
         assert lane + 0.8 < most <= lane + 1
     assert len(rows_of(SyncCollector(Steered(), _all(0.9), **BUDGET))) == 160
-    with pytest.raises(PolicyError, match=r"at lane 1.* got 2.5 .* \[-2, 2\]"):
+    with pytest.raises(PolicyError, match=r"at lane 1.* expected \[-2, 2\] .* got 2.5"):
         rows_of(SyncCollector(Steered(), _all(1.25, lane=1), **BUDGET, validate="raise"))
 
 

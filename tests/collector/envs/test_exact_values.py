@@ -340,7 +340,7 @@ def test_a_reward_is_in_its_row_as_it_is_or_refused(
             place = "next/reward at lane 0, step 1 of its trajectory: expected "
             assert found.startswith(place), found
             assert ", got " in found
-            assert ("of an array its one element: .item()" in found) is ("(1,)" in name)
+            assert ("or .item() of an array with one element" in found) is ("(1,)" in name)
 
 
 @pytest.mark.parametrize(("name", "mode"), by_turns(FLAGS))
@@ -463,7 +463,7 @@ def test_what_rounding_would_make_infinite_is_refused(kind: Any) -> None:
 def test_digits_are_rounded_and_said_once() -> None:
     seen = [np.full(2, 0.1), np.full(2, 0.2)]
     row = ExactRow(("observation",), (2,), np.dtype(np.float32))
-    with pytest.warns(RoundedWarning, match="declares float32 and .* returns float64") as caught:
+    with pytest.warns(RoundedWarning, match="declares float32, but .* returns float64") as caught:
         assert [row.array(each).dtype for each in seen] == [np.float32] * 2
     assert len(caught) == 1
     assert reward_of(0.1) == 0.1

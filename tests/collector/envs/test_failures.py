@@ -362,11 +362,11 @@ def run(kind: type, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", OLD)
 @pytest.mark.filterwarnings("ignore:reset with seed kwarg:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*was made to see whether:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*made to check whether:UserWarning")
 def test_the_old_api_is_named(kind: type, way: str) -> None:
     with pytest.raises(EnvironmentRefused, match=rf"^lane [01]: {OLD[kind]}") as caught:
         run(kind, way)
-    assert "wrap it in shimmy.GymV21CompatibilityV0(env=env)" in str(caught.value)
+    assert "wrap the environment in shimmy.GymV21CompatibilityV0(env=env)" in str(caught.value)
     assert caught.value.__cause__ is not None or way == "sb3"
     require_none_left()
 

@@ -161,7 +161,7 @@ def test_chess_keeps_its_positions() -> None:
         (partial(Odd, "any"), r'any is NonTensor, .*ExcludeTransform\("any"\)'),
         (
             partial(Odd, "var"),
-            r'var has no fixed shape \(\[-1, 2\]\).*FixedWidth\({"var": shape}\)',
+            r'var: expected a fixed shape, got \[-1, 2\].*FixedWidth\({"var": shape}\)',
         ),
     ],
 )

@@ -214,7 +214,7 @@ def test_env_kwargs_reach_the_environment() -> None:
 
 
 def test_seeds_are_one_a_lane() -> None:
-    with pytest.raises(ArgumentError, match="expected 3 seeds, one a lane, got 2"):
+    with pytest.raises(ArgumentError, match="expected 3 seeds, one per lane, got 2"):
         vec(AutoresetMode.DISABLED).seed_lanes([1, 2])
 
 
@@ -282,7 +282,7 @@ def check_counting(env: Any, frames: int = 48, **more: Any) -> None:
     assert (rows["next", "reward"] == 1).all()
 
 
-FORGETS = "may reset a lane whose episode ended once more after a reset; .*DISABLED or SAME_STEP"
+FORGETS = "may reset a lane again in the step after a reset, .*DISABLED or SAME_STEP"
 
 
 @pytest.mark.parametrize(

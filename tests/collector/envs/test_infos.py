@@ -452,8 +452,8 @@ def test_a_transform_around_infos_that_the_first_reset_declares() -> None:
 def test_a_name_that_the_first_reset_lacks_of_a_given_environment() -> None:
     with pytest.raises(
         ArgumentError,
-        match=r"'move' is not in the infos of the first reset; known are \['code'.*declare it: "
-        r"Info\('move', dtype=\"float64\", fill=0\)",
+        match=r"'move' is not in the infos of the first reset. The known keys are \['code'.*"
+        r"declare it: Info\('move', dtype=\"float64\", fill=0\)",
     ):
         collect(telling(2, NEXT), frames_per_batch=5, total_frames=5, info_keys=["move"])
 
@@ -467,7 +467,7 @@ def test_a_factory_that_makes_but_one() -> None:
             raise OSError("the port is taken")
         return telling(2, NEXT)
 
-    with pytest.raises(ArgumentError, match=r"in a second environment, .* OSError: the port is"):
+    with pytest.raises(ArgumentError, match=r"needs a second environment, .* OSError: the port is"):
         collect(make, frames_per_batch=5, total_frames=5, info_keys=["code"])
     once.clear()
     collect(make, frames_per_batch=5, total_frames=5, info_keys=[Info("code", int)])
@@ -488,7 +488,7 @@ def test_a_factory_that_makes_but_one() -> None:
         (lambda: Info("a", int, (2.5,)), "expected a shape of integers"),
         (lambda: Info("a", shape=(2,)), r"expected a dtype with the shape \[2\], got none"),
         (lambda: Info("a", int, fill=0.5), "expected a fill that int64 holds without loss, got"),
-        (lambda: Info("a", float, fill=float("nan")), "expected a finite fill.* a_given says"),
+        (lambda: Info("a", float, fill=float("nan")), "expected a finite fill.* a_given marks"),
         (lambda: Info("a", int, fill="x"), "expected a number as fill"),
     ],
 )
@@ -510,7 +510,7 @@ def test_a_fill_alone_says_the_dtype() -> None:
 
 
 def test_infos_twice_and_columns_of_where_they_were_given() -> None:
-    with pytest.raises(ArgumentError, match="info_keys: 'a/b' is there twice"):
+    with pytest.raises(ArgumentError, match="info_keys: expected each name once, got 'a/b' twice"):
         GymnasiumVectorEnv(telling(1, NEXT), info_keys=[("a", "b"), "a/b"])
     with pytest.raises(NameRefused, match="'some_given' is taken twice: an info has it, and an in"):
         GymnasiumVectorEnv(telling(1, NEXT), info_keys=["some_given", Info("some", fill=0)])

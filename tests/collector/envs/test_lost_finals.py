@@ -74,7 +74,7 @@ def test_lanes_without_a_final_observation(how: str, lane: int | None, space: st
         lambda: Leaves(how, space), frames_per_batch=30, total_frames=30
     ) as collector:
         if lane is not None:
-            match = rf"lane {lane}, step 2 of its" if how != "nothing" else "of lane 0, so they"
+            match = rf"lane {lane}, step 2 of its" if how != "nothing" else "of lane 0, so the"
             with pytest.raises(TransitionError, match=match):
                 list(collector)
             return

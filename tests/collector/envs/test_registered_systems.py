@@ -210,7 +210,7 @@ def test_contexts_are_drawn_one_ahead_and_kept_through_a_resume(tmp_path: Path) 
 
 
 def test_infos_of_a_system_are_refused_with_the_way_out() -> None:
-    said = r"info_keys: \['score'\] are no columns of Toy, whose infos are not kept; let a wrapper"
+    said = r"info_keys: \['score'\] are not columns of Toy, whose infos are not kept. Add them to"
     for make in (partial(Toy, 2), Toy(2), SystemEnv(Toy(2))):
         with pytest.raises(ArgumentError, match=said):
             SyncCollector(make, frames_per_batch=4, total_frames=4, info_keys=["score"])
@@ -219,7 +219,7 @@ def test_infos_of_a_system_are_refused_with_the_way_out() -> None:
 def test_seeds_that_are_taken_only_when_it_is_made() -> None:
     instance = SeededWhenMade(2)
     with pytest.raises(
-        ArgumentError, match="seed: SeededWhenMade takes seeds only when it is made"
+        ArgumentError, match="seed: SeededWhenMade accepts seeds only when it is made"
     ):
         SyncCollector(instance, None, frames_per_batch=4, total_frames=4, seed=1)
     with SyncCollector(instance, None, frames_per_batch=4, total_frames=4) as collector:

@@ -505,7 +505,7 @@ def test_which_vectors_are_stepped_so() -> None:
     assert not why_not(vector())
     assert not why_not(vector(mode=AutoresetMode.NEXT_STEP))
     assert not why_not(vector(mode=AutoresetMode.SAME_STEP))
-    assert "no bare SyncVectorEnv" in why_not(RecordEpisodeStatistics(vector()))
+    assert "not a bare SyncVectorEnv" in why_not(RecordEpisodeStatistics(vector()))
     assert "that is not Gymnasium's" in why_not(vector(space=gymnasium.spaces.Dict(a=SPACES[0])))
 
     class Own(SyncVectorEnv):
@@ -702,7 +702,7 @@ def test_infos_and_nested_observations_are_those_of_the_vector(
 @pytest.mark.parametrize(
     ("value", "wanted"),
     [
-        ({}, "it is absent at lane 1, step 0"),
+        ({}, "got none at lane 1, step 0"),
         ({"x": "much"}, "expected a number or an array of numbers, got .* at lane 1, step 0"),
         ({"x": 0.5}, "int64 holds without loss, got .* at lane 1, step 0"),
         ({"x": 2**70}, "at lane 1, step 0"),
@@ -1120,7 +1120,7 @@ def test_a_changed_vector_within_wrappers_steps_itself(change: str, monkeypatch:
     system = GymnasiumSystem(Keeping(inner))
     system.reset(None, [1, 2])
     assert system.stepped_by.way == "vector"
-    assert "the environment is a Keeping, and no bare SyncVectorEnv" in system.stepped_by.because
+    assert "the environment is a Keeping, not a bare SyncVectorEnv" in system.stepped_by.because
     assert system.step([np.array([1, 1])]).obs[0][:, 1].tolist() == [1, 1]
 
 

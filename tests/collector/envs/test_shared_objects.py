@@ -206,14 +206,16 @@ def _joined(one: OracleEnv) -> list[Any]:
 @pytest.mark.parametrize("name", SHARED)
 def test_lanes_of_one_object_are_refused(name: str, made: str) -> None:
     create = SHARED[name] if made == "by a factory" else SHARED[name]()
-    with pytest.raises(EnvironmentRefused, match=r"lanes \d and \d: expected an environment of"):
+    with pytest.raises(EnvironmentRefused, match=r"lanes \d and \d: expected a separate enviro"):
         SyncCollector(create, **BUDGET)
 
 
 def test_the_message_names_the_lanes() -> None:
     one = single()
     envs = [single, lambda: one, single, lambda: TimeLimit(one, 50)]
-    with pytest.raises(EnvironmentRefused, match=r"lanes 1 and 3: .* got one OracleEnv in both"):
+    with pytest.raises(
+        EnvironmentRefused, match=r"lanes 1 and 3: .* got the same OracleEnv in both"
+    ):
         SyncCollector(SyncVectorEnv(envs), **BUDGET)
     with pytest.raises(EnvironmentRefused, match="lanes 1 and 3"):
         evaluate(None, SyncVectorEnv(envs), episodes=2)

@@ -74,7 +74,9 @@ def test_arrivals_that_were_not_sent_are_refused(lanes: list[int]) -> None:
     def change(step: Step) -> Step:
         return step._replace(lanes=np.array(lanes, np.int32))
 
-    with pytest.raises(TransitionError, match="expected 2 different lanes that were sent"):
+    with pytest.raises(
+        TransitionError, match="expected 2 different lanes among those that were sent"
+    ):
         collect(lambda: with_step(Arrivals, change)(4))
 
 
@@ -87,7 +89,7 @@ def test_lanes_that_arrive_begin_anew_before_each_batch(lanes: int) -> None:
 
 
 def test_lanes_that_arrive_are_stepped_together_as_multiples() -> None:
-    with pytest.raises(EnvironmentRefused, match="have to be a multiple of the 2"):
+    with pytest.raises(EnvironmentRefused, match="expected a multiple of 2 lanes"):
         collect(lambda: Arrivals(3), max_frames_per_traj=3)
     assert len(collect(lambda: Arrivals(4), max_frames_per_traj=3)) == 60
 
@@ -127,7 +129,7 @@ def test_finals_that_are_lost_behind_a_transform_are_no_finals() -> None:
         made = with_step(kind, lambda step: step._replace(**lost))
         return lambda: TransformedEnv(SystemEnv(made(3)), Compose())
 
-    with pytest.raises(TransitionError, match="so they are lost"):
+    with pytest.raises(TransitionError, match="so the observation is lost"):
         collect(wrapped(First, final=None))
     rows = collect(wrapped(SomeFinals, final=None, final_valid=None))
     ended = (rows["next", "terminated"] | rows["next", "truncated"])[:, 0]
@@ -151,7 +153,7 @@ def test_a_wrong_skip_is_found_however_late(early: bool) -> None:
         is_time = steps > 50 and step.skipped.any() != early
         return step._replace(skipped=~step.skipped) if is_time else step
 
-    with pytest.raises(TransitionError, match=r'at_end="reset_slot", and it (ignored|executed)'):
+    with pytest.raises(TransitionError, match=r'at_end="reset_slot", but it (ignored|executed)'):
         collect(lambda: with_step(WithResetSlots, change)(3), 400)
     assert steps > 50
 
@@ -190,8 +192,8 @@ def test_a_system_that_is_made_again_for_each_batch_is_repeatable() -> None:
     [
         ({"at_end": "finale"}, "at_end: expected one of 'final', 'reset_slot', 'first', got 'fina"),
         ({"at_end": "first", "finals": "none"}, "finals: expected one of .* got 'none'"),
-        ({"at_end": "first"}, 'at_end="first": say where .*, by finals="extra".* "lost"$'),
-        ({"at_end": "final", "finals": "lost"}, 'finals="lost": only with at_end="first", got'),
+        ({"at_end": "first"}, 'at_end="first": expected finals="extra".* "lost"$'),
+        ({"at_end": "final", "finals": "lost"}, 'finals="lost": expected at_end="first", got'),
     ],
 )
 def test_what_a_system_declares_of_ends_has_to_be_one_of_three_ways(

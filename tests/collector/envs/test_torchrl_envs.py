@@ -209,7 +209,7 @@ def test_recurrent_policies_after_random_frames(base: str) -> None:
 
 def test_a_recurrent_policy_is_refused_where_reset_masks_are_ignored() -> None:
     _, policy = recurrent(GRUModule)
-    with pytest.raises(EnvironmentRefused, match="a recurrent policy's states are reset lane by l"):
+    with pytest.raises(EnvironmentRefused, match="the states of a recurrent policy are reset lane"):
         SyncCollector(OracleVectorEnv(3, LENGTHS), policy, frames_per_batch=5, total_frames=10)
 
 

@@ -167,7 +167,7 @@ def test_infos_as_lists_are_refused_where_they_are_read() -> None:
     assert run(env(AutoresetMode.NEXT_STEP)).numel() == 90
     for kwargs in ({"mode": AutoresetMode.SAME_STEP}, {"mode": AutoresetMode.DISABLED, "info": 1}):
         infos = ["tick"] if kwargs.pop("info", 0) else []
-        with pytest.raises(EnvironmentRefused, match="DictInfoToList takes infos apart"):
+        with pytest.raises(EnvironmentRefused, match="DictInfoToList converts infos to"):
             run(env(**kwargs), info_keys=infos)
 
 
@@ -238,7 +238,7 @@ def test_a_string_alone(mode: AutoresetMode) -> None:
 def test_strings_that_a_vector_loses() -> None:
     made = AsyncVectorEnv([Speaking], context="fork")
     try:
-        with pytest.raises(EnvironmentRefused, match="pass shared_memory=False"):
+        with pytest.raises(EnvironmentRefused, match="Pass shared_memory=False"):
             GymnasiumVectorEnv(made)
     finally:
         made.close()

@@ -94,7 +94,7 @@ def test_other_groups(made: Any) -> None:
     for fields, names in by.items():
         found = report(folder, group_by=fields)
         assert {group.name for group in found.groups} == names
-    with pytest.raises(ArgumentError, match=r"no run says its 'sed'.* did you mean seed\?"):
+    with pytest.raises(ArgumentError, match=r"a run's entry, .*, got 'sed'; did you mean seed\?"):
         report(folder, group_by="sed")
 
 
@@ -129,7 +129,7 @@ def test_several_environments_need_a_scale(tmp_path: Path, made: Any) -> None:
     ]
     found = report(tmp_path, group_by="label")
     (problem,) = found.problems
-    assert "CartPole-v1, Other-v0, whose returns have no common mean" in problem.why
+    assert "CartPole-v1, Other-v0, and their returns have no common mean" in problem.why
     assert (found.groups[0].mean, found.groups[0].curve) == (None, None)
     scale = {"CartPole-v1": (0, 10), "Other-v0": (-20, 80)}
     (group,) = report(tmp_path, group_by="label", scale=scale).groups
@@ -156,7 +156,7 @@ def test_a_run_that_was_killed_and_one_that_went_on(tmp_path: Path) -> None:
     (line,) = before.table
     assert (line["stored"], line["asked"], line["state"]) == (28, RUN["total_frames"], "killed")
     assert [each.why for each in before.notes] == [
-        "killed: it has 28 transitions, and was asked for 90 transitions"
+        "killed: the run has 28 transitions, and its budget is 90 transitions"
     ]
     from collect_kit import ByObservation
     from worker_kit import LANES, factory
@@ -246,13 +246,13 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "an empty folder": (_empty_folder, "not a Tallyroll storage"),
     "another file": (_text, "not a Tallyroll storage"),
     "rows of no trajectory": (_rows, "have no trajectory ids"),
-    "no episode that ended": (_no_end, "no episode of it has ended whole"),
+    "no episode that ended": (_no_end, "the run has no complete episode"),
     "copied rows": (_copied, "were copied from other storages"),
-    "NaN": (_rewards(np.nan), "returns are no finite numbers"),
-    "infinity": (_rewards(np.inf), "returns are no finite numbers"),
+    "NaN": (_rewards(np.nan), "returns are not finite numbers"),
+    "infinity": (_rewards(np.inf), "returns are not finite numbers"),
     "a column that was cut": (_cut_short, "wrong-9"),
-    "no run": (_no_run, "names no run that made its rows"),
-    "a damaged manifest": (_manifest, "not JSON any more"),
+    "no run": (_no_run, "not contain the run that made the rows"),
+    "a damaged manifest": (_manifest, "is not valid JSON"),
 }
 
 
@@ -280,7 +280,7 @@ def test_a_copy_counts_once_and_a_seed_twice_is_said(tmp_path: Path, made: Any) 
     found = report([folder / "left-0", tmp_path / "left-7", tmp_path / "left-8"])
     (problem,) = found.problems
     assert problem.where == str(tmp_path / "left-7")
-    assert "it is a copy of the run in" in problem.why
+    assert "the run is a copy of the run in" in problem.why
     assert [each.why.partition(" have ")[2][:16] for each in found.notes] == ["the same seed, 0"]
     assert len(report([folder / "left-0", folder / "left-0", folder]).runs) == 6
 
@@ -357,7 +357,7 @@ def test_a_file_that_is_no_report_stays(tmp_path: Path, made: Any) -> None:
     for write, name in ((found.to_html, "a.html"), (found.to_csv, "a.csv")):
         file = tmp_path / name
         file.write_text("my own\n")
-        with pytest.raises(ArgumentError, match=r"is there and is no report: .*--force"):
+        with pytest.raises(ArgumentError, match=r"exists and is not a report.*--force"):
             write(file)
         assert file.read_text() == "my own\n"
         write(file, force=True)
@@ -366,9 +366,9 @@ def test_a_file_that_is_no_report_stays(tmp_path: Path, made: Any) -> None:
         assert file.read_text()[:500] == first[:500] != "my own\n"
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(ArgumentError, match="is none; give another"):
+        with pytest.raises(ArgumentError, match=r"is not one\. Give another"):
             found.to_html(place, force=True)
-    with pytest.raises(ArgumentError, match="is no folder"):
+    with pytest.raises(ArgumentError, match="is not a folder"):
         found.to_html(tmp_path / "none/a.html")
 
 

@@ -83,6 +83,6 @@ def test_what_is_missing_and_what_is_there_twice_is_said(folder: Path, tmp_path:
     (run,) = found.runs
     assert run.stored == FRAMES
     said = [str(each) for each in found.problems]
-    assert any("again: it is shard 1 of 3, as " in each for each in said)
-    assert any("copied: it is a copy of the run in" in each for each in said)
+    assert any("again: shard 1 of 3 is also in " in each for each in said)
+    assert any("copied: the run is a copy of the run in" in each for each in said)
     assert len(said) == 2

@@ -41,24 +41,33 @@ PARTS = [76, 114, 111]
 @pytest.mark.parametrize(
     ("more", "match"),
     [
-        ({"shard": "3/3"}, "expected an index from 0 to 2 of 3 shards, got 3; it counts from 0"),
-        ({"shard": "0"}, r'expected "I/N", shard I, from 0 on, of N, as "0/8", got \'0\''),
+        (
+            {"shard": "3/3"},
+            "expected an index from 0 to 2 of 3 shards, got 3. Indices count from 0",
+        ),
+        ({"shard": "0"}, r'expected "I/N", shard I of N, counted from 0, such as "0/8", got \'0\''),
         ({"shard": "1/0"}, "shard: of: expected an integer above 0, got 0"),
         ({"shard": " 1/2"}, 'expected "I/N"'),
         ({"shard": "٣/4"}, 'expected "I/N"'),
-        ({"shard": (0, 3)}, r'expected "I/N", as "0/8", or Shard\(index=…, of=…\), got \(0, 3\)'),
+        (
+            {"shard": (0, 3)},
+            r'expected "I/N", such as "0/8", or Shard\(index=…, of=…\), got \(0, 3\)',
+        ),
         ({"num_envs": None}, "expected num_envs, the lanes of all shards together, got None"),
         ({"shard": "0/9"}, "expected at most 8 shards, one for each lane, got 9"),
         ({"seed": None}, "expected a seed, the same in all shards, got None"),
         ({"total_frames": -1}, "the transitions of all shards together, got -1"),
-        ({"total_frames": 5}, "a transition for each of 3 shards of 8 lanes: 6 or more, got 5"),
+        ({"total_frames": 5}, "at least 6, a transition for each of 3 shards of 8 lanes, got 5"),
         (
             {"total_frames": None, "total_episodes": 9},
-            "expected total_frames, got total_episodes; which episodes start first depends on",
+            "expected total_frames, got total_episodes. The lanes of all shards determine which",
         ),
-        ({"budget_unit": "agent_transitions"}, 'got "agent_transitions": how many of them a lane'),
-        ({"create_env_fn": lambda: next_step_vector(8)}, "got a factory of SyncVectorEnv: lanes"),
-        ({"create_env_fn": lambda num_envs: next_step_vector(8)}, "expected 3 lanes of a factory"),
+        ({"budget_unit": "agent_transitions"}, 'got "agent_transitions". The number of agent tra'),
+        ({"create_env_fn": lambda: next_step_vector(8)}, "got a factory of SyncVectorEnv. Lanes"),
+        (
+            {"create_env_fn": lambda num_envs: next_step_vector(8)},
+            "expected 3 lanes from a factory",
+        ),
     ],
 )
 def test_what_cannot_be_a_shard_is_refused(
@@ -72,7 +81,7 @@ def test_what_cannot_be_a_shard_is_refused(
 
 def test_an_instance_cannot_be_cut() -> None:
     env = next_step_vector(8)
-    with pytest.raises(ArgumentError, match=r"got an instance, .*: lanes that are made together"):
+    with pytest.raises(ArgumentError, match=r"got an instance, .*. Lanes that are made together"):
         SyncCollector(env, shard="0/2", **RUN)
     env.close()
 
@@ -80,7 +89,7 @@ def test_an_instance_cannot_be_cut() -> None:
 def test_workers_are_no_more_than_the_lanes_of_the_shard() -> None:
     with pytest.raises(ArgumentError, match="at least one lane for each of 3 workers, got 2"):
         MultiprocessCollector(Wanderer, shard="0/3", num_workers=3, transport="thread", **RUN)
-    with pytest.raises(ArgumentError, match="num_envs goes with one factory"):
+    with pytest.raises(ArgumentError, match="num_envs: expected one factory"):
         MultiprocessCollector([Wanderer] * 2, shard="0/3", transport="thread", **RUN)
 
 
@@ -149,13 +158,13 @@ def test_a_storage_of_another_part_is_refused(
     was: str | None, now: str | None, tmp_path: Path
 ) -> None:
     leg(tmp_path / "a", was, 9)
-    said = [f"shard {each}" if each else "a whole run, and no shard" for each in (was, now)]
-    with pytest.raises(StateError, match=f"to be continued is {said[0]}, got {said[1]}; "):
+    said = [f"shard {each}" if each else "a whole run" for each in (was, now)]
+    with pytest.raises(StateError, match=rf"to be continued is {said[0]}, got {said[1]}\. "):
         leg(tmp_path / "a", now, 9)
     with (
         SyncCollector(Wanderer, shard=was, **RUN) as one,
         SyncCollector(Wanderer, shard=now, **RUN) as other,
-        pytest.raises(StateError, match="each goes on from its own"),
+        pytest.raises(StateError, match="Load the state of the same shard"),
     ):
         other.load_state_dict(one.state_dict())
 
@@ -191,7 +200,7 @@ def test_lanes_of_calls_and_events_are_those_of_the_run(tmp_path: Path) -> None:
             assert collector.env_get("gravity") == [9.2, 9.8, 9.1]
             assert collector.env_get("gravity", lanes=4) == [9.1]
             collector.env_set("gravity", 9.8)
-            with pytest.raises(ArgumentError, match="different numbers from 2 to 4, or None for"):
+            with pytest.raises(ArgumentError, match="distinct lane numbers from 2 to 4, or None"):
                 collector.env_get("gravity", lanes=[0])
             assert [each["lanes"] for each in collector.events] == [[4, 2], None]
             for _ in collector:

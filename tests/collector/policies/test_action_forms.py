@@ -131,7 +131,9 @@ def test_a_value_that_would_be_lost_later_is_refused(tmp_path: Any) -> None:
         SyncCollector(
             "CartPole-v1", policy, frames_per_batch=5, total_frames=50, storage=tmp_path / "rows"
         ) as collector,
-        pytest.raises(PolicyError, match=r"action: expected what int64 can hold, got [01]\.25"),
+        pytest.raises(
+            PolicyError, match=r"action: expected a number that int64 can hold, got [01]\.25"
+        ),
     ):
         list(collector)
     assert 5 <= collector.ledger.stored <= 12
@@ -186,7 +188,7 @@ def test_dtypes_that_hold_what_is_given(value: torch.Tensor, dtype: torch.dtype)
     ],
 )
 def test_dtypes_that_do_not(value: torch.Tensor, dtype: torch.dtype) -> None:
-    with pytest.raises(PolicyError, match=r"expected what .* can hold, got"):
+    with pytest.raises(PolicyError, match=r"expected a number that .* can hold, got"):
         changed(value, Unbounded(value.shape, dtype=dtype))
 
 
@@ -252,7 +254,7 @@ def test_shapes_that_could_mean_anything_are_refused(value: Any, spec: Any, lead
 
 @pytest.mark.parametrize("value", [[[0, 0, 0]], [[1, 1, 0]], [[0.5, 0.5, 0]], [[0, 2, 0]]])
 def test_what_is_no_one_hot(value: Any) -> None:
-    with pytest.raises(PolicyError, match="expected an index or a one-hot of it"):
+    with pytest.raises(PolicyError, match="expected an index or a one-hot vector"):
         changed(torch.tensor(value), Categorical(3, shape=(1,)))
 
 

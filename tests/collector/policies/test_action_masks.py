@@ -191,8 +191,8 @@ def test_a_random_opening_is_legal_and_the_policy_goes_on() -> None:
 @pytest.mark.parametrize(
     ("spoil", "wanted"),
     [
-        (0, r"got \[0, 0, 0\], expected at least one value that is legal"),
-        (2, r"got \[2, 2, 2\], expected 1 for each value that is legal and 0 for the others"),
+        (0, r"expected at least one value that is legal, got \[0, 0, 0\]"),
+        (2, r"expected 1 for each value that is legal and 0 for the others, got \[2, 2, 2\]"),
     ],
 )
 def test_a_mask_that_is_none_is_the_environments_fault(
@@ -200,7 +200,8 @@ def test_a_mask_that_is_none_is_the_environments_fault(
 ) -> None:
     storage = MemmapStorage(max_size=100)
     env = vec("from -1", mode, spoilt=2, spoil=spoil, raises=False)
-    with pytest.raises(TransitionError, match=f"action_mask, .* at lane 0, step 2 of .*{wanted}"):
+    match = f"action_mask of the environment at lane 0, step 2 of .*{wanted}"
+    with pytest.raises(TransitionError, match=match):
         run(env, storage, way)
     assert 0 < len(storage) < 7
     require_legal(storage[:], "from -1")
@@ -228,7 +229,7 @@ def test_a_policy_that_the_environment_refuses_is_blamed(mode: AutoresetMode, wa
         return td.set("action", 12 - (td["count"][:, 1] == 2).long())
 
     bad: dict[str, Any] = {"spoilt": 2, "spoil": [1, 0, 1]}
-    wanted = r"action is not legal at lane 0, step 2 of .*: got 11, expected .*\[1, 0, 1\]"
+    wanted = r"action is not legal at lane 0, step 2 of .*: expected .*\[1, 0, 1\] allows, got 11"
     with pytest.raises(PolicyError, match=wanted) as found:
         run(vec("from 10", mode, **bad), MemmapStorage(max_size=50), way, policy)
     assert isinstance(found.value.__cause__, RuntimeError)
@@ -280,13 +281,17 @@ def test_where_a_mask_allows_nothing_no_policy_is_blamed(mode: AutoresetMode, ra
         legal = td["action_mask"].float()
         return td.set("action", torch.multinomial(legal, 1)[:, 0] + 10)  # raises on its own
 
-    with pytest.raises(TransitionError, match=r"action_mask, .* at lane 0, step 3 .*at least one"):
+    with pytest.raises(
+        TransitionError, match=r"action_mask of the environment at lane 0, step 3 .*at least one"
+    ):
         collect(vec("from 10", mode, spoilt=3), None if random else policy, **BUDGET)
 
 
 def test_a_mask_that_passes_is_warned_of_once() -> None:
     env = vec("from 10", spoilt=2, raises=False)
-    with pytest.warns(OutOfRangeWarning, match="action_mask, .* at lane 0, step 2 of") as caught:
+    with pytest.warns(
+        OutOfRangeWarning, match="action_mask of the environment at lane 0, step 2 of"
+    ) as caught:
         rows = joined(collect(env, validate="warn", **BUDGET)[0])
     assert [each.category for each in caught] == [OutOfRangeWarning]
     assert len(rows) == 40
@@ -333,7 +338,7 @@ def test_masks_of_reset_slots_are_blamed_for_nothing(spoil: Any) -> None:
         (spaces.Discrete(3), (1,), r"expected the shape \[3\], .* got \[1\]"),
         (spaces.Discrete(3), (2, 3), r"expected the shape \[3\], .* got \[2, 3\]"),
         (spaces.MultiDiscrete([2, 3]), (6,), r"\[5\] .*, \[2, 3\] \(combinations\), .* got \[6\]"),
-        (spaces.MultiBinary(3), (3,), r"\[6\].* \[3, 2\] \(a row an index\), .* got \[3\]"),
+        (spaces.MultiBinary(3), (3,), r"\[6\].* \[3, 2\] \(one row per index\), .* got \[3\]"),
         (spaces.Box(-1, 1, (2,)), (2,), r"got Bounded\w* \[2\] for action; give the mask another"),
         (spaces.Box(0, 9, (1,), np.uint8), (2,), r"expected the shape \[10\], .* got \[2\]"),
     ],
@@ -408,7 +413,9 @@ def test_an_agent_whose_turn_it_is_not_needs_no_legal_action() -> None:
     marks, chosen = rows["team", "action_mask"], rows["team", "action"] - 7
     legal = marks.gather(-1, chosen[..., None])[..., 0]
     assert torch.equal(legal, marks.any(-1))
-    with pytest.raises(TransitionError, match=r"^team/action_mask, .* at lane \d, step 3 of "):
+    with pytest.raises(
+        TransitionError, match=r"^team/action_mask of the environment at lane \d, step 3 of "
+    ):
         collect(Teams(dead=3), **BUDGET)
 
 

@@ -196,11 +196,11 @@ def test_another_method_is_called_with_its_arguments(chosen: int, calls: list[in
 @pytest.mark.parametrize(
     ("later", "error"),
     [
-        (lambda action: action.float(), "action: got float32"),
-        (lambda action: action[:2], "action: got int64"),
+        (lambda action: action.float(), r"action: expected int64 \[3\] .* got float32"),
+        (lambda action: action[:2], r"action: expected int64 \[3\] .* got int64 \[2\]"),
         (lambda action: (action, action), "action is missing"),
-        (lambda action: {"other": action}, "action: got TensorDict"),
-        (lambda action: [*action], "action: got "),
+        (lambda action: {"other": action}, "action: expected .* got TensorDict"),
+        (lambda action: [*action], "action: expected .* got NonTensorStack"),
         (lambda action: None, "action is missing"),
     ],
 )

@@ -75,7 +75,10 @@ def test_the_first_is_told_with_lane_and_step(value: float, per_batch: int) -> N
         batches, _ = collect(vec(), acting(3, value), frames_per_batch=per_batch, total_frames=60)
     assert len(said) == 1
     message = str(said[0].message)
-    assert f"lane 0, step 3 of its trajectory: got {value:g} at [0], expected [-1, 1]" in message
+    assert (
+        f"lane 0, step 3 of its trajectory: expected [-1, 1] and no NaN, got {value:g} at [0]"
+        in message
+    )
     rows = joined(batches)
     beyond = rows["action"][:, 0] != 0
     assert beyond.sum() >= 8
@@ -115,7 +118,7 @@ def test_as_torchrls_own_collector_does() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("validate", ["noise", "raise", "warn", "off"])
 def test_what_is_no_number_is_refused_always(validate: str, value: float, tmp_path: Path) -> None:
-    match = "action lies outside the action space at lane 0, step 4 .*; correct it$"
+    match = r"action lies outside the action space at lane 0, step 4 .*\. Correct the value\.$"
     with (
         SyncCollector(
             vec(), acting(4, value), **BUDGET, storage=tmp_path / "rows", validate=validate
@@ -139,7 +142,9 @@ def test_nan_behind_noise(order: tuple[int, int]) -> None:
     policy = TensorDictModule(act, ["observation"], ["action"])
     with (
         pytest.warns(OutOfRangeWarning, match=rf"step {noise} .*got 2 at"),
-        pytest.raises(PolicyError, match=rf"step {nan} .*got nan at \[1\].*; correct it$"),
+        pytest.raises(
+            PolicyError, match=rf"step {nan} .*got nan at \[1\].*\. Correct the value\.$"
+        ),
     ):
         collect(vec(), policy, frames_per_batch=60, total_frames=60)
 
@@ -156,13 +161,13 @@ def test_an_end_that_is_open_stays_open() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         collect(vec(), acting(2, 1e30, of=1), **BUDGET)
-    with pytest.warns(OutOfRangeWarning, match=r"got -2 at \[1\], expected \[-1, inf\]"):
+    with pytest.warns(OutOfRangeWarning, match=r"expected \[-1, inf\] and no NaN, got -2 at \[1\]"):
         collect(vec(), acting(2, -2.0, of=1), **BUDGET)
 
 
 def test_strict_as_it_was() -> None:
-    hint = 'correct it, or let it pass with validate "noise", "warn" or "off"'
-    with pytest.raises(PolicyError, match=rf"lane 0, step 3 .*got 1\.5 at .*; {hint}$"):
+    hint = r'Correct the value, or accept it with validate="noise", "warn" or "off"\.'
+    with pytest.raises(PolicyError, match=rf"lane 0, step 3 .*got 1\.5 at .*\. {hint}$"):
         collect(vec(), acting(3, 1.5), **BUDGET, validate="raise")
     with pytest.raises(PolicyError, match="outside the action space at the first observation"):
         collect(vec(), acting(0, 1.5), **BUDGET, validate="raise")
@@ -180,7 +185,9 @@ def test_an_index_of_no_action_raises(value: int) -> None:
         return torch.where(late, value, 0)
 
     policy = TensorDictModule(act, ["observation"], ["action"])
-    with pytest.raises(PolicyError, match=rf"action lies outside.*got {value}, expected \[0, 1\]"):
+    with pytest.raises(
+        PolicyError, match=rf"action lies outside.*expected \[0, 1\] and .*, got {value}"
+    ):
         collect("CartPole-v1", policy, num_envs=2, frames_per_batch=50, total_frames=500, seed=0)
 
 

@@ -271,7 +271,7 @@ def test_what_could_be_meant_by_nothing(module: nn.Module, arguments: str) -> No
         collect(two(), module, **BUDGET)
     message = str(found.value)
     assert (
-        f"arguments are {arguments}, and the observations are ['a', 'b']; call them al" in message
+        f"arguments are {arguments}, but the observations are ['a', 'b']. Name the arg" in message
     )
     assert "\n" not in message
 
@@ -310,7 +310,7 @@ def test_nothing_at_all_is_a_missing_action() -> None:
         def forward(self, observation: Tensor) -> Any:
             return ()
 
-    with pytest.raises(PolicyError, match="expected it to return action, got 0 values"):
+    with pytest.raises(PolicyError, match="expected values for action, got 0 values"):
         collect("Pendulum-v1", Silent(), **BUDGET)
 
 
@@ -335,7 +335,7 @@ def test_the_trial_leaves_no_trace() -> None:
 @pytest.mark.parametrize(
     ("dtype", "note"),
     [
-        (np.float64, "float64 [2, 3]; rows keep the environment's float64: let the policy call .f"),
+        (np.float64, "float64 [2, 3]; rows keep the environment's float64, so call .float() in th"),
         (np.float32, "float32 [2, 3]"),
     ],
 )

@@ -157,7 +157,9 @@ def test_a_callable_has_no_weights_to_replace() -> None:
         SyncCollector(
             vec(), lambda td: ByObservation()(td), frames_per_batch=9, total_frames=36
         ) as c,
-        pytest.raises(ArgumentError, match="this policy is a plain callable: it has no weights"),
+        pytest.raises(
+            ArgumentError, match="weights: the policy is a plain callable without weights"
+        ),
     ):
         c.update_policy_weights_({})
 
@@ -178,21 +180,26 @@ def writing(**values: Any) -> Any:
         (
             torch.nn.Linear(3, 2),
             PolicyError,
-            r"action: expected an index or a one-hot of it, got \[-?0\.\d+, ",
+            r"action: expected an index or a one-hot vector, got \[-?0\.\d+, ",
         ),
         (
             torch.nn.Bilinear(3, 3, 2),
             ArgumentError,
-            r"Bilinear is a plain nn.Module whose arguments are \['input1', 'input2'\], and",
+            r"Bilinear is a plain nn.Module whose arguments are \['input1', 'input2'\], but",
         ),
         (
             lambda td: td["observation"],
             PolicyError,
-            "expected a TensorDict back, got Tensor; .* name its arguments like obs.*: observation",
+            "expected a TensorDict as result, got Tensor. .* name its arguments like obs.*: "
+            "observation",
         ),
-        (lambda _: None, PolicyError, "expected a TensorDict back, got NoneType"),
-        (writing(act=torch.zeros(3)), PolicyError, r"to write action, got \['act'\]; set out_keys"),
-        (lambda td: td, PolicyError, "expected it to write action, got no new key"),
+        (lambda _: None, PolicyError, "expected a TensorDict as result, got NoneType"),
+        (
+            writing(act=torch.zeros(3)),
+            PolicyError,
+            r"the key action in the output, got \['act'\]; set out_keys",
+        ),
+        (lambda td: td, PolicyError, "expected the key action in the output, got no new key"),
         (
             writing(action=torch.zeros(3, 1, 1)),
             PolicyError,
@@ -201,12 +208,12 @@ def writing(**values: Any) -> Any:
         (
             writing(action=torch.full((3,), 0.5)),
             PolicyError,
-            r"action: expected what int64 can hold, got 0\.5",
+            r"action: expected a number that int64 can hold, got 0\.5",
         ),
         (
             writing(action=torch.zeros(3, 2, dtype=torch.int64)),
             PolicyError,
-            r"action: expected an index or a one-hot of it, got \[0\.0, 0\.0\]",
+            r"action: expected an index or a one-hot vector, got \[0\.0, 0\.0\]",
         ),
         (
             writing(action=torch.tensor([0, 5, 1])),
@@ -259,7 +266,8 @@ def test_a_column_needs_the_lanes_in_front() -> None:
 
     collect(vec(), policy, frames_per_batch=5, total_frames=9)
     with pytest.raises(
-        PolicyError, match=r"policy: x has shape \[5\], expected the batch size \[3\]"
+        PolicyError,
+        match=r"policy: x: expected a shape that begins with the batch size \[3\], got \[5\]",
     ):
         SyncCollector(vec(), bad, frames_per_batch=5, total_frames=9)
 
@@ -285,9 +293,12 @@ class ChangesItsMind(ByObservation):
     ("action", "match"),
     [
         (torch.full((3, 2), torch.nan), r"action lies outside .* at lane 0, step \d of its traj"),
-        (torch.full((3, 2), 3.0), r"got 3 at \[0\], expected \[-1, 1\] and no NaN"),
-        (torch.zeros(3, 3), r"action: got float32 \[3, 3\], expected float32 \[3, 2\] as on the f"),
-        (None, "action is missing; it was there on the first step"),
+        (torch.full((3, 2), 3.0), r"expected \[-1, 1\] and no NaN, got 3 at \[0\]"),
+        (
+            torch.zeros(3, 3),
+            r"action: expected float32 \[3, 2\] as on the first step, got float32 \[3, 3\]",
+        ),
+        (None, "action is missing, but the first step had it"),
     ],
 )
 @pytest.mark.parametrize("driver", list(DRIVERS))
@@ -382,7 +393,7 @@ def test_an_action_of_another_dtype_later_is_refused(driver: str) -> None:
         action = torch.ones(td.batch_size, dtype=torch.int64)
         return td.set("action", action if calls < 4 else action * 0.7)
 
-    with pytest.raises(PolicyError, match=r"action: got float32.*expected int64"):
+    with pytest.raises(PolicyError, match=r"action: expected int64.*got float32"):
         collect(PLAIN_DRIVERS[driver](), policy, frames_per_batch=4, total_frames=24)
 
 

@@ -371,7 +371,7 @@ def test_states_under_next_that_are_read_without_a_primer_are_refused() -> None:
         total = td["observation"].sum(-1, keepdim=True)
         return ByObservation()(td).set(("next", "total"), total)
 
-    with pytest.raises(PolicyError, match=r"\['next/memory'\] .* add a primer"):
+    with pytest.raises(PolicyError, match=r"\['next/memory'\] .* Add a primer"):
         sync_collector("torch", counting, **BUDGET)
     rows = joined(collect_all(sync_collector("torch", telling, **BUDGET)).batches)
     assert torch.equal(rows["next", "total"], rows["observation"].sum(-1, keepdim=True))

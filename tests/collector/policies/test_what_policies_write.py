@@ -192,7 +192,9 @@ def test_columns_are_those_that_torchrl_keeps(case: str) -> None:
 def test_what_is_no_tensor_is_told() -> None:
     policy = Sequential(q_values(cart()), Module(lambda seen: "why", OBS, ["reason"]))
     with (
-        pytest.warns(UserWarning, match="the policy writes reason, NonTensorData, which no column"),
+        pytest.warns(
+            UserWarning, match="the policy writes reason as NonTensorData, which no column"
+        ),
         SyncCollector(cart(), policy, **BUDGET) as collector,
     ):
         assert "reason" not in joined(list(collector)).keys()

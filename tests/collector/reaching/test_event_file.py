@@ -252,10 +252,10 @@ DAMAGE: dict[str, tuple[Callable[[list[bytes]], list[bytes]], str, list[list[flo
     ),
     "it is another storage's": (
         lambda lines: [lines[0].replace(b"events 1 ", b"events 1 f"), *lines[1:]],
-        "is damaged, or of another storage",
+        "is damaged, or belongs to another storage",
         [[], []],
     ),
-    "it is empty": (lambda _: [], "is damaged, or of another storage", [[], []]),
+    "it is empty": (lambda _: [], "is damaged, or belongs to another storage", [[], []]),
 }
 
 
@@ -312,12 +312,12 @@ def test_events_that_do_not_fit_their_run(tmp_path: Path) -> None:
     wrong: dict[str, dict[str, Any]] = {
         "its row is 22, not from 14 to 21": {"at": 22},
         "its row is 3, not from 14 to 21": {"at": 3},
-        "made at 15, and at 21 by its row": {"at": 15, "row": 21},
+        "it has 15 earlier transitions, but its row implies 21": {"at": 15, "row": 21},
         "its lanes are not different numbers from 0 to 2": {"lanes": [1, 1]},
         "from 0 to 2": {"failed": [3]},
         "a trajectory and a step for each": {"first": [[1, 2], [3, 4]]},
         "for each of its lanes": {"first": [[1, -2]]},
-        "it is no event": {"name": 7},
+        "it is not an event": {"name": 7},
     }
     for said, change in wrong.items():
         with open_storage(path) as storage:

@@ -145,8 +145,8 @@ def test_a_storage_keeps_so_many_bytes_of_them(
             for number in range(20):
                 run.env_set("level", float(number))
         assert [str(each.message).partition(":")[2] for each in caught] == [
-            " this one and later ones are made and not recorded, so that the rows after it cannot "
-            "be replayed. Call environments less often"
+            " this call and later ones reach the environments but are not recorded, so later rows "
+            "cannot be replayed. Call environments less often"
         ]
         assert caught[0].filename == __file__
         assert len(run.events) == 20

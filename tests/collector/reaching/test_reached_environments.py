@@ -177,7 +177,7 @@ def test_parallel_env() -> None:
     with SyncCollector(env, **RUN) as run:
         assert run.env_call("raise_level", lanes=[1]) == [1.0]
         assert run.env_get("level") == [0.0, 1.0]
-        with pytest.raises(EnvironmentRefused, match="ParallelEnv sets no attributes"):
+        with pytest.raises(EnvironmentRefused, match="ParallelEnv cannot set attributes"):
             run.env_set("level", 1.0)
         assert len(next(iter(run))) == 7
     env.close()
@@ -193,7 +193,9 @@ def test_an_exception_says_its_lane_and_the_run_goes_on() -> None:
     ):
         next(iter(run))
         run.env_set("level", [0.0, 1.0, 2.0, 3.0, 0.0])
-        with pytest.raises(EnvCallError, match="in lane 1, as in lanes 2, 3 raised") as raised:
+        with pytest.raises(
+            EnvCallError, match=r"in lane 1 \(also in lanes 2, 3\) raised"
+        ) as raised:
             run.env_call("refuse", above=0)
         assert (raised.value.lane, raised.value.failed) == (1, [1, 2, 3])
         assert raised.value.done == [0, 4]
@@ -213,7 +215,7 @@ def test_names_that_are_not_there_are_no_events() -> None:
             (lambda: run.env_call("levl"), AttributeError),
             (lambda: run.env_call("level"), TypeError),
         ):
-            with pytest.raises(EnvCallError, match="it was done in no other lane") as raised:
+            with pytest.raises(EnvCallError, match="the call succeeded in no other lane") as raised:
                 call()
             assert isinstance(raised.value.__cause__, cause)
         assert run.events == []
@@ -224,17 +226,23 @@ def test_names_that_are_not_there_are_no_events() -> None:
     [
         (lambda run: run.env_get(""), "env_get: expected the name"),
         (lambda run: run.env_get(3), "env_get: expected the name"),
-        (lambda run: run.env_call("reset"), r"'reset' is called by the collector alone: set_seed"),
-        (lambda run: run.env_call("step", 1), "collector alone: iterate"),
-        (lambda run: run.env_set("close", None), r"collector alone: shutdown\(\)"),
+        (lambda run: run.env_call("reset"), "only the collector may call 'reset'. Call set_seed"),
+        (lambda run: run.env_call("step", 1), "only the collector may call 'step'. Iterate"),
+        (
+            lambda run: run.env_set("close", None),
+            r"only the collector may call 'close'\. Call shutdown\(\)",
+        ),
         (lambda run: run.env_get("level", lanes=[0, 2]), r"from 0 to 1, .* got \[0, 2\]"),
-        (lambda run: run.env_get("level", lanes=[0, 0]), "expected different numbers"),
-        (lambda run: run.env_get("level", lanes=[]), "expected different numbers"),
+        (lambda run: run.env_get("level", lanes=[0, 0]), "expected distinct lane numbers"),
+        (lambda run: run.env_get("level", lanes=[]), "expected distinct lane numbers"),
         (lambda run: run.env_get("level", lanes=-1), "got -1"),
-        (lambda run: run.env_get("level", lanes=[True]), "expected different numbers"),
+        (lambda run: run.env_get("level", lanes=[True]), "expected distinct lane numbers"),
         (lambda run: run.env_get("level", lanes="01"), "got '01'"),
-        (lambda run: run.env_get("level", lanes=[0.0]), "expected different numbers"),
-        (lambda run: run.env_set("level", [1.0]), r"expected 2, got 1; .* \[value\] \* 2"),
+        (lambda run: run.env_get("level", lanes=[0.0]), "expected distinct lane numbers"),
+        (
+            lambda run: run.env_set("level", [1.0]),
+            r"each of 2 lanes, got 1 values\. .* \[value\] \* 2",
+        ),
     ],
 )
 def test_bad_arguments_call_nothing(call: Callable[[Any], Any], message: str) -> None:
@@ -267,8 +275,8 @@ class Plain(System):
 
 def test_systems_without_objects_are_refused_with_the_reason() -> None:
     made = {
-        "Plain .*no Python objects of their own": lambda: Plain(2),
-        "CartPoleVectorEnv.*no Python objects": lambda: gymnasium.make_vec("CartPole-v1", 2),
+        "environments of Plain: its lanes have no Python objects of their own": lambda: Plain(2),
+        "CartPoleVectorEnv: .*no Python objects": lambda: gymnasium.make_vec("CartPole-v1", 2),
     }
     for reason, make in made.items():
         with SyncCollector(make, **RUN, validate="off") as run:
@@ -284,7 +292,7 @@ def test_calls_from_within_a_call_and_after_the_end() -> None:
 
     def policy(td: Any) -> Any:
         for made in runs:
-            with pytest.raises(StateError, match="is collecting already"):
+            with pytest.raises(StateError, match="is already collecting"):
                 calls.append(made.env_get("level"))
         return td.set("action", torch.zeros(td.batch_size, dtype=torch.int64))
 
@@ -294,7 +302,7 @@ def test_calls_from_within_a_call_and_after_the_end() -> None:
         assert len(list(run)) == 2
         run.env_set("level", 9.0)
         assert (run.env_get("level"), run.events, calls) == ([9.0, 9.0], [], [])
-    with pytest.raises(StateError, match=r"as by shutdown\(\)"):
+    with pytest.raises(StateError, match=r"for example by shutdown\(\)"):
         run.env_get("level")
 
 

@@ -120,7 +120,7 @@ def test_what_cannot_be_called_again_is_said(tmp_path: Path) -> None:
     report = replay(path, "all", create_env_fn=Told)
     (why,) = report.not_replayed
     assert "env_call('raise_level')" in why
-    assert "no JSON values" in why
+    assert "not JSON values" in why
     with open_storage(path) as storage:
         lanes = dict(zip(storage.trajectories.ids, storage.trajectories.lanes, strict=True))
         assert {lanes[id] for id in report.not_replayed[why]} == {1}
@@ -137,4 +137,4 @@ def test_private_names_are_not_reached(tmp_path: Path) -> None:
         report = replay(path, "all", create_env_fn=Told)
         (why,) = report.not_replayed
         assert name in why
-        assert "public names alone" in why
+        assert "only public names" in why

@@ -95,7 +95,7 @@ def test_a_picture_shows_which_pixels_differ(tmp_path: Path) -> None:
     assert (image[:, :4] == stored).all()
     assert (image[:, 6:10] == replayed).all()
     assert {*map(tuple, np.argwhere(image[:, 12:].any(axis=-1)).tolist())} == {(2, 1), (4, 3)}
-    with pytest.raises(ArgumentError, match="is no image"):
+    with pytest.raises(ArgumentError, match="is not an image"):
         write_picture(Difference(0, 0, 0, 0, "x", np.zeros(2), np.ones(2)), str(tmp_path / "b.png"))
     with pytest.raises(ArgumentError, match="cannot be written"):
         write_picture(found, str(tmp_path / "none/a.png"))

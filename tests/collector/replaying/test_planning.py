@@ -31,14 +31,15 @@ def test_a_lane_is_stepped_from_its_first_trajectory_alone(first: int) -> None:
     stepped, refused = planned(*whole, (10 + first, 1, 0, END_TERMINATED))
     assert stepped == [(10, 12, 14)]
     assert list(refused) == [10 + first]
-    assert "its lane's first trajectory of the run is not stored" in refused[10 + first]
+    assert "the lane's first trajectory of the run is not stored" in refused[10 + first]
 
 
 def test_a_lane_is_stepped_until_something_is_missing() -> None:
     lines = [(10, 0, 0, END_TERMINATED), (11, 1, 0, END_TERMINATED), (12, 0, 0, END_OPEN)]
     stepped, refused = planned(*lines, (15, 1, 0, END_TERMINATED), (14, 0, 0, END_TERMINATED))
     assert stepped == [(10, 12), (11,)]
-    assert {id: why.split(" was left")[0] for id, why in refused.items()} == {
-        15: "trajectory 11 of its lane",
-        14: "trajectory 12 of its lane",
+    gap = "the stored rows of the lane have a gap during or after trajectory"
+    assert {id: why.split(", because")[0] for id, why in refused.items()} == {
+        15: f"{gap} 11",
+        14: f"{gap} 12",
     }

@@ -48,10 +48,11 @@ def test_all_that_is_stored_comes_out_again(stored: Stored, kind: str) -> None:
 
 
 def test_generators_are_as_before(stored: Stored) -> None:
+    path = stored("plain")  # collecting seeds the generators
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    replay(stored("plain"), 0)
+    replay(path, 0)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -144,7 +145,7 @@ def test_a_vector_of_any_mode(mode: AutoresetMode, tmp_path: Path) -> None:
     path = collect(tmp_path / "a", vector, num_envs=None)
     report = replay(path, "all", create_env_fn=vector)
     assert (report.same, report.rows) == (True, ROWS)
-    with pytest.raises(ArgumentError, match="an environment with 3 lanes, as the run had, got 2"):
+    with pytest.raises(ArgumentError, match="an environment with 3 lanes, as in the run, got 2"):
         replay(path, create_env_fn=lambda: vector(2))
 
 
@@ -174,7 +175,7 @@ def test_a_ring_says_what_is_gone(tmp_path: Path) -> None:
         count = len(storage.trajectories)
     report = replay(tmp_path / "a", "all")
     (why,) = report.not_replayed
-    assert why.startswith("rows of it are gone")
+    assert why.startswith("rows of the trajectory are missing")
     assert {*report.not_replayed[why]} == gone
     assert (report.status, report.equal) == (2, count - len(gone))
     sample = replay(tmp_path / "a")  # among those that can be replayed
@@ -184,7 +185,7 @@ def test_a_ring_says_what_is_gone(tmp_path: Path) -> None:
         collect(storage)  # type: ignore[arg-type]
     report = replay(tmp_path / "b")
     assert (report.status, report.rows) == (2, 0)
-    assert any(why.startswith("its lane has no rows left") for why in report.not_replayed)
+    assert any(why.startswith("the lane has no rows left") for why in report.not_replayed)
 
 
 def test_what_a_run_threw_away_is_no_difference(tmp_path: Path) -> None:
@@ -331,18 +332,23 @@ def test_an_environment_that_begins_otherwise_with_the_same_seed(tmp_path: Path)
         report = replay(path, "all", create_env_fn=NumberedEpisodes)
         assert report.differences == ()
         assert report.status == (2 if kind == "seeded" else 0)
-        assert all("does not begin alike" in why for why in report.not_replayed)
+        assert all(
+            "two resets of the environment with the same seed give different" in why
+            for why in report.not_replayed
+        )
 
 
 def test_a_factory_is_needed_where_there_was_one(tmp_path: Path) -> None:
     path = collect(tmp_path / "a", heavy_pole)
     with pytest.raises(EnvironmentUnknown, match=r"came from a factory.*create_env_fn="):
         replay(path)
-    with pytest.raises(ArgumentError, match="env_kwargs go with an id"):
+    with pytest.raises(ArgumentError, match="env_kwargs: expected the id of"):
         replay(path, create_env_fn=heavy_pole, env_kwargs={"render_mode": "rgb_array"})
     assert replay(path, "all", create_env_fn=heavy_pole).same
     assert replay(path, "all", create_env_fn="CartPole-v1").same
-    with pytest.raises(ArgumentError, match=r"observation: stored as .*\[4\].*makes .*\[3\]"):
+    with pytest.raises(
+        ArgumentError, match=r"observation: expected .*\[4\] as stored, got .*\[3\]"
+    ):
         replay(path, create_env_fn="Pendulum-v1")
 
 
@@ -409,5 +415,5 @@ def test_rows_of_no_run_cannot_be_replayed(tmp_path: Path) -> None:
         storage.extend(rows)
     report = replay(tmp_path / "a")
     (why,) = report.not_replayed
-    assert "no collector's run made its rows" in why
+    assert "no run of a collector made the rows" in why
     assert report.status == 2

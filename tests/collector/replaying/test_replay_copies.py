@@ -107,7 +107,7 @@ def test_chosen_trajectories(way: str, resumed: Stored, tmp_path: Path) -> None:
     report = replay(path, "all")
     assert (report.status, report.replayed) == (2, 0)
     (why,) = report.not_replayed
-    assert "without all rows of their run" in why
+    assert "does not contain all rows of the run" in why
     assert main(["replay", str(path), "--quiet"]) == 2
 
 
@@ -118,7 +118,7 @@ def test_the_end_of_a_run_has_not_its_beginning(resumed: Stored, tmp_path: Path)
     report = replay(tmp_path / "made", "all")
     assert not report.differences
     assert report.rows == ROWS - 100  # all rows of the second process are there
-    assert any(why.startswith("its lane has no rows left") for why in report.not_replayed)
+    assert any(why.startswith("the lane has no rows left") for why in report.not_replayed)
 
 
 @pytest.mark.parametrize("kind", ["seeded", "plain"])
@@ -173,7 +173,7 @@ def test_runs_that_were_made_differently(tmp_path: Path) -> None:
     assert replay(whole, "all").same
     report = replay(made(PARTS["copied"], both, tmp_path / "part"), "all")
     (why,) = report.not_replayed
-    assert "several runs that were made differently" in why
+    assert "several runs with different settings" in why
 
 
 def test_calls_of_a_copy_and_of_several(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_calls_of_a_copy_and_of_several(tmp_path: Path) -> None:
     copy = made(WHOLE["copied"], tmp_path / "a", tmp_path / "copy")
     report = replay(copy, "all")
     (why,) = report.not_replayed
-    assert "lacks calls of its environment" in why
+    assert "does not contain all calls of the environment" in why
     assert (report.status, report.replayed) == (2, 0)
 
 
@@ -216,7 +216,7 @@ def test_what_a_run_lost_is_known_of_several(tmp_path: Path) -> None:
         storage.writer.put_record(json.dumps(record).encode())
     report = replay(paths, "all")
     assert (report.status, report.differences) == (2, ())
-    assert any("the run lost or threw away" in why for why in report.not_replayed)
+    assert any("the run lost or discarded" in why for why in report.not_replayed)
 
 
 def test_what_a_run_of_workers_lost_is_not_known_of_a_copy(tmp_path: Path) -> None:
@@ -239,7 +239,10 @@ def test_what_a_run_of_workers_lost_is_not_known_of_a_copy(tmp_path: Path) -> No
     assert replay(tmp_path / "a", "all").status == 1
     report = replay(copy, "all")
     assert (report.status, report.differences) == (2, ())
-    assert any("a copy does not say what a run lost" in why for why in report.not_replayed)
+    assert any(
+        "a copy does not record the transitions that a run lost" in why
+        for why in report.not_replayed
+    )
 
 
 def entries(*runs: dict[str, Any], rows: list[int | None], **more: Any) -> list[dict[str, Any]]:
@@ -252,13 +255,13 @@ def test_runs_of_a_stretch() -> None:
     second = {**CALL, "first_row": 30, "first_row_of_run": 0, "seed": 2}
     found = makers_of(entries(first, second, rows=[10, 49]), 47)
     assert [(each.first_row, each.entry["seed"]) for each in found] == [(7, 1), (27, 2)]
-    assert "no rows left from the run's beginning" in found[0].own_seeds_only
+    assert "no rows left from the beginning of the run" in found[0].own_seeds_only
     assert not found[1].own_seeds_only
     # One row is missing, and it is unknown which; the same holds if the last row is unknown.
     for stop, last in ((46, 49), (47, None)):
         (one,) = makers_of(entries(first, second, rows=[10, last]), stop)
         assert (one.first_row, one.refused) == (7, "")
-        assert "without all rows of their run" in one.own_seeds_only
+        assert "does not contain all rows of the run" in one.own_seeds_only
 
 
 @pytest.mark.parametrize(
@@ -273,26 +276,26 @@ def test_runs_of_a_stretch() -> None:
 @pytest.mark.parametrize("stop", [17, 16])
 def test_a_copy_that_says_no_runs(runs: list[dict[str, Any]], stop: int) -> None:
     (one,) = makers_of(entries(*runs, rows=[0, 9]), stop)
-    assert "does not say which runs made them" in one.refused
+    assert "does not record which runs made them" in one.refused
 
 
 def test_runs_that_had_no_room() -> None:
     last = {**CALL, "first_row": 5, "first_row_of_run": 5}
     found = makers_of(entries(last, rows=[0, 9], runs_left_out=1), 17)
     assert [each.first_row for each in found] == [7, 12]
-    assert "does not say which runs" in found[0].refused
+    assert "does not record which runs" in found[0].refused
     assert not found[1].refused
     (one,) = makers_of(entries(last, rows=[0, 9], runs_left_out=1), 16)
-    assert "does not say which runs" in one.refused
+    assert "does not record which runs" in one.refused
     (one,) = makers_of([{"first_row": 0, "copies_left_out": True}], 9)
-    assert "does not say which runs" in one.refused
+    assert "does not record which runs" in one.refused
 
 
 def test_rows_of_no_run_among_copied_ones(tmp_path: Path) -> None:
     plain = {"first_row": 0}
     for stop in (17, 16):
         (one,) = makers_of(entries(plain, rows=[0, 9]), stop)
-        assert "no collector's run made its rows" in one.refused
+        assert "no run of a collector made the rows" in one.refused
     with MemmapStorage(tmp_path / "a") as storage:
         storage.extend(TensorDict({"x": np.zeros(3)}, [3]))
         assert storage.runs[0].keys() == {"first_row"}

@@ -52,7 +52,7 @@ SPELLINGS = {
     'choice("sea, moon", [1, {"a": null}])': choice(["sea, moon", [1, {"a": None}]]),
 }
 WRONG = {
-    "gauss(0,1)": r"there is no 'gauss'",
+    "gauss(0,1)": r"'gauss' is not a distribution",
     "uniform(1)": "two numbers, got '1'",
     "uniform(2,1)": "lower bound first, and a finite range, got 2, 1",
     "uniform(-1e308,1e308)": "finite range",
@@ -62,8 +62,8 @@ WRONG = {
     "uniform(true,1)": "two finite numbers, got True, 1",
     "uniform(0,1)**2": "expected uniform",
     "choice()": "at least one value",
-    "choice(sea)": "texts have double quotes",
-    "sea": "texts have double quotes",
+    "choice(sea)": "write strings in double quotes",
+    "sea": "write strings in double quotes",
     "": "expected uniform",
     "__import__('os').getcwd()": "expected uniform",
     "[" * 100_000: "expected uniform",
@@ -96,7 +96,7 @@ def test_a_wrong_spelling_is_refused(text: str) -> None:
         (lambda: choice([object]), "another JSON value, got <class 'object'>"),
         (lambda: Resets(sampler=3), "options by name, .* got int"),
         (lambda: Resets(sampler={}), "at least one option"),
-        (lambda: Resets(sampler={"a/b": 1}), "a name that a column can have, .* got 'a/b'"),
+        (lambda: Resets(sampler={"a/b": 1}), "a valid name of a column, .* got 'a/b'"),
         (lambda: Resets(sampler={1: 1}), "got 1"),
         (lambda: Resets(sampler={"a": float("nan")}), "reset_sampler: a: expected a finite"),
         (lambda: Resets(sampler={"a": {1, 2}}), "reset_sampler: a: expected a finite"),
@@ -125,12 +125,12 @@ class Draws:
 
 
 LATER = [
-    ({"b": 1.0}, r"the options \['gravity'\], as at first, got \['b'\]"),
+    ({"b": 1.0}, r"the options \['gravity'\] in every draw, got \['b'\]"),
     ({"gravity": 1.0, "b": 2}, r"got \['b', 'gravity'\]"),
-    ({"gravity": "low"}, "a finite number of float64 as 'gravity', as at first, got 'low'"),
-    ({"gravity": np.nan}, "a finite number of float64 as 'gravity', as at first, got nan"),
-    ({"gravity": True}, "as at first, got True"),
-    ({"gravity": 10**400}, "as at first, got 1000"),
+    ({"gravity": "low"}, "a finite number of float64 for 'gravity' in every draw, got 'low'"),
+    ({"gravity": np.nan}, "a finite number of float64 for 'gravity' in every draw, got nan"),
+    ({"gravity": True}, "in every draw, got True"),
+    ({"gravity": 10**400}, "in every draw, got 1000"),
     ([1], "a function that returns options by name, got list"),
 ]
 
@@ -147,11 +147,11 @@ def test_a_function_that_returns_something_else_later_ends_the_run(later: Any, s
     ("sampler", "said"),
     [
         (lambda _: {"gravity": object()}, "gravity: expected a finite number or another JSON"),
-        (lambda _: {"": 1}, "a name that a column can have"),
+        (lambda _: {"": 1}, "expected a valid name of a column"),
         (lambda _: None, "returns options by name, got NoneType"),
-        (lambda _: {"level": "sea"}, r"got \['level'\]; .* add seeds=True"),
-        ({"level": choice(["sea", "moon"])}, r"got \['level'\]; .* add seeds=True"),
-        ({"reset_mask": 1.0}, r"other names than \['reset_mask'\]"),
+        (lambda _: {"level": "sea"}, r"the options \['level'\]. Add seeds=True"),
+        ({"level": choice(["sea", "moon"])}, r"the options \['level'\]. Add seeds=True"),
+        ({"reset_mask": 1.0}, r"names of options other than \['reset_mask'\]"),
     ],
 )
 def test_a_sampler_that_cannot_be_recorded_is_refused(sampler: Any, said: str) -> None:
@@ -168,7 +168,7 @@ def test_options_are_drawn_again_as_documented_by_numpy() -> None:
         wanted = {"a": 2 + 4 * rng.random(), "b": (5, 7)[rng.random() > 0.5]}
         assert resets.options_of(seed) == wanted
     for wrong in (-1, 2**63):
-        with pytest.raises(ArgumentError, match=f"expected a reset_seed of rows, got {wrong}"):
+        with pytest.raises(ArgumentError, match=f"expected a reset_seed from rows, got {wrong}"):
             resets.options_of(wrong)
 
 
@@ -247,22 +247,26 @@ TORCHRL = partial(GymEnv, "CartPole-v1")
 @pytest.mark.parametrize(
     ("create", "resets", "said"),
     [
-        (TORCHRL, SEEDS, "GymEnv is an environment of TorchRL's, whose set_seed .* pass the id"),
-        (partial(SerialEnv, 2, TORCHRL), GRAVITY, "TorchRL's, whose reset has one seed and the"),
+        (TORCHRL, SEEDS, "GymEnv is a TorchRL environment, whose set_seed .* Pass the id"),
+        (
+            partial(SerialEnv, 2, TORCHRL),
+            GRAVITY,
+            "a TorchRL environment, whose reset accepts one seed and the",
+        ),
         (partial(ParallelEnv, 2, TORCHRL), SEEDS, "ParallelEnv is .* whose processes reset their"),
-        (partial(Own, [Weather]), SEEDS, "Own takes no seed .* has a step or a reset of its own"),
-        (partial(Own, [Weather]), GRAVITY, "Own takes no options .* a step or a reset of its own"),
+        (partial(Own, [Weather]), SEEDS, "Own accepts no seed .* overrides step or reset of"),
+        (partial(Own, [Weather]), GRAVITY, "Own accepts no options .* overrides step or reset of"),
         (
             partial(gymnasium.make_vec, "CartPole-v1", 2, vectorization_mode="vector_entry_point"),
             SEEDS,
-            "CartPoleVectorEnv takes no seed at the reset of a lane",
+            "CartPoleVectorEnv accepts no seed at the reset of a lane",
         ),
         (
             partial(Cloud, context={}),
             SEEDS,
-            "Cloud takes no seed .* neither reset_seeds nor options",
+            "Cloud accepts no seed .* neither reset_seeds nor options",
         ),
-        (partial(Cloud, context={}), GRAVITY, "takes no options .* declares no context"),
+        (partial(Cloud, context={}), GRAVITY, "accepts no options .* declares no context"),
     ],
 )
 def test_an_environment_that_cannot_is_refused(create: Any, resets: Resets, said: str) -> None:
@@ -283,7 +287,7 @@ def test_an_async_vector_is_refused_what_its_processes_do_not_take() -> None:
     within = replace(by_mask, autoreset=AutoresetMode.SAME_STEP, at_end="first")
     vector: AsyncVectorEnv = object.__new__(AsyncVectorEnv)
     vector.closed = True  # for its finalizer
-    for rules, said in (by_mask, "gives all lanes the same"), (within, "within a step"):
+    for rules, said in (by_mask, "passes the same options to all lanes"), (within, "within a step"):
         seeds, options, why = takes_resets(vector, rules)
         assert (seeds, options) == (rules is by_mask, False)
         assert said in why
@@ -294,9 +298,12 @@ def test_an_async_vector_is_refused_what_its_processes_do_not_take() -> None:
     ("sampler", "said"),
     [
         ({"wind": [1, 2]}, r"the contexts \['rain', 'wind'\] that Cloud declares, got \['wind'\]"),
-        ({**WIND, "rain": "much"}, "'rain' as the context that is declared, float32 .* got 'much'"),
-        ({**WIND, "wind": [1]}, r"'wind' as .* float32 \[2\] and finite, got \[1\]"),
-        ({**WIND, "rain": 1e300}, "and finite, got 1e"),
+        (
+            {**WIND, "rain": "much"},
+            r"finite float32 \[\] for 'rain', as the system declares .* got 'much'",
+        ),
+        ({**WIND, "wind": [1]}, r"finite float32 \[2\] for 'wind', as .* context, got \[1\]"),
+        ({**WIND, "rain": 1e300}, "finite float32 .* context, got 1e"),
     ],
 )
 def test_other_contexts_than_those_declared_are_refused(sampler: Any, said: str) -> None:
@@ -308,7 +315,7 @@ def test_other_contexts_than_those_declared_are_refused(sampler: Any, said: str)
 def test_contexts_that_are_drawn_otherwise_already_are_refused() -> None:
     """A `SystemEnv` with ``draw=`` draws its own contexts."""
     env = partial(SystemEnv, Cloud(), draw=lambda _: {"wind": [0, 0], "rain": 0})
-    with pytest.raises(ArgumentError, match="was made with draw="):
+    with pytest.raises(ArgumentError, match="made without draw, got one whose draw"):
         collect(env, Resets(sampler=WIND))
 
 
@@ -368,7 +375,7 @@ def test_fields_are_keywords_of_a_collector_too() -> None:
     """A field may be given in one place only."""
     rows = collect("CartPole-v1", None, reset_seeds=True)  # type: ignore[arg-type]
     assert ("collector", "reset_seed") in rows.keys(True)
-    with pytest.raises(ArgumentError, match="reset_seeds: expected in one place"):
+    with pytest.raises(ArgumentError, match="reset_seeds: expected only once, got both"):
         collect("CartPole-v1", SEEDS, reset_seeds=True)
     with pytest.raises(ArgumentError, match=r"resets: expected Resets\(...\), got bool"):
         collect("CartPole-v1", True)  # type: ignore[arg-type]

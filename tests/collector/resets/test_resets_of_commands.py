@@ -79,4 +79,4 @@ def test_an_environment_that_cannot_is_an_error_of_one_line(
     """The error names the option to omit."""
     words = [*COLLECT, "--reset", "a/b=1", "--out", str(tmp_path / "s")]
     assert main(words) == 1
-    assert "a name that a column can have" in capsys.readouterr().err
+    assert "expected a valid name of a column" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import InitTracker, TransformedEnv
 
 import tallyroll.storage
-from tallyroll.collector import SyncCollector
+from tallyroll.collector import SyncCollector, interrupts
 from tallyroll.collector.base import Collector
 from tallyroll.collector.batches.collect_guard import CollectGuard
 from tallyroll.collector.batches.fast_collect import FastCollect, FastPath
@@ -28,7 +28,6 @@ from tallyroll.collector.batches.layouts.small_batches import SmallBatches
 from tallyroll.collector.errors import StateError
 from tallyroll.collector.native.kernel import compiled
 from tallyroll.collector.native.slot_rows import SlotRows
-from tallyroll.collector.rollout import os_signals
 from tallyroll.storage import MemmapStorage, fast_paths, open_storage, verify
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.stores.row_writer import RowWriter
@@ -332,7 +331,7 @@ def raised_at(path: Path, number: int) -> tuple[int, list[TensorDictBase], int, 
         with suppress(Interruption), traced(PACKAGE, look, only=CODES):
             got.append(next(batches))
         assert torch.is_grad_enabled()
-        assert os_signals._holder is None
+        assert interrupts._holder is None
         try:
             for batch in batches:
                 got.append(batch)
@@ -426,7 +425,7 @@ def test_a_call_from_within_is_refused(tmp_path: Path) -> None:
         def forward(self, td: TensorDictBase) -> TensorDictBase:
             self.calls += 1
             if self.calls == 9:
-                with pytest.raises(StateError, match="collecting already"):
+                with pytest.raises(StateError, match="already collecting"):
                     next(batches)
             return super().forward(td)
 

@@ -25,6 +25,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from tallyroll import collector as package
+from tallyroll.collector import interrupts
 from tallyroll.collector import torchrl as names
 from tallyroll.collector.base import Collector
 from tallyroll.collector.batches import batch_output
@@ -35,11 +36,13 @@ from tallyroll.collector.batches.run_loop import RunLoop
 from tallyroll.collector.counting.ledger import Ledger, LedgerEntry
 from tallyroll.collector.errors import StateError
 from tallyroll.collector.policies.action_context import ActionContext
-from tallyroll.collector.rollout import os_signals
+from tallyroll.collector.slab.progress import FILLED
 from tallyroll.collector.workers.leases.budget import LeaseBudget
 from tallyroll.collector.workers.leases.segment_queue import SegmentQueue
 from tallyroll.collector.workers.leases.source import Leases
+from tallyroll.collector.workers.lockstep import Turns
 from tallyroll.storage import open_storage, verify
+from tallyroll.storage.engine.kernel import compiled
 from tallyroll.storage.stores.row_writer import RowWriter
 
 from collect_kit import assert_same, balanced
@@ -140,7 +143,7 @@ def interrupted_at(
     count = [0]
 
     def look(frame: Any) -> None:
-        if sent is None and frame.f_code.co_filename.endswith(("os_signals.py", "iterator.py")):
+        if sent is None and frame.f_code.co_filename.endswith(("interrupts.py", "iterator.py")):
             return  # only the handler of a signal may raise there, at known places
         if frame.f_code is BatchIterator.__next__.__code__:
             return  # the interpreter runs no handler between taking a batch and returning it
@@ -166,7 +169,7 @@ def interrupted_at(
 
 def assert_let_go() -> None:
     """Check that no guard is left on."""
-    assert os_signals._holder is None, "no later handler would wait"
+    assert interrupts._holder is None, "no later handler would wait"
     assert torch.is_grad_enabled()
 
 
@@ -497,7 +500,7 @@ def test_what_is_raised_within_ends_the_run_and_is_said(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)  # one run per instruction
+@pytest.mark.timeout(900)  # one run per instruction
 @pytest.mark.parametrize("way", ["iterate", "store", "collect"])
 def test_no_guard_is_left_on_at_any_instruction(way: str, folder: Path, tmp_path: Path) -> None:
     _, whole = uninterrupted("plain", way, True, folder)
@@ -525,6 +528,47 @@ def test_no_guard_is_left_on_while_workers_fill_few_slots(folder: Path, tmp_path
         if rows is not None:
             assert_same(rows, those_of(whole, rows))
     assert len(each.chosen) > 30
+
+
+@pytest.mark.parametrize("after", [1, LANES, 2 * LANES + 1])
+def test_a_smaller_call_takes_a_part_of_the_slots_that_workers_filled(
+    after: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, whole = uninterrupted("sync plain", "collect", False, folder)
+    assert whole is not None
+    make, path = RUNS["sync plain"], tmp_path / "rows"
+    signals = [signal.SIGUSR1]
+
+    def fill(turns: Turns, start: int, stop: int, by: Any) -> None:
+        """Fill the slots, and let a signal arrive that makes the workers look interrupted."""
+        original(turns, start, stop, by)
+        if signals and stop - start > 1 and turns.used == stop:
+            signal.raise_signal(signals.pop())
+            turns.board[FILLED], turns._by_workers = start, True
+
+    def handle(*_: Any) -> None:
+        raise StateError("of a handler")
+
+    original, before = Turns.fill, signal.signal(signal.SIGUSR1, handle)
+    try:
+        with in_threads():
+            collector = make(frames_per_batch=BATCH, total_frames=FRAMES, storage=path, seed=1)
+            with collector:
+                collector.collect(2 * LANES)
+                monkeypatch.setattr(Turns, "fill", fill)
+                with pytest.raises(StateError, match="of a handler"):
+                    collector.collect(4 * LANES)
+                # Without the extension, the call stores its rows before it raises.
+                waits = 4 * LANES if compiled() is not None else 0
+                assert collector.ledger.stored == 6 * LANES - waits
+                assert collector.collect(after) == after
+                assert not waits or collector.ledger.carried == waits - after
+                while collector.ledger.stored < FRAMES:
+                    assert collector.collect(after)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    with open_storage(path) as stored:
+        assert_same(flat(stored.get(slice(None))), whole)
 
 
 @pytest.mark.slow

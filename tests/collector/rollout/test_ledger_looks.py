@@ -212,7 +212,7 @@ def test_a_snapshot_does_not_change() -> None:
         assert (before.stored, before.slots) == (0, 0)
         assert (after.stored, after.carried, after.slots) == (6, 2, 8)
         assert before != after == collector.ledger
-        with pytest.raises(AttributeError, match="stored: the ledger of a collector is a snapshot"):
+        with pytest.raises(AttributeError, match=r"stored: the ledger .* is a read-only snapshot"):
             after.stored = 7
         assert pickle.loads(pickle.dumps(after)) == after
         own: Ledger = copy.copy(after)

@@ -1,6 +1,7 @@
 """Rows with policies, environments or batches on a GPU equal those of a run on the CPU.
 
-Each test also runs on the CPU, which checks its own parts without a GPU.
+Each test also runs on the CPU, which checks its own parts without a GPU. The gate runs it on a
+simulated GPU as well (`test_on_the_fake_gpu.py`).
 """
 
 from __future__ import annotations
@@ -19,26 +20,29 @@ from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torchrl.modules import GRUModule
 
 from tallyroll.collector import (
+    ArgumentError,
     Devices,
     OnePolicy,
     SyncCollector,
+    compat,
     evaluate,
     load_checkpoint,
     replay,
     save_checkpoint,
 )
+from tallyroll.collector.cli import probe
+from tallyroll.collector.envs.stepping.stepper import Stepper
 from tallyroll.collector.envs.system import AgentFlags, Declares, Mask, Step, System
+from tallyroll.collector.policies.trial import generators_restored
 from tallyroll.collector.rollout import slab_plan
 from tallyroll.storage import content_hash, open_storage, verify
 
+from devices_kit import ACCELERATOR, SIMULATED, here_and_there, on_gpu
 from policies_kit import recurrent
-from toy_systems import First, Groups, Lost, SomeFinals, Toy, WithResetSlots
+from toy_systems import First, Groups, InParts, Lost, SomeFinals, Toy, WithResetSlots
 from worker_kit import DISABLED, LANES, NEXT, SAME, factory, worker_collector
 
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-DEVICES = ["cpu", pytest.param("cuda", marks=CUDA)]
 BUDGET: dict[str, Any] = {"frames_per_batch": 15, "total_frames": 101, "seed": 3}
-here_and_there = pytest.mark.parametrize("device", DEVICES)
 
 
 class Whole(TensorDictModuleBase):
@@ -161,6 +165,22 @@ def test_an_environment_lies_there(
 
 
 @here_and_there
+def test_a_part_of_its_lanes_cannot_be_stepped_there(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors of a device are stepped together. Stepping them in part would lose transitions."""
+    system = There(InParts(4), device)
+    if device == "cpu":  # as for observations without a NumPy dtype
+        monkeypatch.setattr(Stepper, "fills", False)
+    with pytest.raises(
+        ArgumentError, match=r"^surplus=\"never_step\" needs an environment that can"
+    ):
+        SyncCollector(system, None, surplus="never_step", **BUDGET)
+    with SyncCollector(There(InParts(1), device), None, surplus="never_step", **BUDGET) as one:
+        assert [len(batch) for batch in one] == [15] * 6 + [11]
+
+
+@here_and_there
 def test_one_of_two_policies_acts_there(device: str, tmp_path: Path) -> None:
     def run(name: str, where: str) -> str:
         with_device = OnePolicy(Whole(2), init_random_frames=10, policy_device=where)
@@ -176,6 +196,8 @@ def test_states_of_a_recurrent_policy_stay_there(device: str, tmp_path: Path) ->
 
     States follow the lane's steps.
     """
+    if SIMULATED and device == ACCELERATOR:
+        pytest.skip("torch calls a fused kernel, which the simulated GPU does not have")
     rows = {}
     for where in ("cpu", device):
         _, policy = recurrent(GRUModule)
@@ -230,6 +252,48 @@ def test_a_checkpoint_goes_on_with_its_generator(device: str, tmp_path: Path) ->
 
 
 @here_and_there
+@pytest.mark.parametrize("moved", [False, True], ids=["as it was", "map_location"])
+def test_a_state_continues_with_its_generator(device: str, moved: bool, tmp_path: Path) -> None:
+    """`torch.load` moves the states of generators, too, which torch requires on the CPU."""
+
+    def make() -> SyncCollector:
+        create = factory("torch", 0, LANES, ends="mixed")
+        return SyncCollector(create, on(device, Drawing()), **BUDGET)
+
+    with make() as collector:
+        next(iter(collector))
+        torch.save(collector.state_dict(), tmp_path / "state.pt")
+        expected = torch.rand(9, device=device).tolist()
+    torch.rand(7, device=device)
+    where = device if moved else None
+    with make() as collector:
+        collector.load_state_dict(
+            torch.load(tmp_path / "state.pt", map_location=where, weights_only=False)
+        )
+        assert torch.rand(9, device=device).tolist() == expected
+
+
+def test_states_of_absent_devices_are_skipped() -> None:
+    torch.manual_seed(1)
+    state = compat.saved_generators() | {"another": [torch.zeros(16, dtype=torch.uint8)]}
+    expected = torch.rand(9).tolist()
+    compat.load_generators(state)
+    assert torch.rand(9).tolist() == expected
+
+
+@here_and_there
+def test_a_trial_leaves_the_generator_of_a_device(device: str) -> None:
+    torch.manual_seed(1)
+    torch.rand(5, device=device)
+    expected = torch.rand(9, device=device).tolist()
+    torch.manual_seed(1)
+    torch.rand(5, device=device)
+    with generators_restored():
+        torch.rand(7, device=device)
+    assert torch.rand(9, device=device).tolist() == expected
+
+
+@here_and_there
 def test_evaluation_and_replay(device: str, tmp_path: Path) -> None:
     create = factory(DISABLED, 0, LANES, ends="mixed")
     here, there = (
@@ -270,8 +334,18 @@ def test_workers_act_there(device: str, mode: str, tmp_path: Path) -> None:
         )
 
 
-def test_a_gpu_that_is_not_used_is_left_alone() -> None:
+@on_gpu
+def test_info_lists_it(device: str) -> None:
+    found = probe._devices("")
+    assert found[device], found
+    assert {"cuda", "mps"} <= found.keys()  # the names that the JSON always has
+
+
+@on_gpu
+def test_a_gpu_that_is_not_used_is_left_alone(device: str) -> None:
     """Starting CUDA in each worker would use GPU memory and take seconds."""
+    if not hasattr(torch.get_device_module(device), "is_initialized"):
+        pytest.skip("every process uses this device")
     code = """
 import torch
 from tallyroll.collector import SyncCollector
@@ -279,6 +353,6 @@ from tensordict.nn import TensorDictModule
 policy = TensorDictModule(lambda x: (x[..., 2] > 0).long(), ["observation"], ["action"])
 with SyncCollector("CartPole-v1", policy, frames_per_batch=9, total_frames=9) as collector:
     assert len(next(iter(collector))) == 9
-assert not torch.cuda.is_initialized()
+assert not torch.get_device_module().is_initialized()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -133,7 +133,10 @@ def with_reset_slots() -> SystemEnv:
 def test_workers_whose_lanes_come_back_in_any_order_are_refused() -> None:
     with (
         in_threads(),
-        pytest.raises(EnvironmentRefused, match="init_random_frames: where lanes come back in"),
+        pytest.raises(
+            EnvironmentRefused,
+            match="init_random_frames: expected 0, because with lanes that come back in",
+        ),
     ):
         MultiprocessCollector(
             [arriving, arriving],

@@ -23,9 +23,9 @@ from unittest.mock import patch
 import pytest
 
 from tallyroll import collector as package
+from tallyroll.collector import interrupts
 from tallyroll.collector.base import Collector
-from tallyroll.collector.rollout import os_signals
-from tallyroll.collector.rollout.os_signals import admitted, deferred, later, pausable
+from tallyroll.collector.interrupts import allow_signals, defer_signals, pause_on_signal, until_exit
 from tallyroll.collector.rollout.source import Block
 from tallyroll.storage import open_storage
 
@@ -145,12 +145,12 @@ def test_stored_rows_have_no_gap(name: str, error: type[BaseException], tmp_path
 
 def test_a_held_signal_waits_for_admitted_code() -> None:
     with handler(signal.SIGINT, Interruption) as calls:
-        with pytest.raises(Interruption), deferred():  # noqa: PT012
+        with pytest.raises(Interruption), defer_signals():  # noqa: PT012
             signal.raise_signal(signal.SIGINT)
             assert not calls
-            with admitted():
+            with allow_signals():
                 pytest.fail("it waits no longer")
-        with pytest.raises(Interruption), deferred(), admitted():  # noqa: PT012
+        with pytest.raises(Interruption), defer_signals(), allow_signals():  # noqa: PT012
             signal.raise_signal(signal.SIGINT)
             pytest.fail("it did not wait")
         assert len(calls) == 2
@@ -164,7 +164,7 @@ def test_at_the_end_every_signal_is_handled_and_its_handler_is_back() -> None:
     before = [signal.signal(number, lambda number, _: heard.append(number)) for number in NUMBERS]
     try:
         ours = [signal.getsignal(number) for number in NUMBERS]
-        with deferred(), deferred():
+        with defer_signals(), defer_signals():
             for number in NUMBERS:
                 signal.raise_signal(number)
             assert not heard
@@ -178,7 +178,7 @@ def test_at_the_end_every_signal_is_handled_and_its_handler_is_back() -> None:
 def test_a_signal_that_waited_for_a_second_is_heard_anywhere() -> None:
     began = time.monotonic()
     with handler(signal.SIGALRM, Interruption) as calls:
-        with pytest.raises(Interruption), deferred():  # noqa: PT012
+        with pytest.raises(Interruption), defer_signals():  # noqa: PT012
             signal.raise_signal(signal.SIGALRM)
             threading.Event().wait(30)
         assert 0.9 < calls[0] - began < 10
@@ -186,7 +186,7 @@ def test_a_signal_that_waited_for_a_second_is_heard_anywhere() -> None:
 
 def test_a_signal_heard_in_time_is_not_heard_again() -> None:
     with handler(signal.SIGINT, Interruption) as calls:
-        with pytest.raises(Interruption), deferred():
+        with pytest.raises(Interruption), defer_signals():
             signal.raise_signal(signal.SIGINT)
         time.sleep(1.2)
         assert len(calls) == 1
@@ -197,12 +197,12 @@ def test_other_threads_neither_hold_nor_admit() -> None:
         stopped, admitting = threading.Event(), threading.Event()
 
         def admit() -> None:
-            with deferred(), admitted():
+            with defer_signals(), allow_signals():
                 admitting.set()
                 stopped.wait()
 
         thread = threading.Thread(target=admit)
-        with pytest.raises(Interruption), deferred():  # noqa: PT012
+        with pytest.raises(Interruption), defer_signals():  # noqa: PT012
             thread.start()
             admitting.wait()
             signal.raise_signal(signal.SIGINT)
@@ -268,7 +268,7 @@ def test_an_environment_that_limits_its_own_steps() -> None:
 
 def test_a_handler_that_calls_the_one_that_it_found() -> None:
     with handler(signal.SIGINT, Interruption) as calls:
-        with deferred(), admitted():
+        with defer_signals(), allow_signals():
             found = signal.getsignal(signal.SIGINT)
             assert callable(found)
 
@@ -277,7 +277,7 @@ def test_a_handler_that_calls_the_one_that_it_found() -> None:
 
             signal.signal(signal.SIGINT, chained)
         for _ in range(3):
-            with pytest.raises(Interruption), deferred(), admitted():
+            with pytest.raises(Interruption), defer_signals(), allow_signals():
                 signal.raise_signal(signal.SIGINT)
         with pytest.raises(Interruption):
             signal.raise_signal(signal.SIGINT)
@@ -296,7 +296,7 @@ def test_a_second_one_that_waits_calls_the_handler_again(patient: bool) -> None:
 
     before = signal.signal(signal.SIGTERM, handle)
     try:
-        with pytest.raises(Interruption), deferred(), pausable(later):  # noqa: PT012
+        with pytest.raises(Interruption), defer_signals(), pause_on_signal(until_exit):  # noqa: PT012
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
             assert not calls
@@ -313,14 +313,14 @@ def test_two_that_wait_are_both_handled_once() -> None:
         handler(signal.SIGINT, Interruption) as one,
         handler(signal.SIGTERM, Interruption) as other,
     ):
-        with pytest.raises(Interruption), deferred():  # noqa: PT012
+        with pytest.raises(Interruption), defer_signals():  # noqa: PT012
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGTERM)
         assert (len(one), len(other)) == (1, 1)
-        with pytest.raises(Interruption), deferred(), admitted():
+        with pytest.raises(Interruption), defer_signals(), allow_signals():
             signal.raise_signal(signal.SIGTERM)
         assert (len(one), len(other)) == (1, 2)
-        with pytest.raises(Interruption), deferred(), admitted(), deferred():  # noqa: PT012
+        with pytest.raises(Interruption), defer_signals(), allow_signals(), defer_signals():  # noqa: PT012
             signal.raise_signal(signal.SIGINT)
             assert len(one) == 1
         assert len(one) == 2
@@ -345,7 +345,7 @@ def test_handlers_are_put_in_place_once_a_run() -> None:
         handler(signal.SIGTERM, Interruption),
         handler(signal.SIGALRM, Interruption),
         handler(signal.SIGINT, Interruption),
-        patch.object(os_signals, "set_handler", put),
+        patch.object(interrupts, "set_handler", put),
     ):
         mine = [signal.getsignal(number) for number in NUMBERS]
         with short() as collector:
@@ -507,7 +507,7 @@ def test_a_guard_costs_next_to_nothing() -> None:
     """Replacing handlers by ``signal.signal`` took 20 us."""
 
     def guard() -> None:
-        with deferred():
+        with defer_signals():
             pass
 
     with short() as collector:

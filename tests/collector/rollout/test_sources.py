@@ -29,7 +29,7 @@ from tallyroll.collector.options import Options
 from tallyroll.collector.rollout.driver import Account, Driver
 from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.rollout.slab_plan import SlabPlan
-from tallyroll.collector.rollout.source import Block, DiscardedTransitions, Sound
+from tallyroll.collector.rollout.source import Block, DiscardedTransitions, ValidSlots
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.slab import Slab, SlabColumn
 from tallyroll.storage import open_storage
@@ -61,6 +61,9 @@ class Scripted(Driver):
         self._ends, self._pending = ends, np.zeros(slab.lanes, np.bool_)
 
     paused = False
+
+    def seek(self, slots: int) -> None:
+        self.used = slots
 
     def stop(self) -> None: ...
     def go_on(self) -> None: ...
@@ -98,7 +101,7 @@ class Numbered:
     version = 7
 
 
-def slow_of(slab: Slab, transitions: np.ndarray, count: int) -> Block:
+def slow_of(slab: Slab, transitions: np.ndarray, count: int, **owner: Any) -> Block:
     """Return the expected ``Block.of``, computed one lane and slot at a time."""
     taken = np.zeros_like(transitions)
     for slot, lane in np.argwhere(transitions)[:count]:
@@ -106,7 +109,7 @@ def slow_of(slab: Slab, transitions: np.ndarray, count: int) -> Block:
     rows = [(lane, slot) for lane in range(slab.lanes) for slot in np.flatnonzero(taken[:, lane])]
     index = np.array([slot * slab.lanes + lane for lane, slot in rows], np.intp)
     lanes = np.array([slab.first_lane + lane for lane, _ in rows], np.int32)
-    return Block(slab, len(transitions), taken, index, lanes)
+    return Block(slab, len(transitions), taken, index, lanes, **owner)
 
 
 @st.composite
@@ -150,10 +153,10 @@ def played(run: dict[str, Any]) -> tuple[list[Any], Ledger]:
         seen += [block.index.tolist(), block.lane.tolist(), block.taken.tolist(), block.entry]
         assert (block.index.dtype, block.lane.dtype) == (np.intp, np.int32)
         block.lane[:] = -1  # the array belongs to the block
-        rollout.given(block)
+        rollout.hand_over(block)
         post(ledger, LedgerEntry(stored=len(block)))
-        ledger.balance(rollout.held)
-        seen += [rollout.held, rollout.random_frames]
+        ledger.balance(rollout.carried)
+        seen += [rollout.carried, rollout.random_frames]
     assert ledger.slots == rollout.driver.steps * run["lanes"] or run["surplus"] == "never_step"
     post(ledger, rollout.discard((REWARD,)).entry)
     ledger.balance(0)
@@ -200,15 +203,15 @@ class SlotKeeper:
     def keeps(self) -> bool:
         return self.spare
 
-    def given(self, block: Block) -> None: ...
+    def hand_over(self, block: Block) -> None: ...
 
     def released(self) -> None:
         self.heard += 1
 
 
-def block_of(giver: Any = None, keeper: Any = None) -> Block:
+def block_of(owner: Any = None, keeper: Any = None) -> Block:
     block = Block.of(Slab(2, 3, LAYOUT), np.ones((2, 3), np.bool_), 6)
-    block.giver, block.keeper = giver, keeper
+    block.owner, block.keeper = owner, keeper
     return block
 
 
@@ -224,9 +227,9 @@ def test_a_block_is_released_only_where_it_was_kept(more: bool) -> None:
 
 
 def test_a_block_waits_until_the_next_one_or_for_ever_in_memory_of_its_own() -> None:
-    giver = SlotKeeper(True)
-    assert block_of(giver).keep(more=False)
-    assert not block_of(giver).keep(more=True)
+    owner = SlotKeeper(True)
+    assert block_of(owner).keep(more=False)
+    assert not block_of(owner).keep(more=True)
     block = block_of()
     assert block.keep(more=True)
     block.release()
@@ -270,7 +273,7 @@ class Tape:
         return block
 
     @property
-    def held(self) -> int:
+    def carried(self) -> int:
         return 0 if self.rest is None else int(self.rest[1].sum())
 
     @property
@@ -279,7 +282,7 @@ class Tape:
 
     def discard(self, rewards: Sequence[Key]) -> DiscardedTransitions:
         lanes = np.zeros(self.lanes, np.bool_) if self.rest is None else self.rest[1][0]
-        entry = self.entry.plus(LedgerEntry(discarded=self.held))
+        entry = self.entry.plus(LedgerEntry(discarded=self.carried))
         self.entry, self.rest = NOTHING, None
         return DiscardedTransitions(
             entry, lanes, np.zeros(self.lanes), np.zeros(self.lanes, np.bool_)
@@ -288,7 +291,7 @@ class Tape:
     def restart_lanes(self, ledger: Ledger) -> None:
         self.slot = 0
 
-    def salvage(self, sound: Sound, most: int) -> Iterator[Block]:
+    def recover(self, valid_slots: ValidSlots, most: int) -> Iterator[Block]:
         if self.rest is not None:
             yield self.block(most)
 

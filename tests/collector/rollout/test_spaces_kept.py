@@ -69,7 +69,7 @@ def test_a_value_is_inside_where_gymnasium_says_so(space: spaces.Space[Any], see
     rng = np.random.default_rng(seed)
     for leaf in observation_leaves(space, 3):
         theirs = leaf_at(space, leaf.path)
-        said = json.loads(json.dumps(of_env._said(leaf.spec, 1), allow_nan=False))
+        said = json.loads(json.dumps(of_env._spec_as_json(leaf.spec, 1), allow_nan=False))
         ours, dtype = space_of(said), np.dtype(theirs.dtype)
         assert ours.differs(dtype, theirs.shape) is None, said
         theirs.seed(seed)
@@ -86,7 +86,7 @@ def test_a_value_is_inside_where_gymnasium_says_so(space: spaces.Space[Any], see
 def test_many_bounds_are_bytes_and_too_many_are_left_out() -> None:
     low = np.arange(200, dtype=np.float32) / 3
     spec = Bounded(torch.from_numpy(low), torch.from_numpy(low + 1), (200,), dtype=torch.float32)
-    said = of_env._said(spec, 0)
+    said = of_env._spec_as_json(spec, 0)
     assert len(json.dumps(said)) < 2500
     np.testing.assert_array_equal(space_of(said).low, low)
     large = {"type": "Box", "dtype": "float32", "shape": [4000], "low": [0] * 4000, "high": 1}
@@ -241,7 +241,7 @@ def test_rows_that_need_not_keep_to_them_say_so(tmp_path: Path) -> None:
             list(collector)
         report = verify(tmp_path / name)
         assert report.sound
-        assert "spaces to which" in report.skipped["spaces"]
+        assert "no run records the spaces" in report.skipped["spaces"]
         with open_storage(tmp_path / name) as storage:
             reason = storage.runs[0]["spaces_unchecked"]
         assert reason == {"post": "postproc", "off": "validate='off'"}[name]
@@ -264,5 +264,5 @@ def test_a_row_of_another_origin_has_no_known_space(tmp_path: Path) -> None:
             handed["observation"][2] = 100
             others.extend(handed)
             assert others.runs[0]["runs"][0]["spaces"]
-    assert "spaces to which" in verify(tmp_path / "others").skipped["spaces"]
+    assert "no run records the spaces" in verify(tmp_path / "others").skipped["spaces"]
     assert not [each for each in verify(tmp_path / "rows").findings if each.check == "spaces"]

@@ -188,8 +188,8 @@ def test_groups_without_masks_count_all_of_their_agents() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"total_episodes": 3}, "needs total_frames"),
-        ({"total_frames": -1}, "needs total_frames"),
+        ({"total_episodes": 3}, "expected total_frames and"),
+        ({"total_frames": -1}, "expected total_frames and"),
         ({"total_frames": 9, "layout": "torchrl"}, "a layout other"),
         ({"total_frames": 9, "budget_unit": "agents"}, "expected one of"),
     ],
@@ -215,4 +215,4 @@ def test_the_command_refuses_a_unit_of_episodes(capsys: pytest.CaptureFixture[st
     words = "collect CartPole-v1 --episodes 3 --budget-unit agent_transitions --out there"
     with pytest.raises(SystemExit):
         main(words.split())
-    assert "--budget-unit is for --frames" in capsys.readouterr().err
+    assert "--budget-unit needs --frames" in capsys.readouterr().err

@@ -176,7 +176,7 @@ def test_workers_give_the_rows_of_each_lane(mode: Any) -> None:
     ("policy", "words"),
     [
         ({"red": RED, "bleu": BLUE}, r"groups \['blue', 'red'\], got 'bleu'; did you mean blue"),
-        ({"red": RED}, "got none for 'blue'; give it one, or None"),
+        ({"red": RED}, "got none for 'blue'. Add a policy for this group, or None"),
         (
             {"red": RED, "blue": {"a": BLUE}},
             "expected one policy for the group 'blue', got several",
@@ -209,7 +209,7 @@ def test_a_policy_acts_for_its_group_alone() -> None:
         return td.set("hidden", torch.zeros(td.batch_size[0]))
 
     both.in_keys, both.out_keys = [("red", "observation")], []  # type: ignore[attr-defined]
-    with pytest.raises(PolicyError, match="expected it to write red/action") as got:
+    with pytest.raises(PolicyError, match="expected the key red/action in the output") as got:
         make({"red": both, "blue": BLUE})
     assert "raised for the policy of the group 'red'" in str(got.value.__notes__)
 
@@ -218,5 +218,7 @@ def test_a_policy_acts_for_its_group_alone() -> None:
             return super().forward(td).set(("red", "action"), torch.zeros(3, 3).long())
 
     meddling = Meddling(BLUE, in_keys=[("blue", "observation")], out_keys=[("blue", "action")])
-    with pytest.raises(PolicyError, match="it writes red/action, the action of another group"):
+    with pytest.raises(
+        PolicyError, match="the policy writes red/action, the action of another group"
+    ):
         make({"red": RED, "blue": meddling})

@@ -244,9 +244,12 @@ def test_recurrent_policies_keep_the_states_of_their_lanes() -> None:
     ("policy", "words"),
     [
         ([], "empty list"),
-        ([linear()], "at place 0"),
-        ([([0, 1, 2, 3, 4], linear()), 7], "got int 7 at place 1"),
-        ([([0, 1], linear())], r"got none for 2-4; name them, or add \(.rest., policy\)"),
+        ([linear()], "at index 0"),
+        ([([0, 1, 2, 3, 4], linear()), 7], "got int 7 at index 1"),
+        (
+            [([0, 1], linear())],
+            r"got none for 2-4. Assign these lanes to a policy, or add \(.rest., policy\)",
+        ),
         ([(range(5), linear()), (4, None)], "got lane 4 for policy 0 and for policy 1"),
         ([(range(6), linear())], "expected lanes 0 to 4, got lane 5 for policy 0"),
         ([([-1, 0, 1, 2, 3], linear())], "got lane -1"),
@@ -260,7 +263,7 @@ def test_recurrent_policies_keep_the_states_of_their_lanes() -> None:
         ([({0, 1}, None)], r"got \{0, 1\}"),
         ([("rest", 3)], "got int"),
         ([("rest", [(0, None)])], "expected one policy for policy 0, got several"),
-        ({"agents": linear()}, "for groups of agents, and the environment has the action action"),
+        ({"agents": linear()}, "needs groups of agents, but the environment has the action action"),
         ({}, r"names of groups, got \[\]"),
         ({0: linear()}, r"names of groups, got \[0\]"),
     ],
@@ -277,8 +280,8 @@ def test_what_cannot_be_is_refused_before_a_file_is_made(
     ("make", "words"),
     [
         (lambda: OnePolicy(linear(), init_random_frames=-1), "at least 0, got -1"),
-        (lambda: OnePolicy(None, init_random_frames=3), "expected 0 where the policy is None"),
-        (lambda: OnePolicy(OnePolicy(None)), "got another one"),
+        (lambda: OnePolicy(None, init_random_frames=3), "expected 0 if the policy is None"),
+        (lambda: OnePolicy(OnePolicy(None)), "got another OnePolicy"),
         (
             lambda: sync_collector(
                 DISABLED, [("rest", OnePolicy(linear(), policy_device="cuda:77"))], **BUDGET
@@ -287,7 +290,7 @@ def test_what_cannot_be_is_refused_before_a_file_is_made(
         ),
         (
             lambda: sync_collector(DISABLED, MIXED, init_random_frames=5, **BUDGET),
-            "expected 0 where one of several policies has its own",
+            "expected 0, because one of the policies has init_random_frames",
         ),
     ],
 )
@@ -303,7 +306,7 @@ def test_which_policy_an_update_means_has_to_be_said() -> None:
                 collector.update_policy_weights_(policy_id=wrong)
     with sync_collector(DISABLED, linear(), **BUDGET) as collector:
         assert collector.policy_versions == {}
-        with pytest.raises(ArgumentError, match="there is one policy, got 0"):
+        with pytest.raises(ArgumentError, match="there is only one policy, got 0"):
             collector.update_policy_weights_(policy_id=0)
 
 
@@ -312,7 +315,9 @@ def test_columns_of_policies_agree_or_are_zero() -> None:
         logits = torch.zeros(*td.batch_size, 5)
         return td.set("action", td["observation"].long()[..., 0] * 0).set("logits", logits)
 
-    with pytest.raises(PolicyError, match=r"policy 1: logits is .*\[5\].*of another policy") as got:
+    with pytest.raises(
+        PolicyError, match=r"policy 1: expected logits to be .* of another policy, got .*\[5\]"
+    ) as got:
         sync_collector(DISABLED, [([0, 1], linear()), ("rest", wide)], **BUDGET)
 
     def without(td: TensorDictBase) -> TensorDictBase:
@@ -322,7 +327,7 @@ def test_columns_of_policies_agree_or_are_zero() -> None:
     rows = joined(collect(factory(DISABLED, 0, LANES), policies, **BUDGET)[0])
     assert torch.equal(rows["low"] == 0, rows["collector", "policy_id"] == 1)
 
-    with pytest.raises(PolicyError, match="expected it to write action") as got:
+    with pytest.raises(PolicyError, match="expected the key action in the output") as got:
         sync_collector(DISABLED, [([0, 1], linear()), ("rest", lambda td: td)], **BUDGET)
     assert "raised for policy 1, of the lanes 2-4" in str(got.value.__notes__)
 
@@ -349,7 +354,7 @@ def test_an_evaluation_is_of_policies_that_act() -> None:
         assert found.ledger.random == 0
     assert not any(training)
     assert policy.training
-    with pytest.raises(ArgumentError, match="got int 7 at place 0"):
+    with pytest.raises(ArgumentError, match="got int 7 at index 0"):
         evaluate([7], factory(DISABLED, 0, LANES), episodes=6)  # type: ignore[list-item]
 
 
@@ -470,7 +475,7 @@ def test_a_state_is_gone_on_from(workers: int | None, tmp_path: Path) -> None:
             own = [version[rows["collector", "policy_id"] == at] for at in (0, 1)]
             assert [int((each == -1).sum()) for each in own] == [20, 31]
             assert torch.equal(rows["low"], version.clamp(min=0).float())
-    with make(linear()) as collector, pytest.raises(StateError, match="and this collector has one"):
+    with make(linear()) as collector, pytest.raises(StateError, match="but this collector has one"):
         collector.load_state_dict(state)
     other = [([0], OnePolicy(Versioned())), ([1], None), ("rest", None)]
     with make(other) as collector, pytest.raises(StateError, match="of the policies"):

@@ -122,7 +122,9 @@ def test_what_would_end_within_an_item_is_refused() -> None:
         assert options["replay_buffer"][:].shape == (2, 6)
     with (
         Collector(make(), None, total_frames=24, **options) as collector,
-        pytest.raises(StateError, match=r"items are \[6\] long, and these are \[12\]"),
+        pytest.raises(
+            StateError, match=r"items of length \[6\], like those in the buffer, got \[12\]"
+        ),
     ):
         list(collector)
     assert len(options["replay_buffer"]) == 2
@@ -133,6 +135,6 @@ def test_rows_of_a_cut_item_are_kept_by_a_storage_beside_the_buffer(tmp_path: Pa
     options = {"frames_per_batch": 24, "total_frames": -1, "replay_buffer": buffer}
     collector = Collector(env, None, **options, storage=tmp_path / "rows")
     env.then = collector.stop
-    with pytest.warns(CutItemWarning, match="which the storage has"), collector:
+    with pytest.warns(CutItemWarning, match="are in the storage but not"), collector:
         list(collector)
     assert (len(buffer), collector.ledger.stored, collector.ledger.discarded) == (2, 42, 0)

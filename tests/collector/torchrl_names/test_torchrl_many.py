@@ -115,7 +115,7 @@ def test_what_workers_give_is_rounded_up(lanes: int | None, workers: int, frames
         assert_batches_alike(one, other)
 
 
-@pytest.mark.filterwarnings("ignore:.*as TorchRL's have:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*as in TorchRL:UserWarning")
 def test_batches_of_workers_that_wait_for_nobody_are_of_one_each() -> None:
     for lanes, frames in ((None, 12), (3, 12), (3, 10)):
         given = {**BUDGET, "frames_per_batch": frames}
@@ -185,7 +185,7 @@ def test_frames_of_each_worker() -> None:
     with pytest.raises(ArgumentError, match="2 workers, got 1"):
         MultiSyncCollector(envs(), ByObservation(), **given)
     given["frames_per_batch"] = [6, 8]
-    with pytest.raises(ArgumentError, match="as many of each worker"):
+    with pytest.raises(ArgumentError, match="the same number for each worker"):
         MultiSyncCollector(envs(), ByObservation(), **given)
 
 
@@ -258,7 +258,7 @@ def test_the_weights_of_an_updater_are_sent() -> None:
             def _sync_weights_with_worker(self, **_: Any) -> None:
                 raise AssertionError("never called")
 
-    with pytest.raises(ArgumentError, match="transport of its own"):
+    with pytest.raises(ArgumentError, match="sends weights by its own transport"):
         MultiSyncCollector(envs(), linear(), weight_updater=Own(), **BUDGET)
 
 

@@ -229,7 +229,7 @@ def test_names_that_nobody_has_are_refused() -> None:
         (lambda c: c.update_policy_weights_(model_id="critic"), "model_id"),
         (lambda c: c.update_policy_weights_(weights_dict={"critic": {}}), "weights_dict"),
         (lambda c: c.update_policy_weights_({0: {}, 1: {}}), "one set for all workers"),
-        (lambda c: c.update_policy_weights_({}, weights={}), "once"),
+        (lambda c: c.update_policy_weights_({}, weights={}), "in one argument"),
         (lambda c: c.reset(index=0), "reset"),
         (lambda c: c.load_state_dict({}, strict=False), "strict"),
         (lambda c: c.get_model("critic"), "model_id"),

@@ -170,7 +170,7 @@ def test_a_postproc_that_loses_rows_is_refused(mode: str) -> None:
         worker_collector(
             SAME, 2, **BUDGET, mode=mode, postproc=lambda rows: rows[:-1]
         ) as collector,
-        pytest.raises(ArgumentError, match=r"postproc: expected a TensorDict of batch size \[17\]"),
+        pytest.raises(ArgumentError, match=r"postproc: expected a result of batch size \[17\]"),
     ):
         list(collector)
     collector.ledger.check()

@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "fork": (
         (CREATE,),
         {**TWO, "mp_start_method": "fork"},
-        '"fork" copies a process whose threads .* use "spawn" or "forkserver"',
+        'expected "spawn" or "forkserver", got "fork". A forked process has no copies of the other',
     ),
     "start method": (
         (CREATE,),
@@ -108,23 +108,23 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "lanes of factories": (
         ([CREATE, CREATE],),
         {"num_envs": 4},
-        "num_envs goes with one factory, and not with a list of them",
+        "num_envs: expected one factory, got a list of factories",
     ),
     "kwargs of a factory": (
         (CREATE,),
         {**TWO, "env_kwargs": {"a": 1}},
-        "env_kwargs go with an id",
+        "env_kwargs: expected the id of",
     ),
     "neither": ((7,), TWO, "create_env_fn: expected a Gymnasium id, a factory or a list of factor"),
     "resets": (
         (CREATE,),
         {**TWO, "mode": "async", "reset_at_each_iter": True},
-        'reset_at_each_iter needs mode="sync": in async mode workers go on while',
+        'reset_at_each_iter needs mode="sync", because in async mode workers continue while',
     ),
     "discard": (
         (CREATE,),
         {**TWO, "mode": "async", "surplus": "discard"},
-        'surplus="discard" needs mode="sync": .*use "carry" or "never_step"',
+        'surplus="discard" needs mode="sync", .*Use "carry" or "never_step"',
     ),
     "threads": (
         (CREATE,),
@@ -168,7 +168,7 @@ def test_arguments_that_cannot_be_right(case: str, tmp_path: Path) -> None:
 def test_an_environment_that_was_made_here_cannot_be_stepped_there(listed: bool) -> None:
     for env in (OracleTorchEnv(2, LENGTHS), make_oracle_vec(2, LENGTHS)):
         create = [env, env] if listed else env
-        match = f"got {type(env).__name__}; an environment that was made here cannot be stepped in"
+        match = f"got {type(env).__name__}. An environment that was made in this process cannot be"
         refused(ArgumentError, match, create, **({} if listed else TWO))
         env.close()
 
@@ -182,7 +182,7 @@ def test_an_argument_that_cannot_travel_is_named(tmp_path: Path) -> None:
     def locked_policy(td: TensorDictBase, _: Any = lock) -> TensorDictBase:
         return ByObservation()(td)
 
-    what = "expected something that cloudpickle can send to a worker, got TypeError: cannot pickle"
+    what = "expected an object that cloudpickle can send to a worker, got TypeError: cannot pickle"
     kwargs = {**TWO, "storage": tmp_path / "s"}
     refused(ArgumentError, f"create_env_fn: {what}", locked, **kwargs)
     refused(ArgumentError, f"create_env_fn: {what}", [CREATE, locked], storage=tmp_path / "s")
@@ -231,7 +231,7 @@ EARLY: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] =
         ([factory(SAME, 0, 2), factory(NEXT, 2, 2)],),
         {},
         EnvironmentRefused,
-        "environments of another kind, or in another autoreset mode; make the same environment",
+        "environments of another kind, or in another autoreset mode. Make the same environment",
     ),
     "another way of driving": (
         ([factory("torch", 0, 2), factory(DISABLED, 2, 2)], ByObservation()),
@@ -255,13 +255,13 @@ EARLY: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] =
         (factories("native", 2),),
         {"max_frames_per_traj": 3},
         EnvironmentRefused,
-        "max_frames_per_traj resets lanes by mask, which FurtherVectorEnv ignores",
+        "max_frames_per_traj resets lanes by mask, but FurtherVectorEnv ignores",
     ),
     "a policy without action": (
         (factories(SAME, 2), no_action),
         {},
         PolicyError,
-        r"policy: expected it to write action, got \['choice'\]",
+        r"policy: expected the key action in the output, got \['choice'\]",
     ),
     "an unknown id": (
         ("NoSuchEnv-v0",),
@@ -279,7 +279,7 @@ EARLY: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] =
         (factories(SAME, 2),),
         {"info_keys": ["luck"]},
         ArgumentError,
-        "info key 'luck' is in no info",
+        "info key 'luck' is not in the infos of a reset",
     ),
 }
 FORMATS = ("other columns", "a policy without action")
@@ -302,7 +302,7 @@ def test_early_errors_leave_no_storage_behind(case: str, name: str, tmp_path: Pa
 def test_an_error_of_our_own_says_which_worker_raised_it() -> None:
     makes = [factory(SAME, 0, 2), factory("single", 2, 1)]
     error = refused(
-        ArgumentError, r"info_keys: \['tick'\] are no columns", makes, info_keys=["tick"]
+        ArgumentError, r"info_keys: \['tick'\] are not columns", makes, info_keys=["tick"]
     )
     (note,) = error.__notes__
     assert note.startswith("raised in worker 1")
@@ -335,8 +335,8 @@ def test_too_little_shared_memory_is_told_with_the_numbers(
     monkeypatch.setattr(memory, "available_bytes", lambda: 2**20)
     match = (
         rf"expected (\d+) MiB of shared memory for {slabs}.*slots of 4 lanes.*, got 1 MiB "
-        rf"available; "
-        "make frames_per_batch smaller, or use fewer lanes or workers"
+        r"available\. "
+        "Make frames_per_batch smaller, or use fewer lanes or workers"
     )
     options = {"mode": mode, "frames_per_batch": 100_000, "total_frames": 200_000}
     makes = factories(SAME, 2, 4, kind="uint8")
@@ -485,7 +485,7 @@ def test_a_policy_whose_weights_have_no_shape_yet_is_refused(tmp_path: Path) -> 
         TensorDictModule(torch.nn.LazyLinear(2), in_keys=["observation"], out_keys=["logits"]),
         TensorDictModule(_argmax, in_keys=["logits"], out_keys=["action"]),
     )
-    match = "weight: expected weights, got a parameter without a shape; call the module once before"
+    match = "weight: expected weights, got a parameter without a shape. Call the module once before"
     refused(ArgumentError, match, factories(SAME, 2), lazy, storage=tmp_path / "s")
     assert not list(tmp_path.iterdir())
 

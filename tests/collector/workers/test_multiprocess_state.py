@@ -227,7 +227,7 @@ def test_states_of_the_beginning_and_of_the_end(mode: str) -> None:
         beginning = through_a_file(one.state_dict())
         whole = list(one)
         end = through_a_file(one.state_dict())
-        with pytest.raises(StateError, match="this collector has collected already"):
+        with pytest.raises(StateError, match="this collector has already collected"):
             one.load_state_dict(beginning)
     with worker_collector(SAME, 3, ByObservation(), **BUDGET, mode=mode) as other:
         other.load_state_dict(beginning)
@@ -238,7 +238,7 @@ def test_states_of_the_beginning_and_of_the_end(mode: str) -> None:
         assert other.ledger.stored == 61
     with (
         worker_collector(SAME, 2, None, **BUDGET, mode=mode) as other,
-        pytest.raises(StateError, match="the state was saved with a policy, this collector is"),
+        pytest.raises(StateError, match="the state was saved with a policy, unlike the state"),
     ):
         other.load_state_dict(beginning)
 

@@ -15,6 +15,7 @@ from torchrl.modules import EGreedyModule
 from tallyroll.collector.errors import ArgumentError
 
 from collect_kit import joined
+from devices_kit import on_gpu
 from oracles import check_rows
 from pairs import each_pair, in_gate
 from worker_kit import (
@@ -220,7 +221,7 @@ def test_values_that_are_no_weights_are_refused_and_change_nothing() -> None:
 
 def test_a_callable_and_no_policy_have_no_weights_to_update() -> None:
     with worker_collector(SAME, 2, drawing, **BUDGET) as collector:
-        match = "the policy is a function, whose copies in the workers no weights can reach"
+        match = "as the policy, got a function. Only the weights of a module"
         for weights in (None, {"weight": torch.zeros(1)}):
             with pytest.raises(ArgumentError, match=match):
                 collector.update_policy_weights_(weights)
@@ -292,10 +293,10 @@ def test_episodes_know_the_versions_of_their_first_and_last_action() -> None:
     assert any(first < last for first, last in one)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@on_gpu
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_policy_on_a_gpu_acts_in_workers_on_the_cpu(mode: str) -> None:
-    policy = Versioned().to("cuda")
+def test_a_policy_on_a_gpu_acts_in_workers_on_the_cpu(mode: str, device: str) -> None:
+    policy = Versioned().to(device)
     with worker_collector(
         NEXT, 2, policy, mode=mode, frames_per_batch=20, total_frames=200
     ) as collector:
@@ -306,4 +307,4 @@ def test_a_policy_on_a_gpu_acts_in_workers_on_the_cpu(mode: str) -> None:
             assert torch.equal(batch["action"], chosen_by(batch, version))
             policy.set_to(number)
             collector.update_policy_weights_()
-    assert next(policy.parameters()).is_cuda
+    assert next(policy.parameters()).device.type == device

@@ -146,7 +146,9 @@ def test_an_exception_that_loses_nothing_ends_no_worker() -> None:
         before = worker_threads()
         batches = iter(made)
         next(batches)
-        with pytest.raises(StateError, match="load_state_dict: this collector has collected"):
+        with pytest.raises(
+            StateError, match="load_state_dict: this collector has already collected"
+        ):
             made.load_state_dict(made.state_dict())
         assert worker_threads() == before
         assert len(next(batches)) == 20

@@ -71,7 +71,7 @@ def test_values_are_checked_when_the_object_is_made(options: dict[str, Any], mes
         ),
         (
             {"supervision": Supervision(max_respawns=1), "max_respawns": 1},
-            "max_respawns: expected in one place, got max_respawns=1 and Supervision",
+            "max_respawns: expected only once, got both max_respawns=1 and Supervision",
         ),
     ],
 )

@@ -182,7 +182,7 @@ def test_one_that_is_damaged(tmp_path: Path) -> None:
     make(tmp_path / "a", 0)
     (tmp_path / "a/value.overlay").write_bytes(b"no overlay")
     with open_storage(tmp_path / "a") as storage:
-        with pytest.raises(DamagedOverlay, match="give it up"):
+        with pytest.raises(DamagedOverlay, match="drop the overlay"):
             storage.copy_to(tmp_path / "copy")
         assert not (tmp_path / "copy").exists()
         assert storage.copy_to(tmp_path / "copy", drop=["value"]).overlays == ("next/pair",)

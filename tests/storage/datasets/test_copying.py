@@ -28,7 +28,7 @@ from tallyroll.storage.errors import (
     StorageLocked,
 )
 from tallyroll.storage.ext import storage_copy
-from tallyroll.storage.ext.atomic_create import written_aside
+from tallyroll.storage.ext.atomic_create import atomic_creation
 from tallyroll.storage.ext.testing.reader_contract import assert_same_rows, collected
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.stores.rewinds import take_back
@@ -159,13 +159,13 @@ def test_columns_and_groups(tmp_path: Path) -> None:
             ({"columns": ["w"]}, "got w"),
             ({"columns": []}, "got none"),
             ({"drop": ["w"]}, "got w"),
-            ({"columns": ["z"], "drop": ["z"]}, "Keep one"),
+            ({"columns": ["z"], "drop": ["z"]}, "Keep at least one"),
         ):
             with pytest.raises(ColumnsMissing, match=told):
                 storage.copy_to(tmp_path / "d", **more)  # type: ignore[arg-type]
-        with pytest.raises(ColumnsMissing, match="Leave out the sorting"):
+        with pytest.raises(ColumnsMissing, match="Copy without sorting"):
             storage.copy_to(tmp_path / "d", sort=True)
-        with pytest.raises(ValueError, match="format is one of"):
+        with pytest.raises(ValueError, match="format: expected one of"):
             storage.copy_to(tmp_path / "d", format="parquet")
         with pytest.raises(ValueError, match="has the suffix of hdf5"):
             storage.copy_to(tmp_path / "d.h5", format="zarr")
@@ -188,9 +188,9 @@ def test_what_is_there_is_not_replaced(source: Path, tmp_path: Path, suffix: str
     with open_storage(source) as storage:
         storage.copy_to(place)
         before = content_hash(place)
-        with pytest.raises(PathIsTaken, match="is there already"):
+        with pytest.raises(PathIsTaken, match="already exists"):
             storage.copy_to(place)
-        with pytest.raises(PathIsTaken, match="is there already"):
+        with pytest.raises(PathIsTaken, match="already exists"):
             storage.copy_to(source, format=None)
         assert content_hash(place) == before
         (tmp_path / f"link{suffix}").symlink_to(tmp_path / "nothing")
@@ -250,7 +250,7 @@ def test_two_at_once(source: Path, tmp_path: Path) -> None:
     """
     place = tmp_path / "copy"
     with open_storage(source) as storage:
-        with contextlib.suppress(KeyboardInterrupt), written_aside(place) as target:
+        with contextlib.suppress(KeyboardInterrupt), atomic_creation(place) as target:
             target.mkdir()
             with pytest.raises(StorageLocked, match="is being written by another process"):
                 storage.copy_to(place)
@@ -324,7 +324,7 @@ def test_rows_that_are_taken_back_meanwhile(tmp_path: Path) -> None:
         writer.extend(trajectory_rows(20, 20, steps=5))
         with (
             open_storage(tmp_path / "source") as storage,
-            pytest.raises(StateMismatch, match="taken back while they were copied"),
+            pytest.raises(StateMismatch, match="were rewound during the copy"),
         ):
             storage.copy_to(
                 tmp_path / "copy", progress=lambda *_: take_back(writer.writer, 20, None)
@@ -376,7 +376,10 @@ def test_following_ends_when_it_is_asked_to(tmp_path: Path) -> None:
     ("call", "told"),
     [
         (lambda storage, to: storage.copy_to(to, follow=True, sort=True), "follow and sort"),
-        (lambda storage, to: storage.copy_to(to, follow=True, format="hdf5"), "how many rows"),
+        (
+            lambda storage, to: storage.copy_to(to, follow=True, format="hdf5"),
+            "final number of rows",
+        ),
     ],
 )
 def test_what_cannot_be_followed(
@@ -384,7 +387,10 @@ def test_what_cannot_be_followed(
 ) -> None:
     with open_storage(source) as storage, pytest.raises(ValueError, match=told):
         call(storage, tmp_path / "copy")
-    with open_storage([source]) as union, pytest.raises(ValueError, match="not one storage"):
+    with (
+        open_storage([source]) as union,
+        pytest.raises(ValueError, match="expected a single storage"),
+    ):
         union.copy_to(tmp_path / "copy", follow=True)
 
 

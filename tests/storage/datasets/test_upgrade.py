@@ -10,7 +10,7 @@ import pytest
 
 from tallyroll.collector.cli import main
 from tallyroll.storage import content_hash, diff, open_storage, verify
-from tallyroll.storage.files.versions import FORMAT_VERSION
+from tallyroll.storage.files.format_versions import FORMAT_VERSION
 
 OLD = Path(__file__).parents[1] / "formats" / "data" / "version-2.tar.xz"
 

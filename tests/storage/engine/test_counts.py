@@ -101,9 +101,9 @@ def test_words_of_a_table_are_put_in_the_order_of_the_extension() -> None:
         fast_paths.switch_off(frozenset())
         assert extension.in_order("TABLE", one=1, two=2, three=3) == [3, 1, 2]
         for words in ({"one": 1, "two": 2}, {"one": 1, "two": 2, "three": 3, "four": 4}):
-            with pytest.raises(ExtensionMismatch, match="in TABLE, got three, one, two: it was"):
+            with pytest.raises(ExtensionMismatch, match=r"in TABLE, got three, one, two\. The ext"):
                 extension.in_order("TABLE", **words)
-        with pytest.raises(ExtensionMismatch, match="in OTHER, got none: it was"):
+        with pytest.raises(ExtensionMismatch, match=r"in OTHER, got none\. The ext"):
             extension.in_order("OTHER", one=1)
         with fast_paths.switched_off("kernel"):
             assert extension.in_order("TABLE", one=1, two=2) == [1, 2]
@@ -136,5 +136,7 @@ def test_a_stale_extension_is_refused_when_a_module_is_imported(
     assert found.loader is not None
     with fast_paths.switched_off():
         fast_paths.switch_off(frozenset())
-        with pytest.raises(ExtensionMismatch, match=rf"kernel.so .* in {block}, got none: it was"):
+        with pytest.raises(
+            ExtensionMismatch, match=rf"kernel.so .* in {block}, got none\. The ext"
+        ):
             found.loader.exec_module(module_from_spec(found))

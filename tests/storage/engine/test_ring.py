@@ -137,7 +137,9 @@ def storage_row_nbytes(path: Path) -> int:
 def test_more_rows_at_once_than_slots_are_refused(path: Path) -> None:
     with MemmapStorage(path, max_size=10) as storage:
         storage.extend(rows(0, 7))
-        with pytest.raises(BatchTooLong, match="a ring of 10 rows and got 11 at once"):
+        with pytest.raises(
+            BatchTooLong, match="at most 10 rows at once, the size of its ring, got 11"
+        ):
             storage.extend(rows(7, 11))
         assert_holds(storage, range(7))
         storage.extend(rows(7, 10))
@@ -146,7 +148,9 @@ def test_more_rows_at_once_than_slots_are_refused(path: Path) -> None:
 
 def test_too_many_first_rows_make_no_files(path: Path) -> None:
     with MemmapStorage(path, max_size=10) as storage:
-        with pytest.raises(BatchTooLong, match="a ring of 10 rows and got 11 at once"):
+        with pytest.raises(
+            BatchTooLong, match="at most 10 rows at once, the size of its ring, got 11"
+        ):
             storage.extend(rows(0, 11))
         assert not path.exists()
         storage.set(range(11), rows(0, 11))  # only the last rows stay
@@ -158,7 +162,7 @@ def test_a_ring_is_opened_as_the_ring_that_it_is(path: Path) -> None:
     with MemmapStorage(path, max_size=10) as storage:
         storage.extend(rows(0, 10))
         storage.extend(rows(10, 2))
-    with pytest.raises(ValueError, match=r"max_size=11 was given, and .* is a ring of 10 rows"):
+    with pytest.raises(ValueError, match=r"max_size=11 was given, but .* is a ring of 10 rows"):
         MemmapStorage(path, mode="append", max_size=11)
     with MemmapStorage(path, mode="append", max_size=10) as storage:
         assert_holds(storage, range(2, 12))
@@ -167,13 +171,13 @@ def test_a_ring_is_opened_as_the_ring_that_it_is(path: Path) -> None:
     with pytest.raises(ValueError, match="keeps every row"):
         MemmapStorage(path.with_name("grows"), mode="read", max_size=10)
     for wrong in (0, -1, 2.0, True):
-        with pytest.raises(ValueError, match="max_size is a positive number"):
+        with pytest.raises(ValueError, match="max_size: expected a positive number"):
             MemmapStorage(path.with_name("wrong"), max_size=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [H5Storage, ZarrStorage])
 def test_only_memory_maps_are_rings(kind: Any, path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"max_size=9 asks for a ring, and {kind.__name__} keeps"):
+    with pytest.raises(ValueError, match=rf"max_size=9 requests a ring, but {kind.__name__} keeps"):
         kind(path, max_size=9, capacity=9)
     assert not path.exists()
 
@@ -260,7 +264,7 @@ def test_replay_buffers_write_round_and_round(path: Path, kind: type[ReplayBuffe
         assert sorted(buffer.sample()["id"].tolist()) == list(range(head - 10, head))
         assert buffer.extend(rows(head, 2)).tolist() == [head % 10, (head + 1) % 10]
         assert_holds(again, range(head - 8, head + 2))
-        with pytest.raises(NotAnAppend, match="only added after the last one"):
+        with pytest.raises(NotAnAppend, match="directly after the last row"):
             again.set(torch.tensor([0, 1, 2]), rows(0, 3))
 
 
@@ -314,7 +318,7 @@ def test_elsewhere_a_ring_is_not_read_while_it_is_written(
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     with MemmapStorage(path, max_size=10) as storage:
         storage.extend(rows(0, 10))
-        with pytest.raises(UnsupportedPlatform, match="being written, and aarch64 may show"):
+        with pytest.raises(UnsupportedPlatform, match="being written, and on aarch64 a reader"):
             open_storage(path)
     with open_storage(path) as reader, open_storage(path) as another:
         assert_holds(reader, range(10))
@@ -434,7 +438,7 @@ def test_a_dump_of_a_ring_of_another_size_is_refused(
         storage.extend(rows(10, 5))
         storage.dumps(tmp_path / "dump")
     other = MemmapStorage(tmp_path / "other", max_size=size)
-    wording = rf"other has max_size={size} and .*dump max_size=10\. Make it with the same max_size"
+    wording = rf"other has max_size={size}, but .*dump has max_size=10\. Use the same max_size"
     with other, pytest.raises(StateMismatch, match=wording):
         other.loads(tmp_path / "dump")
     assert not (tmp_path / "other").exists()
@@ -449,7 +453,7 @@ def test_loads_repairs_a_copy_that_was_interrupted(path: Path, tmp_path: Path) -
     with MemmapStorage(tmp_path / "other", max_size=10) as other:
         ReplayBuffer(storage=other).loads(tmp_path / "dump")
         header = other.reader.engine._header  # type: ignore[union-attr]
-        header.reserve = header.head + 10  # as before the last word of a copy is stored
+        header.set_reserve(header.head + 10)  # as before the last word of a copy is stored
         assert len(other) == 0
         ReplayBuffer(storage=other).loads(tmp_path / "dump")
         assert_holds(other, range(5, 15))

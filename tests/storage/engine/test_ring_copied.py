@@ -73,7 +73,7 @@ def test_a_ring_is_appended_oldest_first(
                 target.extend(ring[:], ids=ids)
                 require(target, wanted(episodes))
             smaller = MemmapStorage(tmp_path / f"{episodes}-smaller", max_size=10)
-            with pytest.raises(BatchTooLong, match="or the last 10 of them"):
+            with pytest.raises(BatchTooLong, match="or only the last 10"):
                 smaller.extend(ring[:], ids=ids)
             smaller.extend(ring.in_order()[-10:], ids=ids)
             require(smaller, wanted(episodes)[-10:])

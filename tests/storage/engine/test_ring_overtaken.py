@@ -258,7 +258,9 @@ def test_a_writer_that_is_always_faster_is_told_in_time(
 ) -> None:
     monkeypatch.setattr("tallyroll.storage.engine.row_copies._PATIENCE_SECONDS", 0.001)
     lap = times(60, lambda: writer.write(RING, size=RING))
-    wording = rf"is a ring of {RING} rows, and its writer overwrites them faster than these 30 can"
+    wording = (
+        rf"is a ring of {RING} rows, and its writer overwrites rows faster than these 30 rows can"
+    )
     with after(row_copies, "rows_in", lap), pytest.raises(Overrun, match=wording):
         reader.get(torch.arange(30))
     assert len(reader.get(torch.arange(30))) == 30, "the reader cannot go on"

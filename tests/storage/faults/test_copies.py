@@ -321,7 +321,7 @@ def test_the_commands_take_a_copy_when_told(
         copied(tmp_path / "rows", Path(copy))
     with pytest.raises(SystemExit):
         main(["collect", "CartPole-v1", "--frames", "9", "--out", copy, "--accept-copy"])
-    assert "--accept-copy is for --resume and --append" in capsys.readouterr().err
+    assert "--accept-copy needs --resume or --append" in capsys.readouterr().err
 
 
 def test_when_a_file_was_made_is_what_the_system_says(tmp_path: Path) -> None:

@@ -428,7 +428,7 @@ def test_a_manifest_that_no_other_can_follow(bases: Path, tmp_path: Path) -> Non
         file.write(head.pack(magic, 2**63 - 1, length, crc))
     for way in WAYS:
         assert told_or_done(way, path) == ""
-    with pytest.raises(CorruptStorage, match=f"it is number {2**63 - 1}"):
+    with pytest.raises(CorruptStorage, match=f"has number {2**63 - 1}"):
         open_storage(path)
 
 

@@ -109,7 +109,7 @@ def test_no_room_for_the_manifest_of_a_finalized_storage(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("tallyroll.storage.files.safe_files.Inside.write_aside", full)
+        patch.setattr("tallyroll.storage.files.safe_files.Inside.write_atomically", full)
         with pytest.raises(StorageFull, match="Committed rows are intact"):
             storage.finalize()
     with pytest.raises(StorageClosed):
@@ -189,7 +189,7 @@ def test_nothing_is_left_out_silently(name: str, tmp_path: Path, later: bool) ->
             storage.extend(whole)
         for stack in stacks:
             with pytest.raises(
-                RowsMismatch if later else InvalidSchema, match=r"s is NonT|in only"
+                RowsMismatch if later else InvalidSchema, match=r"s is NonT|only some"
             ):
                 storage.extend(stack)
         assert storage.head == 3 * later

@@ -26,6 +26,7 @@ import pytest
 from tallyroll.storage import H5Storage, MemmapStorage, Schema, StorageMissing, ZarrStorage, verify
 from tallyroll.storage.engine import mapped_space
 from tallyroll.storage.engine.commit_engine import Durability, Engine
+from tallyroll.storage.engine.frame_pools import FramePools
 from tallyroll.storage.errors import DiskFailed, NotAStorage, StorageError
 from tallyroll.storage.files.commit_header import header_bytes
 from tallyroll.storage.formats.zarr import metadata as zarr_metadata
@@ -49,8 +50,10 @@ _PLACE = np.arange(WIDTH)
 
 def rows_of(numbers: np.ndarray, salt: int = 0) -> dict[Key, np.ndarray]:
     """Return the rows of these numbers [count]. Another ``salt`` gives them other contents."""
+    wide, after = (each[:, None] * 1000 + _PLACE + 500 * salt for each in (numbers, numbers + 1))
     return {
-        ("wide",): numbers[:, None] * 1000 + _PLACE + 500 * salt,
+        ("wide",): wide.view(np.uint8),
+        ("next", "wide"): after.view(np.uint8),
         ("a", "b", "c"): (3 * numbers + salt).astype(np.int32),
         ("next", "terminated"): (numbers % STEPS == STEPS - 1)[:, None],
         ("collector", "traj_ids"): numbers // STEPS,
@@ -71,14 +74,20 @@ class Case:
     kind: type[DiskStorage]
     ring: int | None = None
     capacity: int | None = None
+    once: bool = False
 
     def create(self, path: Path, durability: Durability) -> DiskStorage:
-        return self.kind(path, capacity=self.capacity, max_size=self.ring, durability=durability)
+        more = {"once": True} if self.once else {}
+        return self.kind(
+            path, capacity=self.capacity, max_size=self.ring, durability=durability, **more
+        )
 
 
 CASES = {
     "memmap": Case(MemmapStorage),
     "ring": Case(MemmapStorage, ring=RING),
+    "once": Case(MemmapStorage, once=True),
+    "once ring": Case(MemmapStorage, ring=RING, once=True),
     "hdf5": Case(H5Storage, capacity=60),
     "zarr": Case(ZarrStorage, capacity=30),
 }
@@ -539,8 +548,9 @@ def test_no_record_of_rows_that_were_not_committed(name: str, tmp_path: Path) ->
     assert not found.wrong, "\n".join(found.wrong)
 
 
-def test_a_ring_that_is_being_loaded(tmp_path: Path) -> None:
-    with told("ring", "loaded", tmp_path) as story:
+@pytest.mark.parametrize("case", ["ring", "once ring"])
+def test_a_ring_that_is_being_loaded(case: str, tmp_path: Path) -> None:
+    with told(case, "loaded", tmp_path) as story:
         story.moments = {-1: list(range(*story.marks))}
         found = after_cuts(story, tmp_path, 40)
     assert not found.wrong, "\n".join(found.wrong)
@@ -585,6 +595,16 @@ def test_the_cuts_find_what_was_not_synced(case: str, tmp_path: Path) -> None:
         for heeds in (Syncs.NONE, Syncs.FILES, Syncs.DIRECTORIES):
             found = after_cuts(story, tmp_path, CUTS_OF_CONTROLS, heeds, least=1)
             assert len(found.wrong) > CUTS_OF_CONTROLS // 3, (heeds, found)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if CASES[name].once])
+def test_the_cuts_find_frames_that_were_not_synced(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FramePools, "sync", lambda self: None)
+    with told(case, "short", tmp_path) as story:
+        found = after_cuts(story, tmp_path, CUTS_OF_CONTROLS, least=1)
+    assert len(found.wrong) > CUTS_OF_CONTROLS // 3, found
 
 
 @pytest.mark.parametrize("case", CASES)

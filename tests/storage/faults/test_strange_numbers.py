@@ -248,7 +248,7 @@ def test_priorities_far_apart() -> None:
             weights = sampler.sample(200)["priority_weight"]
             assert weights.isfinite().all()
             # With alpha=0.1, this leaf is that of 1e380.
-            with pytest.raises(ValueError, match="priorities are numbers from 0 on, got inf"):
+            with pytest.raises(ValueError, match="expected finite numbers of at least 0, got inf"):
                 moved(np.array([1e38], np.float32), (0.1, 0.0), (1.0, 0.0))
 
 

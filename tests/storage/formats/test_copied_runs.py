@@ -102,7 +102,7 @@ def test_a_storage_is_no_run_to_resume_but_to_append_to(tmp_path: Path, source: 
     with make(tmp_path / "target") as storage:
         storage.extend(open_storage(source)[:])
         for resume in (True, "auto"):
-            with pytest.raises(StateError, match="append to it instead"):
+            with pytest.raises(StateError, match="Append to the storage instead"):
                 SyncCollector(
                     factory(DISABLED, 0, LANES), None, storage=storage, resume=resume,
                     frames_per_batch=10, total_frames=90,
@@ -213,6 +213,11 @@ def test_a_ring_and_more_rows_than_a_ring_has(tmp_path: Path) -> None:
                 assert told(target) == [(0, [20, 79], [3, 4])]
             found = verify(tmp_path / f"{number}").findings
             assert {each.check for each in found} <= {"steps"}  # the oldest episode is cut
+        ring.overlay("weight", torch.float32)
+        for number, other in enumerate((ring, ring.with_overlays("weight"))):
+            with MemmapStorage(tmp_path / f"part {number}") as target:
+                target.extend(other[2:8], ids="fresh")
+                assert told(target) == [(0, [62, 67], [4])]
         with MemmapStorage(tmp_path / "young", max_size=60) as young:
             young.extend(ring.in_order())
             assert told(young) == [(0, [20, 79], [3, 4])]

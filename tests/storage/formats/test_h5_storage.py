@@ -173,7 +173,7 @@ def test_many_runs_are_kept_and_the_newest_shown(path: Path) -> None:
     assert shown == list(range(60 - len(shown), 60))
     assert len(shown) > 20
     with open_storage(path, "append") as storage:
-        with pytest.raises(InvalidProvenance, match=r"may have \d+ bytes and this one has \d+"):
+        with pytest.raises(InvalidProvenance, match=r"expected at most \d+ bytes, got \d+"):
             storage.initialise(schema, {"text": "x" * 400_000})
         assert len(storage.manifest["runs"]) == 60
 
@@ -183,7 +183,9 @@ def test_many_runs_are_kept_and_the_newest_shown(path: Path) -> None:
 
 def test_a_new_file_must_know_how_many_rows_it_is_for(path: Path) -> None:
     with H5Storage(path) as storage:
-        with pytest.raises(CapacityMissing, match=r"Say how many rows it is for: capacity="):
+        with pytest.raises(
+            CapacityMissing, match=r"capacity: expected the number of rows.* Pass capacity="
+        ):
             storage.extend(rows(0, 5))
         assert list(path.parent.iterdir()) == []
         storage.reserve(5)
@@ -202,7 +204,7 @@ def test_space_is_reserved_at_once(path: Path) -> None:
 
 def test_rows_beyond_the_capacity_are_refused_until_it_is_larger(five: Path) -> None:
     with open_storage(five, "append") as storage:
-        wording = r"made for 6 rows, and 7 are wanted\. Committed rows are intact\. .*capacity=7"
+        wording = r"space for 6 rows, but 7 are needed\. Committed rows are intact\. .*capacity=7"
         with pytest.raises(StorageFull, match=wording):
             storage.extend(rows(5, 2))
         storage.extend(rows(5, 1), record=b"kept")
@@ -245,7 +247,7 @@ def test_a_finalized_file_without_rows(path: Path) -> None:
     with open_storage(path) as reader:
         assert_rows(reader, 0)
     with open_storage(path, "append") as storage:
-        with pytest.raises(StorageFull, match="made for 0 rows"):
+        with pytest.raises(StorageFull, match="space for 0 rows"):
             storage.extend(rows(0, 1))
         storage.reserve(3)
         storage.extend(rows(0, 3))
@@ -268,7 +270,9 @@ def test_a_file_is_replaced_whole_or_not_at_all(
         assert files_of(five) == before
     with monkeypatch.context() as patch:
         patch.setattr("tallyroll.storage.formats.hdf5.format.free_bytes", lambda path: 1000)
-        wording = r"needs \d+ more bytes beside the \d+ there, and 1000 are free"
+        wording = (
+            r"needs \d+ more bytes in addition to the \d+ of the present file, and 1000 are free"
+        )
         with pytest.raises(StorageFull, match=wording):
             open_storage(five, "append", capacity=1000)
     assert files_of(five) == before
@@ -290,7 +294,7 @@ def test_files_that_others_added_are_not_lost(five: Path) -> None:
         storage.extend(rows(5, 1))
     before = files_of(five)
     with pytest.raises(
-        ForeignContent, match=r"not a storage's: theirs\. Move that to another file"
+        ForeignContent, match=r"of another program: theirs\. Move them to another file"
     ):
         open_storage(five, "append", capacity=100)
     assert files_of(five) == before
@@ -382,7 +386,7 @@ def test_attributes_of_ours_that_others_removed_are_missed(five: Path, name: str
         assert_rows(reader, 5)
     assert not verify(five).sound
     before = files_of(five)
-    with pytest.raises(CorruptStorage, match=r"attributes rows and provenance in .* are not where"):
+    with pytest.raises(CorruptStorage, match=r"attributes rows and provenance of .* are missing"):
         open_storage(five, "append")
     assert files_of(five) == before
 
@@ -418,9 +422,9 @@ def test_a_link_is_the_file_that_it_leads_to(five: Path, tmp_path: Path) -> None
 
 def test_rows_that_are_there_are_not_written_over(path: Path) -> None:
     path.mkdir()
-    with pytest.raises(PathIsDirectory, match="should be a file, and is a directory"):
+    with pytest.raises(PathIsDirectory, match="should be a file, but is a directory"):
         H5Storage(path, capacity=5)
-    with pytest.raises(NotAStorage, match="is a directory, and this storage is a file"):
+    with pytest.raises(NotAStorage, match="is a directory, but an HDF5 storage is a file"):
         H5Storage(path, mode="read")
     path.rmdir()
     for content, what in ((b"", "an empty file"), (b"thesis", "a file of another program")):
@@ -437,7 +441,7 @@ def test_rows_that_are_there_are_not_written_over(path: Path) -> None:
 def test_another_programs_hdf5_is_told_and_left(path: Path, user_block: int) -> None:
     with h5py.File(path, "w", userblock_size=user_block) as file:
         file["x"] = [1, 2, 3]
-    assert_refused(path, NotAStorage, "an HDF5 file of another program.* h5py opens it")
+    assert_refused(path, NotAStorage, "an HDF5 file of another program.* h5py can open it")
     with pytest.raises(NotAStorage, match="an HDF5 file of another program"):
         H5Storage(path, mode="append")
     with pytest.raises(PathIsTaken, match="an HDF5 file of another program"):
@@ -446,7 +450,7 @@ def test_another_programs_hdf5_is_told_and_left(path: Path, user_block: int) -> 
 
 def test_a_place_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(PathIsFile, match=r"should be a directory, and .*file is a file"):
+    with pytest.raises(PathIsFile, match=r"should be a directory, but .*file is a file"):
         H5Storage(tmp_path / "file" / "rows.h5", capacity=5)
     with pytest.raises(NotWritable, match="File name too long"):
         H5Storage(tmp_path / ("a" * 252), capacity=5)
@@ -458,10 +462,12 @@ def test_a_place_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.timeout(20)
 def test_a_pipe_in_its_place_is_not_waited_for(path: Path) -> None:
     os.mkfifo(path)
-    with pytest.raises(PathIsTaken, match=r"rows\.h5 is no plain file already"):
+    with pytest.raises(PathIsTaken, match=r"rows\.h5 already exists: it is not a plain file"):
         H5Storage(path, capacity=5)
     for mode in ("read", "append"):
-        with pytest.raises(NotAStorage, match=r"is no plain file, not a Tallyroll storage"):
+        with pytest.raises(
+            NotAStorage, match=r"is not a Tallyroll storage: it is not a plain file"
+        ):
             H5Storage(path, mode=mode)  # type: ignore[arg-type]
 
 
@@ -487,7 +493,9 @@ def test_an_unfinished_creation_is_begun_anew(five: Path) -> None:
     with open(five, "r+b") as file:
         file.seek(HEADER_NBYTES)
         file.write(bytes(USER_BLOCK_NBYTES - HEADER_NBYTES))
-    with pytest.raises(CorruptStorage, match="has 5 committed rows, and both copies of the man"):
+    with pytest.raises(
+        CorruptStorage, match=r"has 5 committed rows, but the manifest, .* both copies"
+    ):
         H5Storage(five, capacity=5)
     damage(five, 64, bytes(72))  # nothing was committed
     assert_refused(five, NotAStorage, r"creation was interrupted\. Create it again")
@@ -528,7 +536,7 @@ def test_a_damaged_copy_of_the_manifest_leaves_the_older(five: Path) -> None:
     assert sorted(set(runs)) == [1, 2]
     for at in slots:
         damage(five, at + 40, b"\xff")
-    assert_refused(five, CorruptStorage, "both copies of the manifest")
+    assert_refused(five, CorruptStorage, "the manifest, .* is damaged in both copies")
 
 
 def test_flipped_bits_of_hdf5s_metadata_are_told_or_harmless(five: Path) -> None:
@@ -558,12 +566,12 @@ def test_rows_are_not_copied_from_elsewhere(five: Path) -> None:
         file["id"] = np.arange(6)
         del file["in its place"]
     before = files_of(five)
-    with pytest.raises(CorruptStorage, match="do not lie where they were made"):
+    with pytest.raises(CorruptStorage, match=r"the datasets in .* have moved"):
         open_storage(five, "append", capacity=1000)
     assert files_of(five) == before
     for at in (64, 128):
         damage(five, at, word_of(7).to_bytes(8, "little"))
-    with pytest.raises(CorruptStorage, match=r"do not lie where|says 7 rows are committed"):
+    with pytest.raises(CorruptStorage, match=r"have moved|reports 7 committed rows"):
         open_storage(five, "append", capacity=1000)
 
 
@@ -577,7 +585,7 @@ def test_datasets_that_lie_elsewhere_are_refused(five: Path, tmp_path: Path) -> 
         with h5py.File(five, "r+") as file:
             del file["id"]
             file["id"] = link
-        assert_refused(five, CorruptStorage, "has no dataset id.*or only a link")
+        assert_refused(five, CorruptStorage, "has no dataset id.*or has only a link")
         five.write_bytes(content)
     with h5py.File(five, "r+") as file:
         del file["id"]
@@ -593,12 +601,12 @@ def test_datasets_that_lie_elsewhere_are_refused(five: Path, tmp_path: Path) -> 
         del file["id"]
         file["in its place"] = np.arange(6)
         file["id"] = np.arange(6)
-    assert_refused(five, CorruptStorage, "do not lie where they were made")
+    assert_refused(five, CorruptStorage, "the datasets in .* have moved")
     five.write_bytes(content)
     with h5py.File(five, "r+") as file:
         del file["id"]
         file["id"] = np.arange(7)
-    assert_refused(five, CorruptStorage, r"have \[6, 7\] rows, and should have equally many")
+    assert_refused(five, CorruptStorage, r"have different numbers of rows, \[6, 7\]: the")
 
 
 OFFSETS = ("id", "wide", "next/id", "next/done")
@@ -642,7 +650,7 @@ MOVES: dict[str, tuple[str, Callable[[dict[str, int], int], int]]] = {
 def test_datasets_that_overlap_or_pass_the_end_are_refused(five: Path, move: str) -> None:
     """Such datasets are refused even if the manifest agrees: a write must not hit other data."""
     move_dataset(five, *MOVES[move])
-    wording = "should lie apart from each other between bytes|cannot be read as HDF5|do not lie"
+    wording = "in a separate part between bytes|cannot be read as HDF5|have moved"
     assert_refused(five, CorruptStorage, wording)
     with pytest.raises(CorruptStorage, match=wording):
         open_storage(five, "append", capacity=1000)
@@ -700,5 +708,5 @@ def test_a_manifest_with_other_places_is_told(five: Path, places: object) -> Non
         assert content is not None
         changed = json.loads(content) | {"places": places}
         write_manifest(file.fileno(), json.dumps(changed).encode())
-    wording = "does not say where rows and attributes lie|do not lie where they were made"
+    wording = "lacks the positions of rows and attributes|the datasets in .* have moved"
     assert_refused(five, CorruptStorage, wording)

@@ -37,7 +37,7 @@ def test_a_hard_link_is_read_and_not_written_to(inside: Inside) -> None:
     assert inside.read(place, 100) == b"theirs"
     for flags in (os.O_RDWR, os.O_WRONLY, os.O_RDWR | os.O_CREAT):
         assert_refused(lambda flags=flags: inside.open(place, flags), errno.EMLINK)  # type: ignore[misc]
-    inside.write_aside(place, b"new")
+    inside.write_atomically(place, b"new")
     assert place.read_bytes() == b"new"
     assert (inside.root.parent / "theirs").read_bytes() == b"theirs"
 
@@ -53,7 +53,7 @@ def test_a_file_in_the_place_of_one_aside_goes(inside: Inside, kind: str) -> Non
         os.link(theirs, aside)
     else:
         aside.symlink_to(theirs if kind == "link" else theirs.with_name("nothing"))
-    inside.write_aside(place, b"new", durable=True)
+    inside.write_atomically(place, b"new", durable=True)
     assert place.read_bytes() == b"new"
     assert sorted(os.listdir(place.parent)) == ["file"]
     assert theirs.read_bytes() == b"theirs"
@@ -68,7 +68,7 @@ def test_a_link_on_the_way_is_not_followed(inside: Inside, tmp_path: Path) -> No
     assert_refused(lambda: inside.open(inside.root / "way" / "file", os.O_RDONLY), errno.ENOTDIR)
     assert_refused(lambda: inside.make(inside.root / "way" / "new"), errno.ENOTDIR)
     assert_refused(lambda: inside.remove(inside.root / "way" / "file"), errno.ENOTDIR)
-    assert_refused(lambda: inside.write_aside(inside.root / "way" / "a", b""), errno.ENOTDIR)
+    assert_refused(lambda: inside.write_atomically(inside.root / "way" / "a", b""), errno.ENOTDIR)
     assert_refused(lambda: inside.make_directory(inside.root / "way" / "in"), errno.ENOTDIR)
     assert_refused(lambda: inside.sync_directory(inside.root / "way"), errno.ENOTDIR)
     assert_refused(lambda: inside.read(inside.root / "file", 100), errno.ELOOP)
@@ -106,7 +106,7 @@ def test_a_file_aside_that_cannot_be_written_leaves_the_old_one(
     for name in ("fsync", "replace"):
         with monkeypatch.context() as patch:
             patch.setattr(os, name, fails)
-            assert_refused(lambda: inside.write_aside(file, b"new", durable=True), errno.EIO)
+            assert_refused(lambda: inside.write_atomically(file, b"new", durable=True), errno.EIO)
         assert file.read_bytes() == b"mine"
         assert os.listdir(file.parent) == ["file"]
 

@@ -124,7 +124,7 @@ def test_a_refresh_without_disk_space_does_not_fail_the_commit(
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("tallyroll.storage.files.safe_files.Inside.write_aside", full)
+            patch.setattr("tallyroll.storage.files.safe_files.Inside.write_atomically", full)
             patch.setattr("tallyroll.storage.engine.commit_engine.time.monotonic", lambda: 1e12)
             storage.extend(rows(1, 1))
             with pytest.raises(StorageFull, match="more bytes"):
@@ -166,7 +166,9 @@ def test_names_of_the_format_are_refused(path: Path, name: str) -> None:
     with MemmapStorage(path) as storage:
         with pytest.raises(InvalidSchema, match=r"Rename it|too long for a file name"):
             storage.extend(TensorDict({name: {"x": torch.zeros(1)}}, [1]))
-        with pytest.raises(InvalidSchema, match=r"would lie at x\.memmap, where x"):
+        with pytest.raises(
+            InvalidSchema, match=r"would be stored at x\.memmap, which is the path of x"
+        ):
             storage.extend(
                 TensorDict({"x": torch.zeros(1), "x.memmap": {"y": torch.zeros(1)}}, [1])
             )
@@ -198,7 +200,7 @@ def test_a_directory_with_something_in_it_is_refused(path: Path) -> None:
 def test_a_file_in_the_way_is_refused(path: Path) -> None:
     path.write_text("")
     for place in (path, path / "below"):
-        with pytest.raises(PathIsFile, match=r"should be a directory, and .*rows is a file"):
+        with pytest.raises(PathIsFile, match=r"should be a directory, but .*rows is a file"):
             MemmapStorage(place)
     for mode in ("append", "read"):
         with pytest.raises(NotAStorage, match="is a file"):
@@ -215,7 +217,7 @@ def test_a_place_that_cannot_be_written_to_is_refused(
     with pytest.raises(NotWritable, match=r"cannot be created: .* cannot be written to"):
         MemmapStorage(path)
     path.mkdir()
-    with pytest.raises(NotWritable, match=r"cannot be written to\. Give a path that can"):
+    with pytest.raises(NotWritable, match=r"cannot be written to\. Give a writable path"):
         MemmapStorage(path)
 
 
@@ -266,14 +268,14 @@ def test_a_column_cut_short_is_told(five: Path) -> None:
 
 def test_a_missing_column_is_told(five: Path) -> None:
     (five / "next" / "id.memmap").unlink()
-    assert_refused(five, CorruptStorage, "id.memmap is missing, which the manifest says")
+    assert_refused(five, CorruptStorage, "id.memmap, a column in the manifest, is missing")
 
 
 def test_a_column_elsewhere_is_refused(five: Path, tmp_path: Path) -> None:
     (five / "wide.memmap").rename(tmp_path / "elsewhere")
     (five / "wide.memmap").symlink_to(tmp_path / "elsewhere")
-    assert_refused(five, CorruptStorage, "wide.memmap is a link .* or reads through a link")
-    wording = "not what this storage made there, but a link or of another kind"
+    assert_refused(five, CorruptStorage, "wide.memmap is a link .* neither reads through links")
+    wording = "was replaced by a link or another kind of file"
     for make in (os.mkdir, os.mkfifo):
         (five / "wide.memmap").unlink()
         make(five / "wide.memmap")
@@ -292,7 +294,7 @@ def test_a_header_cut_short_or_missing_is_told(five: Path) -> None:
     os.truncate(five / HEADER, HEADER_NBYTES - 1)
     assert_refused(five, CorruptStorage, "should have 143360 bytes and has 143359")
     (five / HEADER).unlink()
-    assert_refused(five, CorruptStorage, "is missing, and without it no reader knows")
+    assert_refused(five, CorruptStorage, "is missing, so the number of committed rows")
 
 
 def test_rows_beyond_the_head_are_overwritten(five: Path) -> None:
@@ -317,14 +319,14 @@ def test_a_name_that_no_file_can_have(
 
 def test_a_link_to_nothing(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(PathIsFile, match="is a link to nothing"):
+    with pytest.raises(PathIsFile, match="is a broken link"):
         MemmapStorage(tmp_path / "link")
 
 
 def test_a_path_behind_a_link_to_nothing(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     for path in (tmp_path / "link" / "rows", tmp_path / "link" / "in" / "rows"):
-        with pytest.raises(PathIsFile, match=r"should be a directory, and .*link is a link to not"):
+        with pytest.raises(PathIsFile, match=r"should be a directory, but .*link is a broken link"):
             MemmapStorage(path)
     assert sorted(os.listdir(tmp_path)) == ["link"]
 
@@ -367,6 +369,6 @@ def test_rows_whose_manifest_is_lost_are_not_overwritten(tmp_path: Path) -> None
         storage.extend(arrays(0, 10))
     (tmp_path / "rows" / "manifest.json").unlink()
     before = files_of(tmp_path / "rows")
-    with pytest.raises(CorruptStorage, match=r"has 10 committed rows and no manifest\.json"):
+    with pytest.raises(CorruptStorage, match=r"has 10 committed rows, but manifest\.json, which"):
         MemmapStorage(tmp_path / "rows")
     assert files_of(tmp_path / "rows") == before

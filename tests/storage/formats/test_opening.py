@@ -76,13 +76,13 @@ def test_a_name_chooses_the_format_unless_the_path_contradicts(tmp_path: Path) -
         assert storage_class(tmp_path / "new", name) is kind
     assert storage_class(tmp_path / "new.h5", "hdf5") is H5Storage
     with pytest.raises(
-        ValueError, match=r"new\.h5 has the suffix of hdf5, and the format zarr was"
+        ValueError, match=r"new\.h5 has the suffix of hdf5, but the format zarr was"
     ):
         storage_class(tmp_path / "new.h5", "zarr")
-    with pytest.raises(ValueError, match="format is one of memmap, hdf5, zarr, got 'csv'"):
+    with pytest.raises(ValueError, match="format: expected one of memmap, hdf5, zarr, got 'csv'"):
         storage_class(tmp_path / "new", "csv")
     path = make(ZarrStorage, tmp_path / "rows")
-    with pytest.raises(ValueError, match="holds a storage of format zarr, and the format memmap"):
+    with pytest.raises(ValueError, match="holds a storage of format zarr, but the format memmap"):
         storage_class(path, "memmap")
     (tmp_path / "empty").mkdir()
     assert storage_class(tmp_path / "empty", "zarr") is ZarrStorage
@@ -95,10 +95,10 @@ def test_a_path_that_is_no_storage_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NotAStorage, match=r"no manifest\.json"):
         open_storage(tmp_path / "empty")
     (tmp_path / "file").touch()
-    with pytest.raises(NotAStorage, match="is an empty file, not a Tallyroll storage"):
+    with pytest.raises(NotAStorage, match="is not a Tallyroll storage: it is an empty file"):
         open_storage(tmp_path / "file")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(NotAStorage, match="is no plain file, not a Tallyroll storage"):
+    with pytest.raises(NotAStorage, match="is not a Tallyroll storage: it is not a plain file"):
         open_storage(tmp_path / "pipe")
 
 
@@ -108,6 +108,6 @@ def test_a_newer_format_is_told(tmp_path: Path) -> None:
     del manifest["crc32"]
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(
-        NotAStorage, match=r"knows tallyroll\.memmap, tallyroll\.hdf5, tallyroll\.z"
+        NotAStorage, match=r"knows only tallyroll\.memmap, tallyroll\.hdf5, tallyroll\.z"
     ):
         open_storage(path)

@@ -148,7 +148,7 @@ def test_hard_links_are_read_and_not_written(closed: Path, tmp_path: Path) -> No
     linked(closed, tmp_path / "blobs", hard=True)
     with open_storage(closed) as storage:
         assert_rows(storage, 5)
-    with pytest.raises(CorruptStorage, match=r"is a file that has another name, too .*cp -rL"):
+    with pytest.raises(CorruptStorage, match=r"is a file that has a second name .*cp -rL"):
         open_storage(closed, "append")
 
 
@@ -169,7 +169,7 @@ def test_a_link_to_a_storage_is_one(closed: Path, tmp_path: Path) -> None:
 
 def test_a_place_below_a_link_to_nothing(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "gone")
-    with pytest.raises(PathIsFile, match=r"link is a link to nothing\. Give another path"):
+    with pytest.raises(PathIsFile, match=r"link is a broken link\. Give another path"):
         require_creatable(tmp_path / "link" / "rows")
 
 
@@ -215,7 +215,7 @@ def test_inodes_that_are_used_up(
     monkeypatch.setattr(os, "open", no_more)
     no_inodes(monkeypatch)
     with (
-        pytest.raises(StorageFull, match=r"inodes|they take \d+ files, and 0 are free"),
+        pytest.raises(StorageFull, match=r"inodes|they need \d+ files, and 0 are free"),
         KINDS[name](tmp_path / f"new-{name}", capacity=9) as storage,
     ):
         storage.extend(rows(0, 5))
@@ -243,9 +243,12 @@ def test_a_lock_file_that_finds_no_room(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        (errno.ENOSPC, r"has used all of its 40 inodes, while \d+ bytes are free: `df -i`"),
+        (
+            errno.ENOSPC,
+            r"all 40 inodes of the file system are in use, while \d+ bytes are free \(`df -i`",
+        ),
         (errno.EDQUOT, r"needs 7 more bytes, and \d+ are free"),
-        (errno.EFBIG, r"needs 7 more bytes, and a file may not grow so large there .*ulimit -f"),
+        (errno.EFBIG, r"needs 7 more bytes, which exceeds the maximum file size .*ulimit -f"),
     ],
 )
 def test_which_limit_it_was(
@@ -267,5 +270,5 @@ def test_no_room_for_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "mkdir", no_room)
-    with pytest.raises(StorageError, match="Free space, or go on in another place"):
+    with pytest.raises(StorageError, match="Free space, or continue in another location"):
         make_directory(tmp_path / "rows")

@@ -75,11 +75,11 @@ def test_every_limit_is_named_with_its_numbers() -> None:
     limits = {"free": 99, "free_files": 1, "largest_file": 49, "free_maps": 2}
     made = space.Estimate(Footprint(100, 2, 50, 3), 100, **limits)
     assert made.problems == [
-        "they take 100 bytes more, and 99 are free",
-        "the largest file would have 50 bytes, and files may have 49 there (by the file system, or "
-        "ulimit -f)",
-        "they take 2 files, and 1 are free",
-        "they take 3 memory maps, and a process may have 2 more (sysctl vm.max_map_count)",
+        "they need 100 more bytes, and 99 are free",
+        "the largest file would have 50 bytes, and a file may have at most 49 (by the file "
+        "system, or ulimit -f)",
+        "they need 2 files, and 1 are free",
+        "they need 3 memory maps, and a process may have 2 more (sysctl vm.max_map_count)",
     ]
     enough = {"free": 100, "free_files": 2, "largest_file": 50, "free_maps": 3}
     assert space.Estimate(made.needed, 100, **enough).problems == []
@@ -119,7 +119,7 @@ def test_too_many_rows_are_refused_and_nothing_is_made(
     path = tmp_path / f"data{suffix}"
     with pytest.raises(StorageFull, match=r"and 4,096,000 are free") as error:
         storage_class(path)(path, capacity=1_000_000).extend(ROWS)
-    assert f"{path} has no room for 1,000,000 rows of 24 bytes: they take " in str(error.value)
+    assert f"{path} has no room for 1,000,000 rows of 24 bytes: they need " in str(error.value)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -139,7 +139,9 @@ def test_first_rows_that_have_no_room_make_no_files(
 def test_more_first_rows_than_the_capacity_make_no_file(tmp_path: Path) -> None:
     path = tmp_path / "data.h5"
     with storage_class(path)(path, capacity=2) as storage:
-        with pytest.raises(StorageFull, match=r"made for 2 rows, and 3 are wanted.* reserve\(3\)"):
+        with pytest.raises(
+            StorageFull, match=r"created for 2 rows, but 3 are needed.* reserve\(3\)"
+        ):
             storage.extend(ROWS)
         assert list(tmp_path.iterdir()) == []
         storage.reserve(3)
@@ -172,7 +174,7 @@ def test_a_limit_on_file_sizes_is_told_beforehand(
     tmp_path: Path, small_files: int, suffix: str
 ) -> None:
     path = tmp_path / f"data{suffix}"
-    with pytest.raises(StorageFull, match=r"files may have 1,048,576 there"):
+    with pytest.raises(StorageFull, match=r"a file may have at most 1,048,576"):
         storage_class(path)(path, capacity=100_000).extend(ROWS)
     assert list(tmp_path.iterdir()) == []
 
@@ -183,7 +185,7 @@ def test_files_and_maps_are_counted(
     little_space.f_bavail, little_space.f_favail = 10**12, 1
     monkeypatch.setattr(space, "maps_left", lambda: 0)
     path = tmp_path / "data.zarr"
-    with pytest.raises(StorageFull, match=r"files, and 1 are free; they take .* memory maps"):
+    with pytest.raises(StorageFull, match=r"files, and 1 are free; they need .* memory maps"):
         storage_class(path)(path, capacity=10_000).extend(ROWS)
     little_space.f_files = 0  # as on btrfs, which has no limit
     with pytest.raises(StorageFull) as error:
@@ -212,7 +214,7 @@ def test_a_resumed_run_asks_for_what_is_missing(
         next(iter(collector))
     disk = SimpleNamespace(f_blocks=10**6, f_bavail=899 * 75, f_frsize=1, f_files=0, f_favail=0)
     monkeypatch.setattr(space.os, "statvfs", lambda path: disk)
-    with pytest.raises(StorageFull, match=r"rows of 75 bytes: they take 67,500 bytes more, and"):
+    with pytest.raises(StorageFull, match=r"rows of 75 bytes: they need 67,500 more bytes, and"):
         SyncCollector("CartPole-v1", total_frames=1000, resume=True, **made)
     disk.f_bavail += 75
     with SyncCollector("CartPole-v1", total_frames=1000, resume=True, **made) as collector:
@@ -228,9 +230,9 @@ def test_the_command_says_what_it_takes(
     assert main(["collect", "CartPole-v1", "--frames", "1_000", "--out", "data"]) == 0
     first = capsys.readouterr().err.splitlines()[0]
     assert first.startswith("tallyroll: 1,000 rows of 75 bytes: 75.0 kB; ")
-    assert first.endswith(" are free beside what is reserved for them in data")
+    assert first.endswith(" are free in data, besides the space already reserved for these rows")
     assert main(["collect", "CartPole-v1", "--frames", "1e12", "--out", "more"]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "no room for 1,000,000,000,000 rows of 75 bytes: they take 75,000,000,000,000 by" in said
+    assert "no room for 1,000,000,000,000 rows of 75 bytes: they need 75,000,000,000,000 mo" in said
     assert not (tmp_path / "more").exists()

@@ -83,7 +83,7 @@ def fill_with_large_chunks(kind: type[DiskStorage], place: Path) -> None:
     """Zarr's files have the size of a chunk, which is chosen at creation."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (HEADER_NBYTES, resource.RLIM_INFINITY))
     with kind(place) as storage:
-        with pytest.raises(StorageFull, match="largest file would have 262,144 bytes, and files"):
+        with pytest.raises(StorageFull, match="largest file would have 262,144 bytes, and a file"):
             storage.extend(rows(0, 5))
         assert not place.exists()
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
@@ -174,11 +174,13 @@ def test_more_chunks_than_the_system_maps_are_refused_in_time(
     monkeypatch.setattr("tallyroll.storage.formats.zarr.format._FEW_MAPS", 2)
     monkeypatch.setattr("tallyroll.storage.formats.zarr.format.maps_left", lambda: 9)
     with open_storage(five, "append") as storage:
-        with pytest.raises(StorageFull, match=r"needs \d\d more chunk files mapped.* map 9 \(vm"):
+        with pytest.raises(
+            StorageFull, match=r"needs maps of \d\d more chunk files, .* only 9 more \(vm"
+        ):
             storage.extend(arrays(5, 700_000))
         assert_rows(storage, 5)
     monkeypatch.setattr("tallyroll.storage.formats.zarr.format.maps_left", lambda: 3)
-    with pytest.raises(UnsupportedPlatform, match="needs 4 more chunk files mapped"):
+    with pytest.raises(UnsupportedPlatform, match="needs maps of 4 more chunk files"):
         open_storage(five)
 
 
@@ -186,13 +188,15 @@ def test_pages_that_are_larger_than_those_of_the_chunks_are_told(
     five: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tallyroll.storage.formats.zarr.format.PAGE_NBYTES", 2**24)
-    assert_refused(five, UnsupportedPlatform, "no whole number of this machine's pages")
+    assert_refused(five, UnsupportedPlatform, "not a multiple of the page size of this machine")
 
 
 def test_rows_of_an_odd_size_beyond_what_a_chunk_may_have_are_refused(path: Path) -> None:
     data = TensorDict({"x": torch.zeros(1, 999, 999, dtype=torch.uint8)}, [1])
     with ZarrStorage(path) as storage:
-        with pytest.raises(InvalidSchema, match=r"998001 bytes a row, an odd size: .* 4087812096"):
+        with pytest.raises(
+            InvalidSchema, match=r"998001 bytes per row, so a chunk of .* 4087812096"
+        ):
             storage.extend(data)
         assert not path.exists()
 
@@ -304,7 +308,7 @@ def test_another_programs_zarr_is_told_and_left(path: Path, tmp_path: Path) -> N
 
 def test_an_unfinished_creation_is_begun_anew(five: Path) -> None:
     (five / "tallyroll" / "manifest.json").unlink()
-    with pytest.raises(CorruptStorage, match=r"has 5 committed rows and no manifest\.json"):
+    with pytest.raises(CorruptStorage, match=r"has 5 committed rows, but manifest\.json, which"):
         ZarrStorage(five)
     damage(five / "tallyroll" / "c.0", 64, bytes(72))  # nothing was committed
     (five / "old").mkdir()
@@ -370,20 +374,22 @@ def test_a_chunk_that_is_missing_or_of_another_size_is_told(five: Path) -> None:
     size = chunk.stat().st_size
     for other in (size - 1, 0, size + 1):
         os.truncate(chunk, other)
-        wording = rf"c\.0\.0 of column wide in .* should have {size} bytes and has {other}"
+        wording = rf"c\.0\.0 of column wide in .* has {other} bytes, expected {size}"
         assert_refused(five, CorruptStorage, wording)
     chunk.unlink()
-    assert_refused(five, CorruptStorage, r"chunk c\.0\.0 of column wide in .* is missing, and comm")
+    assert_refused(
+        five, CorruptStorage, r"chunk c\.0\.0 of column wide in .* is missing, so its comm"
+    )
     chunk.mkdir()
-    assert_refused(five, CorruptStorage, "is a link or no file")
+    assert_refused(five, CorruptStorage, "is not a regular file, and links are not followed")
 
 
 def test_rows_lie_inside(five: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     for inside, wording in (
-        (five / "wide" / "c.0.0", "is a link or no file"),
-        (five / "wide", r"rows\.zarr/wide is a link .* or reads through a link"),
-        (five / "next", "next/id is not what this storage made there, but a link"),
+        (five / "wide" / "c.0.0", "is not a regular file, and links are not followed"),
+        (five / "wide", r"rows\.zarr/wide is a link .* neither reads through links"),
+        (five / "next", "next/id was replaced by a link"),
     ):
         inside.rename(elsewhere)
         inside.symlink_to(elsewhere)
@@ -391,7 +397,7 @@ def test_rows_lie_inside(five: Path, tmp_path: Path) -> None:
         inside.unlink()
         elsewhere.rename(inside)
     (five / "next").rename(elsewhere)
-    assert_refused(five, CorruptStorage, "is missing, which the manifest says is a column")
+    assert_refused(five, CorruptStorage, ", a column in the manifest, is missing")
 
 
 @pytest.mark.parametrize(
@@ -403,18 +409,21 @@ def test_a_manifest_with_other_chunks_is_told(five: Path, rows_a_chunk: object) 
     manifest = json.loads(file.read_bytes())
     del manifest["crc32"]
     file.write_text(json.dumps(manifest | {"chunk_rows": rows_a_chunk}))
-    wording = "should have a list of rows a chunk|chunks of . columns|whole number of this machine"
+    wording = (
+        "expected the rows per chunk of each column|chunks of . columns"
+        "|multiple of the page size of this machine"
+    )
     assert_refused(five, (CorruptStorage, UnsupportedPlatform), wording)
     doubled = [2 * count for count in manifest["chunk_rows"]]
     file.write_text(json.dumps(manifest | {"chunk_rows": doubled}))
-    assert_refused(five, CorruptStorage, r"should have \d+ bytes and has \d+")
+    assert_refused(five, CorruptStorage, r"has \d+ bytes, expected \d+")
 
 
 def test_a_header_cut_short_or_missing_is_told(five: Path) -> None:
     os.truncate(five / "tallyroll" / "c.0", HEADER_NBYTES - 1)
     assert_refused(five, CorruptStorage, "should have 143360 bytes and has 143359")
     (five / "tallyroll" / "c.0").unlink()
-    assert_refused(five, CorruptStorage, "is missing, and without it no reader knows")
+    assert_refused(five, CorruptStorage, "is missing, so the number of committed rows")
 
 
 # -- maps
@@ -485,7 +494,7 @@ def test_a_region_refuses_what_does_not_fit_and_goes_on(tmp_path: Path) -> None:
     assert set(array) == {7}
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 1
-    with pytest.raises(ValueError, match="bytes of"):
+    with pytest.raises(ValueError, match="bytes are mapped"):
         region.array(np.dtype(np.uint8), (PAGE_NBYTES + 1,))
 
 

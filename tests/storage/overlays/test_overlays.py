@@ -107,12 +107,12 @@ def test_it_is_opened_where_it_is_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (("observation", torch.float32), InvalidSchema, "is a column of the rows"),
+        (("observation", torch.float32), InvalidSchema, "have a column of this name"),
         ((("next",), torch.float32), InvalidSchema, "both a column and a group"),
         ((("observation", "x"), torch.float32), InvalidSchema, "both a column and a group"),
         (("a/b", torch.float32), InvalidSchema, "cannot be a name"),
         (("x" * 300, torch.float32), InvalidSchema, "too long"),
-        (("x", "text"), TypeError, "dtype: expected one of torch's"),
+        (("x", "text"), TypeError, "dtype: expected a torch dtype"),
         (("x", torch.float32, [0]), InvalidSchema, "no values"),
         (("x", torch.float32, [1.5]), InvalidSchema, "whole numbers"),
         (("x", torch.int8, [], 300), ValueError, "fill"),
@@ -235,8 +235,8 @@ def test_values_that_do_not_fit(tmp_path: Path) -> None:
         overlay = storage.overlay("x", torch.float32, [2], -1)
         for values, message in (
             (torch.ones(2, 2, dtype=torch.float64), "expected values of float32, got float64"),
-            (torch.ones(2), r"expected values \[2, 2\], got \[2\]"),
-            (torch.ones(3, 2), r"expected values \[2, 2\], got \[3, 2\]"),
+            (torch.ones(2), r"expected values of shape \[2, 2\], got \[2\]"),
+            (torch.ones(3, 2), r"expected values of shape \[2, 2\], got \[3, 2\]"),
             ("text", "expected values of float32, got str"),
         ):
             with pytest.raises(RowsMismatch, match=message):
@@ -244,9 +244,9 @@ def test_values_that_do_not_fit(tmp_path: Path) -> None:
         for index in (8, [-9], range(7, 9)):
             with pytest.raises(IndexOutOfRange):
                 overlay[index] = 1.0
-        with pytest.raises(IndexOutOfRange, match="rows 3 to 12"):
+        with pytest.raises(IndexOutOfRange, match="rows from 4 to 11, got 3 to 12"):
             overlay.set(rows=[3, 12], values=1.0)
-        with pytest.raises(IndexOutOfRange, match="rows 3 to 3"):
+        with pytest.raises(IndexOutOfRange, match="rows from 4 to 11, got 3 to 3"):
             overlay.get(rows=[3])
         with pytest.raises(TypeError, match="got both"):
             overlay.set(0, 1.0, rows=[4])
@@ -277,7 +277,7 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
         learner = reader.overlay("x", torch.float32, writable=True)
         learner[3] = 4.0
         assert mine[3] == theirs[3] == 4
-        with pytest.raises(StorageLocked, match=f"process {os.getpid()} writes"):
+        with pytest.raises(StorageLocked, match=f"process {os.getpid()} is writing"):
             mine[3] = 5.0
         with pytest.raises(StorageLocked, match="one writer at a time"):
             storage.drop_overlay("x")
@@ -320,15 +320,15 @@ def newer(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: os.truncate(path, 4096 + 8), "cut short"),
-        (lambda path: os.truncate(path, 100), "has 100 bytes"),
-        (lambda path: path.write_bytes(b""), "has 0 bytes"),
-        (changed(0, b"X"), "does not begin as an overlay does"),
+        (lambda path: os.truncate(path, 4096 + 8), "was truncated"),
+        (lambda path: os.truncate(path, 100), "got 100 bytes"),
+        (lambda path: path.write_bytes(b""), "got 0 bytes"),
+        (changed(0, b"X"), "did not write this file as an overlay"),
         (changed(8, b"\7"), "checksum"),
         (changed(30, b"X"), "checksum"),
-        (changed(2048, (2**50).to_bytes(8, "little")), "room for"),
-        (changed(2048, (2**63).to_bytes(8, "little")), "room for"),
-        (link, "a link"),
+        (changed(2048, (2**50).to_bytes(8, "little")), "an impossible size of"),
+        (changed(2048, (2**63).to_bytes(8, "little")), "an impossible size of"),
+        (link, "it is a link"),
         (lambda path: path.rename(path.with_name("y.overlay")), None),
         (newer, "version 2"),
     ],
@@ -341,7 +341,9 @@ def test_a_file_that_cannot_be_used(damage: Any, message: str | None, tmp_path: 
     error = FormatVersionMismatch if message == "version 2" else DamagedOverlay
     with open_storage(path) as reader:
         assert reader.get(slice(None))["observation"].ravel().tolist() == list(range(20))
-        with pytest.raises(error, match=message or "header is of x, and its name of y"):
+        with pytest.raises(
+            error, match=message or "header is for overlay x, but its file name is for y"
+        ):
             reader.overlay(name)
         with pytest.raises(error, match="drop_overlay"):
             reader.get([0], keys=[name])

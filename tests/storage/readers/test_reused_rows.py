@@ -64,7 +64,7 @@ def torn(path: Path) -> Iterator[DiskStorage]:
     """Leave a ring as an append that failed half-way: five slots may have other rows."""
     for storage in ring(path, 75):
         header = storage.reader.running().counts._header  # type: ignore[attr-defined]
-        header.reserve = header.head + 5
+        header.set_reserve(header.head + 5)
         yield storage
 
 
@@ -155,10 +155,12 @@ def test_what_is_wrong_is_told_as_without_it(
         reused = storage.reused(count)
         for form in (np.array(index), torch.tensor(index)):
             if any(not -len(storage) <= each < len(storage) for each in index):
-                with pytest.raises(IndexOutOfRange, match=r"row -?\d+ is not there"):
+                with pytest.raises(IndexOutOfRange, match=r"row -?\d+ is out of range"):
                     storage.get(form, out=reused)
             elif len(index) != count:
-                message = rf"out holds {count} rows, and the index is of \[{len(index)}\]"
+                message = (
+                    rf"out: expected space for the \[{len(index)}\] rows of the index, got {count}"
+                )
                 with pytest.raises(ValueError, match=message):
                     storage.get(form, out=reused)
             else:
@@ -183,7 +185,7 @@ def test_some_columns_and_overlays(tmp_path: Path) -> None:
         assert "value" in every.rows.keys()
         with pytest.raises(ColumnsMissing):
             storage.reused(COUNT, ["nothing"])
-        with pytest.raises(ValueError, match="keys are those of out"):
+        with pytest.raises(ValueError, match="expected keys or out, got both"):
             storage.get(index, keys, out=some)
 
 
@@ -213,17 +215,25 @@ def test_it_is_of_storages_with_these_columns(tmp_path: Path) -> None:
     with MemmapStorage(tmp_path / "c") as wide:
         wide.extend(trajectory_rows(0, 40, steps=5).double())
         with pytest.raises(
-            ValueError, match=r"made for another storage: .*float32 \[1\], .*float64"
+            ValueError,
+            match=r"out: expected float64 .*got float32 \[1\]\. .*made for another storage",
         ):
             wide.get(index, out=reused)
     with MemmapStorage(tmp_path / "e") as deep:
         rows = trajectory_rows(0, 40, steps=5)
         deep.extend(rows.set("observation", rows["observation"].expand(40, 3)))
-        with pytest.raises(ValueError, match=r"column observation is float32 \[1\], .* \[3\]"):
+        with pytest.raises(
+            ValueError, match=r"expected float32 \[3\] in column observation, got float32 \[1\]"
+        ):
             deep.get(index, out=reused)
         narrow = MemmapStorage(tmp_path / "f")
         narrow.extend(trajectory_rows(0, 40, steps=5))
-        with narrow, pytest.raises(ValueError, match=r"observation is float32 \[3\], .* \[1\]"):
+        with (
+            narrow,
+            pytest.raises(
+                ValueError, match=r"expected float32 \[1\] in column observation, got float32 \[3\]"
+            ),
+        ):
             narrow.get(index, out=deep.reused(COUNT))
     with MemmapStorage(tmp_path / "d") as less:
         less.extend(trajectory_rows(0, 40, steps=5).select("observation"))
@@ -237,7 +247,7 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         storage.reused(3)
     storage.extend(trajectory_rows(0, 40, steps=5))
     for wrong in (0, -1, 2.0, True, None):
-        with pytest.raises(ValueError, match="rows is"):
+        with pytest.raises(ValueError, match="rows: expected a positive number"):
             storage.reused(wrong)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="lock"):
         storage.reused(3).rows["observation"] = torch.zeros(3, 1)
@@ -245,7 +255,7 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         patched.setattr("tallyroll.storage.engine.available_memory.available_bytes", lambda: 2**20)
         with pytest.raises(NotEnoughMemory, match="a batch of 1000000 rows"):
             storage.reused(10**6)
-    with pytest.raises(TypeError, match="out is what reused"):
+    with pytest.raises(TypeError, match="out: expected the result of reused"):
         storage.get([1, 2, 3], out=storage[:3])
     reused = storage.reused(3)
     storage.close()

@@ -25,6 +25,7 @@ from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.storage import MemmapStorage, TrajectorySliceSampler, open_storage, verify
 from tallyroll.storage.storages import FORMATS
 
+from devices_kit import on_gpu
 from oracles import check_rows, length_of, make_oracle_vec, reward_of
 from pairs import each_pair
 
@@ -204,15 +205,15 @@ def test_torchrls_own_storage_under_the_collector() -> None:
     assert run.ledger.stored == 300
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-def test_torchrls_storage_on_a_gpu_under_the_collector() -> None:
+@on_gpu
+def test_torchrls_storage_on_a_gpu_under_the_collector(device: str) -> None:
     buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(120, device=torch.device("cuda")), batch_size=32
+        storage=LazyTensorStorage(120, device=torch.device(device)), batch_size=32
     )
     with collector(LANES, 300, 50, replay_buffer=buffer) as run:
         for _ in run:
             sample = buffer.sample()
-            assert sample["observation"].is_cuda
+            assert sample["observation"].device.type == device
             assert_true_rows(sample.cpu())
     assert len(buffer) == 120
 

@@ -382,7 +382,7 @@ def test_a_state_names_its_rows_and_does_not_bring_them(tmp_path: Path) -> None:
         with pytest.raises(StateMismatch):
             ReplayBuffer(storage=new, batch_size=2).load_state_dict(state)
         theirs = filled(ReplayBuffer(storage=LazyTensorStorage(12), batch_size=2), 12)
-        with pytest.raises(StateMismatch, match="extend with the rows"):
+        with pytest.raises(StateMismatch, match="extend the storage with the rows"):
             new.load_state_dict(theirs.state_dict()["_storage"])
 
 

@@ -296,12 +296,16 @@ def stored() -> Any:
     [
         ({"reward": None}, TypeError, "reward: expected a function of achieved goals, .* got None"),
         ({"terminated": 3}, TypeError, "terminated: expected a function .* got 3"),
-        ({"relabelled": 1.5}, ValueError, "relabelled is a share from 0 to 1, got 1.5"),
+        ({"relabelled": 1.5}, ValueError, "relabelled: expected a share from 0 to 1, got 1.5"),
         ({"relabelled": float("nan")}, ValueError, "share from 0 to 1, got nan"),
         ({"relabelled": True}, ValueError, "share from 0 to 1, got True"),
         ({"strategy": "last"}, ValueError, "'future', 'final', 'episode', got 'last'"),
-        ({"desired": "goal"}, ColumnsMissing, "has no goal, which goals .* Name the goals by desi"),
-        ({"achieved": ("a", "b")}, ColumnsMissing, "has no next/a/b, which"),
+        (
+            {"desired": "goal"},
+            ColumnsMissing,
+            "has no goal. Relabeling goals .* Name the goals by desi",
+        ),
+        ({"achieved": ("a", "b")}, ColumnsMissing, "has no next/a/b. Relabeling"),
         ({"achieved": ("collector", "lane")}, ColumnsMissing, "has no next/collector/lane"),
         ({"desired": "action"}, ValueError, r"got action torch.int64 \[\] and next/achieved_goal"),
     ],
@@ -317,11 +321,14 @@ def test_wrong_arguments_are_refused(
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda m: 1.0, r"with all \d+ rows at once: expected values of shape \[8, 1\].* got \[\]"),
-        (lambda m: np.zeros((m, 2)), r"got \[8, 2\]"),
+        (
+            lambda m: 1.0,
+            r"expected values of shape \[8, 1\] for all \d+ rows at once, got shape \[\]",
+        ),
+        (lambda m: np.zeros((m, 2)), r"got shape \[8, 2\]"),
         (lambda m: np.full(m, np.nan), "infinite or NaN"),
-        (lambda m: "many", "reward returned str, which is no array"),
-        (lambda m: None, "reward returned NoneType, which is no array"),
+        (lambda m: "many", "reward returned str, which cannot be converted to an array"),
+        (lambda m: None, "reward returned NoneType, which cannot be converted to an array"),
     ],
 )
 def test_a_reward_returns_one_number_a_row(
@@ -336,10 +343,10 @@ def test_a_reward_returns_one_number_a_row(
 
 
 def test_what_there_is_to_draw_from_is_checked(stored: MemmapStorage, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"storages of tallyroll.storage, got list"):
+    with pytest.raises(TypeError, match=r"a storage of tallyroll.storage, got list"):
         HindsightSampler([], near)  # type: ignore[arg-type]
     for count in (0, -1, 2.0, None):
-        with pytest.raises(ValueError, match="number of rows is a whole number above 0"):
+        with pytest.raises(ValueError, match="number of rows: expected a whole number above 0"):
             HindsightSampler(stored, near).sample(count)
     with MemmapStorage() as storage, pytest.raises(ValueError, match="Give both the same storage"):
         HindsightSampler(stored, near).sample(storage, 3)

@@ -18,12 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 from tallyroll.storage import MemmapStorage, n_step, open_storage
 from tallyroll.storage.errors import IndexOutOfRange, LoaderForked, NoSlices, StorageClosed
 
+from devices_kit import SIMULATED, on_gpu
 from lane_model import Model
+
+if SIMULATED:
+    import fakegpu
 
 
 def big(rows: int = 2000) -> Model:
@@ -234,7 +238,7 @@ def test_a_forked_child_is_told_to_make_its_own(storage: MemmapStorage) -> None:
     pid = loader._pid
     loader._pid = pid + 1
     try:
-        with pytest.raises(LoaderForked, match="Make a loader in each process"):
+        with pytest.raises(LoaderForked, match="Create a loader in each process"):
             next(loader)
     finally:
         loader._pid = pid
@@ -253,8 +257,8 @@ def test_batches_go_to_a_device_and_have_no_gradients(storage: MemmapStorage) ->
         storage.loader(4, device="nowhere")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_batches_are_pinned_and_go_to_a_gpu(storage: MemmapStorage) -> None:
+@on_gpu
+def test_batches_are_pinned_and_go_to_a_gpu(storage: MemmapStorage, device: str) -> None:
     pinned: list[bool] = []
 
     def looked_at(batch: TensorDict) -> TensorDict:
@@ -262,28 +266,62 @@ def test_batches_are_pinned_and_go_to_a_gpu(storage: MemmapStorage) -> None:
         return batch
 
     here = [batch.clone() for batch in storage.loader(500, seed=0, batches=40)]
-    there = storage.loader(500, seed=0, batches=40, device="cuda", transform=looked_at)
+    there = storage.loader(500, seed=0, batches=40, device=device, transform=looked_at)
     for one, other in zip(here, there, strict=True):
-        assert other.device.type == "cuda"
+        assert other.device.type == device
         assert (other.cpu() == one).all()
     assert pinned == [False] * 40  # they are pinned afterwards
-    made = storage.loader(4, seed=0, device="cuda")
-    assert made._job(0)["observation"].is_pinned()
-    made.close()
+    with storage.loader(4, seed=0, device=device) as made:
+        (packed,) = made._job(0)._packed
+        assert packed._octets.is_pinned()
+
+
+@on_gpu
+@pytest.mark.skipif(not SIMULATED, reason="only the simulated GPU reports waits and copies")
+def test_a_batch_goes_to_a_gpu_in_one_copy_without_a_wait(
+    storage: MemmapStorage, device: str
+) -> None:
+    with storage.loader(500, seed=0, batches=10, device=device, workers=0) as loader:
+        fakegpu.reset_counts()
+        assert len([*loader]) == 10
+        found = fakegpu.counts()
+    assert {name: n for name, n in found.items() if name.startswith(("h2d", "d2h"))} == {
+        "h2d_pinned_async": 10, "h2d_bytes": found["h2d_bytes"]
+    }  # fmt: skip
+    assert "waits" not in found
+
+
+@on_gpu
+def test_batches_of_other_objects_go_to_a_gpu_too(storage: MemmapStorage, device: str) -> None:
+    """Only batches of plain tensors are packed."""
+    here = TensorDict({"a": torch.arange(6).view(3, 2)}, [3])
+    other = TensorDict({"b": here.clone(), "text": NonTensorData("text")}, [3], names=["row"])
+    stack = LazyStackedTensorDict.lazy_stack([here[0], here[1]])
+    for batch in (here, other, stack):
+        with storage.loader(4, batches=1, device=device, transform=lambda _, b=batch: b) as loader:
+            (there,) = loader
+        assert type(there) is type(batch)
+        assert (there.device.type, there.names) == (device, batch.names)
+        assert (there.exclude("text").cpu() == batch.exclude("text")).all()
+        assert batch is not other or there["text"] == "text"
 
 
 @pytest.mark.parametrize(
     ("batch", "options", "message"),
     [
-        (0, {}, "batch is a number of rows above 0, or a function of a torch.Generator, got 0"),
-        (2.0, {}, "batch is a number of rows above 0"),
-        (True, {}, "batch is a number of rows above 0"),
-        (4, {"workers": -1}, "workers is a whole number from 0 on, got -1"),
-        (4, {"workers": 1.5}, "workers is a whole number from 0 on, got 1.5"),
-        (4, {"ahead": 0}, "ahead is a whole number from 1 on, got 0"),
-        (4, {"seed": -1}, "seed is a whole number from 0 on, got -1"),
-        (4, {"batches": 0}, "batches is a whole number from 1 on, got 0"),
-        (4, {"transform": 3}, "transform is a function of a batch, or None, got 3"),
+        (
+            0,
+            {},
+            "batch: expected a number of rows above 0, or a function of a torch.Generator, got 0",
+        ),
+        (2.0, {}, "batch: expected a number of rows above 0"),
+        (True, {}, "batch: expected a number of rows above 0"),
+        (4, {"workers": -1}, "workers: expected a whole number of at least 0, got -1"),
+        (4, {"workers": 1.5}, "workers: expected a whole number of at least 0, got 1.5"),
+        (4, {"ahead": 0}, "ahead: expected a whole number of at least 1, got 0"),
+        (4, {"seed": -1}, "seed: expected a whole number of at least 0, got -1"),
+        (4, {"batches": 0}, "batches: expected a whole number of at least 1, got 0"),
+        (4, {"transform": 3}, "transform: expected a function of a batch, or None, got 3"),
     ],
 )
 def test_loaders_that_cannot_be(

@@ -130,45 +130,53 @@ def test_columns_that_differ_are_named(three: Any) -> None:
         parts = [(three[0], 1), (storage, 1)]
         with pytest.raises(
             SchemaMismatch,
-            match=r"number is torch.int64 \[\] in part 0 and torch.float32 \[2\] in 1; more is "
-            r"missing in part 0 and torch.float32 \[\] in 1. Name those",
+            match=r"number is torch.int64 \[\] in part 0 and torch.float32 \[2\] in part 1; more "
+            r"is missing in part 0 and torch.float32 \[\] in part 1. Name the shared",
         ):
             MixedSampler(parts).sample(4)
         batch = MixedSampler(parts, keys=["part"]).sample(4)
         assert {*batch.keys(True, True)} == {"part", SOURCE}
-        with pytest.raises(ColumnsMissing, match=r"part 0, .*, has no more. Name columns"):
+        with pytest.raises(
+            ColumnsMissing, match=r"part 0, .*, has no more. In keys=, name only columns"
+        ):
             MixedSampler(parts, keys=["more"]).sample(4)
 
 
 @pytest.mark.parametrize("shares", [(1, 1e-9), (1e-9, 1), (2e6, 1, 1), (1e300, 1e-300)])
 def test_a_share_that_is_never_drawn_is_refused(three: Any, shares: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="a share is at least a millionth of all shares, got"):
+    with pytest.raises(
+        ValueError, match="expected each share to be at least a millionth of all shares"
+    ):
         MixedSampler([*zip(three, shares, strict=False)])
     MixedSampler([(three[0], 1e-9), (three[1], 2e-9)])  # equally small
 
 
 @pytest.mark.parametrize("share", [0, -1, float("nan"), float("inf"), "1", None, True])
 def test_a_share_is_a_number_above_0(three: Any, share: Any) -> None:
-    with pytest.raises(ValueError, match="a share is a number above 0, got"):
+    with pytest.raises(ValueError, match="expected a share above 0, got"):
         MixedSampler([(three[0], share)])
 
 
 def test_other_wrong_arguments_are_refused(three: Any) -> None:
     wrong: list[Any] = [[], three, [three[0]], [(three[0], 1, 2)]]
     for parts in wrong:
-        with pytest.raises(ValueError, match="parts are pairs of a storage or sampler"):
+        with pytest.raises(
+            ValueError, match="parts: expected one or more pairs of a storage or sampler"
+        ):
             MixedSampler(parts)
-    with pytest.raises(ValueError, match="empty is one of 'error', 'others', got 'skip'"):
+    with pytest.raises(ValueError, match="empty: expected one of 'error', 'others', got 'skip'"):
         MixedSampler([(three[0], 1)], empty="skip")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"objects with sample\(n\), or functions of n, got dict"):
         MixedSampler([({}, 1)])
-    with pytest.raises(TypeError, match=r"draws for replay buffers only. Give a function"):
+    with pytest.raises(TypeError, match=r"works only in a replay buffer. Give the function"):
         MixedSampler([(TrajectorySliceSampler(2), 1)])
     for size in (0, 1.5, None):
-        with pytest.raises(ValueError, match="batch_size is a whole number above 0"):
+        with pytest.raises(ValueError, match="batch_size: expected a whole number above 0"):
             MixedSampler([(three[0], 1)]).sample(size)
     for returned in ([1, 2], three[0].get([0])):
-        with pytest.raises(ValueError, match=r"part 0, function, was asked for 2 rows: expected a"):
+        with pytest.raises(
+            ValueError, match=r"part 0, function: expected a TensorDict \[2, \.\.\.\] for 2 rows"
+        ):
             MixedSampler([(lambda n, found=returned: found, 1)]).sample(2)
-    with pytest.raises(TypeError, match=r"storages of tallyroll.storage"):
+    with pytest.raises(TypeError, match=r"a storage of tallyroll.storage"):
         HindsightSampler(three, lambda *_: 0)

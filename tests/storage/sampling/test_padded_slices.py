@@ -163,7 +163,7 @@ def test_buffers_say_whether_they_can_be_sampled(tmp_path: Path) -> None:
         assert pads.can_sample(storage, 3)
         assert not starts.can_sample(storage, 3)
         assert errors.can_sample(storage, 3)
-        with pytest.raises(NoSlices, match="from a trajectory's first step on"):
+        with pytest.raises(NoSlices, match="from the first step of a trajectory"):
             starts.sample(storage, 3)
         with pytest.raises(ShortTrajectory, match="drawn has 2"):
             errors.sample(storage, 3)

@@ -289,7 +289,7 @@ def test_the_exponents_may_be_annealed() -> None:
         assert sampler.default_priority == 9
         sampler.alpha = 0.0
         assert leaves(sampler) == [1.0] * 3
-        with pytest.raises(ValueError, match="alpha=0 all rows are alike"):
+        with pytest.raises(ValueError, match="alpha=0 all rows have the same probability"):
             sampler.alpha = 0.5
         sampler.update_priority(range(3), [1.0, 4.0, 9.0])
         assert leaves(sampler) == [1.0] * 3
@@ -364,7 +364,7 @@ def test_a_checkpoint_that_takes_rows_back_leaves_the_others(tmp_path: Path) -> 
     with open_storage(tmp_path / "rows", "append") as storage:
         take_back(storage.writer, 5, None)
         storage.extend(rows(0, 10))
-        with pytest.warns(UserWarning, match=r"is of 20 rows, and .* has 15"):
+        with pytest.warns(UserWarning, match=r"has priorities of 20 rows, but .* has 15 rows"):
             sampler = PrioritizedSampler(storage, alpha=1, eps=0)
         assert leaves(sampler) == [1.0, 2.0, 3.0, 4.0, 5.0] + [5.0] * 10
 
@@ -396,22 +396,28 @@ NAN = np.array([np.nan], "<f4").tobytes()
 FILES = {
     "damaged": (damaged, "checksum"),
     "cut short": (lambda content: content[:-50], "checksum"),
-    "empty": (lambda content: b"", "no file of priorities"),
-    "another program's": (lambda content: b"x" * 500, "no file of priorities"),
-    "newer": (lambda content: content.replace(b"ies 1\n", b"ies 2\n", 1), "of version 2"),
+    "empty": (lambda content: b"", "did not write this file"),
+    "another program's": (lambda content: b"x" * 500, "did not write this file"),
+    "newer": (
+        lambda content: content.replace(b"ies 1\n", b"ies 2\n", 1),
+        "version 1 of the file, got 2",
+    ),
     "foreign": (says(id="other"), "another storage"),
     "of later rows": (says(stop=99, first=79), "the storage is older"),
     "of a later rewind": (says(rewinds=3), "the storage is older"),
     "of sequences": (says(slice_len=4), "slice_len=4"),
-    "without alpha": (says(alpha=None), "cannot be"),
-    "without a leaf of new rows": (says(entering=0.0), "cannot be"),
-    "infinite": (says(entering=1e300), "cannot be"),
-    "of other rows than it has": (says(stop=19), "that it says"),
+    "without alpha": (says(alpha=None), "is invalid"),
+    "without a leaf of new rows": (says(entering=0.0), "is invalid"),
+    "infinite": (says(entering=1e300), "is invalid"),
+    "of other rows than it has": (says(stop=19), "number of priorities differs"),
     "a long head": (says(more="x" * 2**20), "cannot be read"),
-    "no JSON": (summed(lambda body: body.replace(b'{"id"', b'["id"', 1)), "does not say"),
-    "a list": (summed(lambda body: b"tallyroll priorities 1\n[]\n" + body[-80:]), "does not say"),
-    "NaN": (summed(lambda body: body[:-4] + NAN), "that are none"),
-    "negative": (summed(lambda body: body[:-1] + bytes([body[-1] | 128])), "that are none"),
+    "no JSON": (summed(lambda body: body.replace(b'{"id"', b'["id"', 1)), "is not JSON"),
+    "a list": (summed(lambda body: b"tallyroll priorities 1\n[]\n" + body[-80:]), "is incomplete"),
+    "NaN": (summed(lambda body: body[:-4] + NAN), "negative, infinite or NaN"),
+    "negative": (
+        summed(lambda body: body[:-1] + bytes([body[-1] | 128])),
+        "negative, infinite or NaN",
+    ),
 }
 
 
@@ -483,15 +489,15 @@ def test_states_and_dumps(tmp_path: Path) -> None:
             assert (again.alpha, again.beta) == (0.5, 0.9)
         state = sampler.state_dict()
         wrong = {
-            "it does not say whose": {},
+            "saved rows is incomplete": {},
             "another storage": {**state, "id": "other"},
             "expected the state of": {**state, "leaves": state["leaves"].double()},
-            "the priorities that it says": {**state, "leaves": state["leaves"][1:]},
+            "number of priorities differs": {**state, "leaves": state["leaves"][1:]},
         }
         for why, each in wrong.items():
             with pytest.raises(StateMismatch, match=why):
                 sampler.load_state_dict(each)
-        with pytest.raises(StateMismatch, match="not there"):
+        with pytest.raises(StateMismatch, match="priorities does not exist"):
             sampler.loads(tmp_path)
         (tmp_path / "priorities").write_bytes(b"x")
         with pytest.raises(StateMismatch, match="cannot be used"):
@@ -516,13 +522,13 @@ def test_a_sampler_that_is_gone_is_not_kept_by_its_storage(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("priority", "message"),
     [
-        ([1.0, np.nan, -1.0], "got nan at place 1, the first of 2 such ones of 3"),
-        ([1.0, 2.0, -0.5], "got -0.5 at place 2"),
-        ([np.inf, 2.0, 1.0], "got inf at place 0"),
-        ([1.0, 1e200, 1.0], r"below 3.4e\+38, got 1e\+200 at place 1"),
-        ([1.0, 2.0], "expected 3 priorities, one a row, or a single one, got 2"),
+        ([1.0, np.nan, -1.0], "got nan at position 1, the first of 2 invalid ones of 3"),
+        ([1.0, 2.0, -0.5], "got -0.5 at position 2"),
+        ([np.inf, 2.0, 1.0], "got inf at position 0"),
+        ([1.0, 1e200, 1.0], r"below 3.4e\+38, got 1e\+200 at position 1"),
+        ([1.0, 2.0], "expected 3 priorities, one per row, or a single one, got 2"),
         ([1.0] * 4, "got 4"),
-        ("many", "priorities are numbers, got 'many'"),
+        ("many", "priority: expected numbers, got 'many'"),
         ([None] * 3, "got nan"),
     ],
 )
@@ -541,17 +547,20 @@ def test_priorities_that_are_none_change_nothing(
 
 
 def test_rows_that_never_were() -> None:
-    for size in (None, 5):
+    for size, message in ((None, "cannot set priorities of rows"), (5, "index: expected slots")):
         with filled(count=5, max_size=size) as storage:
             sampler = PrioritizedSampler(storage)
             for index in ([5], [-1], [0, 99]):
-                with pytest.raises(IndexOutOfRange, match="priorities"):
+                with pytest.raises(IndexOutOfRange, match=message):
                     sampler.update_priority(index, 1.0)
-                with pytest.raises(IndexOutOfRange, match=r"never written: .* has had 5"):
+                with pytest.raises(IndexOutOfRange, match=r"never written: .* has had 5 rows"):
                     sampler.update_rows(index, 1.0)
             with pytest.raises(ValueError, match="expected whole numbers, got float64"):
                 sampler.update_priority([0.5], 1.0)
-            with pytest.raises(ValueError, match="says which rows it has"):
+            with pytest.raises(
+                ValueError,
+                match=r"expected a batch with \('collector', 'row'\), as sample\(\) returns",
+            ):
                 sampler.update_priority(rows(0, 2), 1.0)
             sampler.update_priority([], [])
             assert sampler.gone == 0
@@ -560,14 +569,14 @@ def test_rows_that_never_were() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"alpha": -0.1}, "alpha is a finite number from 0 on, got -0.1"),
-        ({"alpha": np.nan}, "alpha is a finite"),
-        ({"beta": np.inf}, "beta is a finite"),
-        ({"beta": "high"}, "beta is a finite number from 0 on, got 'high'"),
-        ({"eps": -1e-8}, "eps is a finite"),
-        ({"alpha": True}, "alpha is a finite"),
-        ({"slice_len": 0}, "slice_len is a whole number above 0"),
-        ({"reduction": "sum"}, "reduction is one of max, mean, median, min, got 'sum'"),
+        ({"alpha": -0.1}, "alpha: expected a finite number of at least 0, got -0.1"),
+        ({"alpha": np.nan}, "alpha: expected a finite number"),
+        ({"beta": np.inf}, "beta: expected a finite number"),
+        ({"beta": "high"}, "beta: expected a finite number of at least 0, got 'high'"),
+        ({"eps": -1e-8}, "eps: expected a finite number"),
+        ({"alpha": True}, "alpha: expected a finite number"),
+        ({"slice_len": 0}, "slice_len: expected a whole number above 0"),
+        ({"reduction": "sum"}, "reduction: expected one of max, mean, median, min, got 'sum'"),
     ],
 )
 def test_arguments_out_of_their_range(options: dict[str, Any], message: str) -> None:
@@ -590,7 +599,7 @@ def test_storages_that_do_not_fit(tmp_path: Path) -> None:
     with filled() as storage:
         sampler = PrioritizedSampler(storage, slice_len=3)
         for _ in range(2):
-            with pytest.raises(ColumnsMissing, match="which say which rows make a trajectory"):
+            with pytest.raises(ColumnsMissing, match="These columns define trajectories"):
                 sampler.sample(1)
         with pytest.raises(ValueError, match="Use 3 times the number of sequences"):
             sampler.sample(storage, 4)
@@ -599,22 +608,24 @@ def test_storages_that_do_not_fit(tmp_path: Path) -> None:
         with pytest.raises(NoSlices, match="no rows yet to draw from"):
             sampler.sample(1)
         storage.extend(rows(0, 3))
-        with pytest.raises(ValueError, match="number of draws is a whole number above 0, got 0"):
+        with pytest.raises(
+            ValueError, match="number of draws: expected a whole number above 0, got 0"
+        ):
             sampler.draw(0)
     model = Model.random(np.random.default_rng(0), rows=30, lanes=3)
     with MemmapStorage() as storage:
         storage.extend(model.rows())
         sampler = PrioritizedSampler(storage, slice_len=99)
-        with pytest.raises(NoSlices, match="has 99 steps in a row"):
+        with pytest.raises(NoSlices, match="a sequence of 99 consecutive steps"):
             sampler.sample(1)
-        with pytest.raises(ValueError, match="expected all rows of sequences of 99, got 3"):
+        with pytest.raises(ValueError, match="whole sequences, a multiple of 99, got 3 rows"):
             sampler.update_priority(range(3), 1.0)
 
 
 def test_a_priority_of_0_without_eps() -> None:
     with filled() as storage:
         sampler = PrioritizedSampler(storage, eps=0.0)
-        with pytest.raises(ValueError, match="a priority of 0, at place 1, means with eps=0"):
+        with pytest.raises(ValueError, match="numbers above 0 with eps=0, got 0 at position 1"):
             sampler.update_priority([0, 1], [1.0, 0.0])
         tiny = PrioritizedSampler(storage, alpha=3.0, eps=1e-30)
         tiny.update_priority(range(100), 0.0)  # none is rounded to 0

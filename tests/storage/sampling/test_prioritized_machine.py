@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tensordict import TensorDict
 
 from tallyroll.storage import MemmapStorage, PrioritizedSampler, fast_paths, open_storage
+from tallyroll.storage.readers.row_reader import rows_at
 from tallyroll.storage.stores.rewinds import take_back
 
 ALPHA, BETA, EPS = 0.7, 0.5, 1e-3
@@ -128,7 +129,7 @@ class Machine(RuleBasedStateMachine):
             index, info = self.sampler.sample(self.storage, count)
             rows, weights = info["collector", "row"].numpy(), info["priority_weight"].numpy()
             assert np.array_equal(
-                self.storage.reader.rows_at(index.numpy(), self.storage.span), rows
+                rows_at(self.storage.reader, index.numpy(), self.storage.span), rows
             )
         else:
             rows, weights = self.sampler.draw(count)

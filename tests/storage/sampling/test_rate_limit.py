@@ -136,14 +136,16 @@ def test_a_killed_collector_does_not_block_its_learner(tmp_path: Path) -> None:
             limit.wait_to_sample(8)
         killed(collector)
         began = time.monotonic()
-        with pytest.raises(RateStalled, match=r"none came meanwhile\. No process has it open"):
+        with pytest.raises(
+            RateStalled, match=r"No row was written meanwhile\. No process has the storage open"
+        ):
             exhaust(limit.wait_to_sample)
         assert time.monotonic() - began < 10
         drawn = limit.drawn
     with MemmapStorage(path, mode="append") as storage:  # a restart continues the counts
         limit = RateLimit(storage, 1.0, timeout=0.1)
         assert limit.drawn == drawn
-        with pytest.raises(RateStalled, match=r"none was drawn meanwhile\. Does the learner"):
+        with pytest.raises(RateStalled, match=r"No row was drawn meanwhile\. Is the learner"):
             exhaust(lambda rows: (limit.wait_to_insert(rows), add(storage, rows)))
 
 
@@ -185,9 +187,9 @@ def test_a_stopped_holder_of_the_counts_is_named(tmp_path: Path) -> None:
         try:
             wait_until(lambda: limit._try(lambda counts: counts) is None)
             os.kill(holder, signal.SIGSTOP)
-            with pytest.raises(RateStalled, match="holds the lock of the counts"):
+            with pytest.raises(RateStalled, match="holds the lock on the counts"):
                 limit.wait_to_insert(1)
-            with pytest.raises(RateStalled, match="holds the lock of the counts"):
+            with pytest.raises(RateStalled, match="holds the lock on the counts"):
                 _ = limit.drawn
         finally:
             killed(holder)
@@ -217,12 +219,12 @@ def test_a_forked_child_does_not_share_the_lock(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"x", "it has 1 bytes"),
+        (b"x", r"got 1\."),
         (b"tallyroll drawn 2\n".ljust(132, b"\0"), "another version"),
-        (None, "its checksum does not fit"),
-        ("other", "it is of another storage"),
-        ((0, 2**64 - 1, 2**64 - 1, 0), "its counts cannot be"),
-        ((2**63, 0, 0, 0), "its counts cannot be"),
+        (None, "its checksum does not match"),
+        ("other", "it belongs to another storage"),
+        ((0, 2**64 - 1, 2**64 - 1, 0), "its counts are out of range"),
+        ((2**63, 0, 0, 0), "its counts are out of range"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_begun_anew(
@@ -270,19 +272,22 @@ def test_wrong_arguments() -> None:
     with MemmapStorage() as storage:
         add(storage, 10)
         for wrong in ({"samples_per_insert": 0}, {"samples_per_insert": float("nan")}):
-            with pytest.raises(ValueError, match="samples_per_insert is a number above 0"):
+            with pytest.raises(ValueError, match="samples_per_insert: expected a number above 0"):
                 RateLimit(storage, **wrong)
         for name, value in (("slack", -1), ("timeout", float("inf")), ("min_rows", 0)):
             with pytest.raises(ValueError, match=name):
                 RateLimit(storage, 1.0, **{name: value})
-        with pytest.raises(TypeError, match=r"draws from the storages of tallyroll\.storage"):
+        with pytest.raises(TypeError, match=r"expected a storage of tallyroll\.storage"):
             RateLimit([], 1.0)
         limit = RateLimit(storage, 2.0, slack=10, timeout=AT_ONCE)
         for wrong_count in (0, -1, 1.5, True):
             with pytest.raises(ValueError, match="a number of rows of at least 1"):
                 limit.wait_to_sample(wrong_count)  # type: ignore[arg-type]
         limit.wait_to_insert(4)
-        with pytest.raises(ValueError, match=r"neither could go on. Give at least 11\."):
+        with pytest.raises(
+            ValueError,
+            match=r"expected at least 11, got 10\. With 14 rows per draw, 4 rows per insert",
+        ):
             limit.wait_to_sample(14)
 
 

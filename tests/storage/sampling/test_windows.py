@@ -157,7 +157,7 @@ def test_the_few_windows_among_many_rows_are_found() -> None:
         slices = drawn(links, model, Windows(length, **kind), 20, 0)
         found = Counter(window for _, window in windows_in(slices))
         assert found.keys() == {(30_000, 30_001), (40_000, 40_001)}
-    with pytest.raises(NoSlices, match="from a trajectory's first step on"):
+    with pytest.raises(NoSlices, match="from the first step of a trajectory"):
         drawn(links, model, Windows(3, from_start=True), 20, 0)
 
 
@@ -181,12 +181,12 @@ def test_a_short_trajectory_raises_when_it_is_drawn() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"slice_len": 0}, "slice_len is a whole number above 0, got 0"),
-        ({"burn_in": -1}, "burn_in is a whole number of rows or 0, got -1"),
-        ({"burn_in": True}, "burn_in is a whole number of rows or 0, got True"),
-        ({"short": "trim"}, "short is one of 'skip', 'pad', 'error', got 'trim'"),
-        ({"by": "row"}, "by is one of 'window', 'trajectory', got 'row'"),
-        ({"from_start": 1}, "from_start is True or False, got 1"),
+        ({"slice_len": 0}, "slice_len: expected a whole number above 0, got 0"),
+        ({"burn_in": -1}, "burn_in: expected a whole number of rows or 0, got -1"),
+        ({"burn_in": True}, "burn_in: expected a whole number of rows or 0, got True"),
+        ({"short": "trim"}, "short: expected one of 'skip', 'pad', 'error', got 'trim'"),
+        ({"by": "row"}, "by: expected one of 'window', 'trajectory', got 'row'"),
+        ({"from_start": 1}, "from_start: expected True or False, got 1"),
         ({"from_start": True, "burn_in": 3}, "from_start=True or burn_in=3, got both"),
     ],
 )

@@ -31,10 +31,10 @@ from tallyroll.storage.errors import CorruptStorage
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.stores.rewinds import take_back
-from tallyroll.storage.trajectories import lane_file
+from tallyroll.storage.trajectories import index_file
 from tallyroll.storage.trajectories.blocks import tail
 from tallyroll.storage.trajectories.blocks.saved_blocks import RebuiltBlocks, SavedBlocks
-from tallyroll.storage.trajectories.lane_file import (
+from tallyroll.storage.trajectories.index_file import (
     IndexOwner,
     UnusableIndex,
     read_index,
@@ -202,7 +202,7 @@ def test_damage_is_found_by_its_checksum_or_by_the_rows_and_nothing_is_read_beyo
                 try:
                     told = np.asarray(ask())
                 except CorruptStorage as error:
-                    assert "Delete it" in str(error)  # noqa: PT017
+                    assert "Delete the file" in str(error)  # noqa: PT017
                     assert found.damaged
                 else:
                     assert not told.size or 0 <= told.min() <= told.max() < len(model)
@@ -241,11 +241,11 @@ def test_a_file_that_is_cut_short_or_too_long_or_says_too_much_is_not_used(tmp_p
         with pytest.raises(UnusableIndex):
             read_index(inside, path, owner, lambda: ROWS)
     path.write_bytes(sound.replace(b"trajectories 1", b"trajectories 2", 1))
-    with pytest.raises(UnusableIndex, match="version 2, and this Tallyroll reads 1"):
+    with pytest.raises(UnusableIndex, match="version 2, but this Tallyroll reads 1"):
         read_index(inside, path, owner, lambda: ROWS)
     path.write_bytes(sound)
     for other in (IndexOwner("y", 0, 0), IndexOwner("x", 7, 0)):
-        with pytest.raises(UnusableIndex, match="of another storage"):
+        with pytest.raises(UnusableIndex, match="belongs to another storage"):
             read_index(inside, path, other, lambda: ROWS)
     assert read_index(inside, path, IndexOwner("x", 0, 1), lambda: ROWS) is None
     assert read_index(inside, tmp_path / "none", owner, lambda: ROWS) is None
@@ -269,7 +269,7 @@ def test_a_sparse_file_of_more_numbers_than_its_rows_have(
     start = content[: content.index(b"\n") + 1]
     path.write_bytes(start + b"%08x %08x\n" % (len(line), zlib.crc32(line)) + line)
     with open(path, "r+b") as file:
-        head, begin = lane_file._head(file.fileno())
+        head, begin = index_file._head(file.fileno())
         file.truncate(head.nbytes(begin))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for whole in (False, True):
@@ -361,7 +361,7 @@ def test_a_ring(tmp_path: Path) -> None:
     index_path(path).write_bytes(kept)  # all of its rows are gone
     with open_storage(path) as storage:
         assert storage.trajectories.sample_slices(4, 2).shape == (4, 2)
-    assert "went on past the index" in verify(path).skipped["index"]
+    assert "the index is older than the rows of the ring" in verify(path).skipped["index"]
 
 
 def test_a_copy_has_it_too_and_what_is_finalized(tmp_path: Path) -> None:
@@ -394,9 +394,9 @@ def damaged(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("hurt", "said"),
     [
-        (damaged, "its checksum does not fit"),
-        (lambda content: content[:-9], "are needed"),
-        (lambda content: b"", "is no index"),
+        (damaged, "its checksum does not match"),
+        (lambda content: content[:-9], "bytes, expected"),
+        (lambda content: b"", "is not an index"),
         (lambda content: content.replace(b"trajectories 1", b"trajectories 9", 1), "version 9"),
     ],
 )
@@ -429,7 +429,7 @@ def test_one_of_other_rows_is_not_used(tmp_path: Path) -> None:
         )  # fmt: skip
     assert_right(path, kept=False)
     (told,) = faults(path)
-    assert "the index beside the rows is not that of the rows" in told
+    assert "the stored index does not match the rows" in told
     with open_storage(path) as storage:
         write_index(
             reader.format.inside, place, owner,
@@ -437,7 +437,7 @@ def test_one_of_other_rows_is_not_used(tmp_path: Path) -> None:
         )  # fmt: skip
     assert_right(path, kept=False)
     (told,) = faults(path)
-    assert "and there are 500" in told
+    assert "but the storage has 500" in told
 
 
 def test_damage_that_shows_later_is_told_once_and_the_rows_are_asked_then(
@@ -450,7 +450,7 @@ def test_damage_that_shows_later_is_told_once_and_the_rows_are_asked_then(
     cells = begin_of(content) + 8 * (3 * says["blocks"] + 5 * says["lanes"])
     bases = cells + 8 * says["cells"]
     place.write_bytes(content[:cells] + b"\xff" * (bases - cells) + content[bases:])
-    monkeypatch.setattr(lane_file, "CHECKED", 0)  # as if it were large
+    monkeypatch.setattr(index_file, "CHECKED", 0)  # as if it were large
     monkeypatch.setattr("tallyroll.storage.trajectories.index._fits", lambda *_: True)
     with open_storage(path) as storage:
         told = 0
@@ -471,24 +471,24 @@ def test_damage_that_shows_later_is_told_once_and_the_rows_are_asked_then(
 def test_where_it_cannot_be_written_the_storage_closes_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = Inside.write_aside
+    write = Inside.write_atomically
 
     def refuse(self: Inside, path: Path, content: Any, **options: Any) -> None:
         if path.name == "trajectories.blocks":
             raise OSError(errno.EROFS, "Read-only file system")
         write(self, path, content, **options)
 
-    monkeypatch.setattr(Inside, "write_aside", refuse)
+    monkeypatch.setattr(Inside, "write_atomically", refuse)
     path = filled(tmp_path / "rows")
     assert not index_path(path).exists()
     assert_right(path, kept=False)
-    assert verify(path).skipped["index"] == "no index is kept beside the rows"
+    assert verify(path).skipped["index"] == "no index is stored with the rows"
 
 
 def test_a_kill_while_it_is_written_leaves_the_older_one(tmp_path: Path) -> None:
     path = filled(tmp_path / "rows")
     place = index_path(path)
-    older, pieces = place.read_bytes(), lane_file._content
+    older, pieces = place.read_bytes(), index_file._content
     for after in (0, 1, 9):
 
         def killed(line: bytes, state: Any, after: int = after) -> Iterator[Any]:
@@ -498,7 +498,7 @@ def test_a_kill_while_it_is_written_leaves_the_older_one(tmp_path: Path) -> None
                 yield piece
 
         if not (child := os.fork()):
-            lane_file._content = killed
+            index_file._content = killed
             with open_storage(path, mode="append") as storage:
                 at = len(storage)
                 storage.extend(MODEL.rows(at, at + 60))

@@ -75,7 +75,7 @@ def test_slices_are_those_of_a_plain_model(
         early.extend(chunk)
     for links in (early, linked(model, ring, sizes)):
         if not every:
-            with pytest.raises(NoSlices, match=f"slices of {length} rows were asked for"):
+            with pytest.raises(NoSlices, match=f"slices of {length} rows were requested"):
                 links.draw(3, length, first, picks())
             continue
         drawn = links.draw(40 * len(every), length, first, picks())
@@ -147,7 +147,7 @@ def test_distances_beyond_32_bits() -> None:
 @pytest.mark.parametrize("lane", [-1, MOST_LANES])
 def test_a_lane_that_cannot_be_is_told(lane: int) -> None:
     one = np.zeros(3, int)
-    with pytest.raises(CorruptStorage, match=f"row 12 says that it is of lane {lane}"):
+    with pytest.raises(CorruptStorage, match=f"row 12 has lane {lane}"):
         RowIndex().extend(RowChunk(10, one, one, np.array([0, 1, lane])))
 
 

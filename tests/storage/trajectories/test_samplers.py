@@ -267,7 +267,7 @@ def test_no_slices(path: Path) -> None:
         sampler = TrajectorySliceSampler(3)
         assert not sampler.can_sample(storage, 3)
         storage.extend(big(3, 1, skip=0.0, mean_length=1e9, restart=0.0).rows())
-        with pytest.raises(NoSlices, match=r"slices of 5 rows.*has 3\. Ask for shorter"):
+        with pytest.raises(NoSlices, match=r"slices of 5 rows.*has 3\. Request shorter"):
             buffer.sample()
         assert sampler.can_sample(storage, 3)
         assert not TrajectorySliceSampler(4).can_sample(storage, 4)
@@ -282,7 +282,7 @@ def test_batches_that_cannot_be_cut_into_slices(path: Path) -> None:
 
 @pytest.mark.parametrize("slice_len", [0, -1, 2.0, True, None])
 def test_lengths_that_cannot_be(slice_len: Any) -> None:
-    with pytest.raises(ValueError, match="slice_len is a whole number above 0"):
+    with pytest.raises(ValueError, match="slice_len: expected a whole number above 0"):
         TrajectorySliceSampler(slice_len)
 
 

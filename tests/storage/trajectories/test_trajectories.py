@@ -357,7 +357,7 @@ def test_lanes_that_cannot_be_keep_nobody_from_writing(path: Path) -> None:
         assert len(storage.trajectories) > 0
         rows["collector", "lane"][20] = -5
         storage.extend(rows[10:50], ids="fresh")
-        with pytest.raises(CorruptStorage, match="row 20 says that it is of lane -5"):
+        with pytest.raises(CorruptStorage, match="row 20 has lane -5"):
             len(storage.trajectories)
         storage.extend(rows[50:100], ids="fresh")
         assert len(storage.trajectories) > 0
@@ -756,7 +756,7 @@ def test_rewards_keep_their_precision(path: Path, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("n", "gamma", "message"),
-    [(0, 0.5, "n is"), (1.0, 0.5, "n is"), (1, 1.5, "gamma"), (1, -1, "g")],
+    [(0, 0.5, "n: expected"), (1.0, 0.5, "n: expected"), (1, 1.5, "gamma"), (1, -1, "g")],
 )
 def test_n_steps_that_cannot_be(path: Path, n: Any, gamma: float, message: str) -> None:
     with MemmapStorage(path) as storage, pytest.raises(ValueError, match=message):
@@ -770,7 +770,7 @@ def test_rows_that_n_steps_are_not_made_of(path: Path) -> None:
         fill(storage, big(20))
         with pytest.raises(IndexOutOfRange):
             n_step(storage, [20], 1, 1.0)
-        with pytest.raises(ValueError, match='needs "index"'):
+        with pytest.raises(ValueError, match='expected a batch with "index"'):
             n_step(storage, storage.get([1]), 1, 1.0)
         assert n_step(storage, slice(0, 0), 2, 1.0).batch_size == (0,)
         assert n_step(storage, 3, 2, 1.0).batch_size == ()

@@ -62,7 +62,7 @@ def stored(storage: DiskStorage) -> list[Row]:
 @pytest.mark.parametrize("lane", [-1, 2**30])
 def test_a_new_storage_has_lanes_that_can_be(tmp_path: Path, lane: int) -> None:
     with MemmapStorage(tmp_path / "data") as storage:
-        with pytest.raises(TrajectoryIdTaken, match=f"of lane {lane}"):
+        with pytest.raises(TrajectoryIdTaken, match=f"have lane {lane}"):
             storage.extend(batch([(9, 0, lane, False), (10, 0, 0, False)]))
         storage.extend(batch([(9, 0, 1, False), (10, 0, 0, False)]))
         assert storage.head == 2
@@ -231,11 +231,11 @@ THREE: list[Row] = [(4, 0, 1, False), (4, 1, 1, False), (7, 0, 0, True)]
         ([(4, 2, 1, False), (4, 2, 1, False)], "step 2 follows step 2 in trajectory 4"),
         ([(8, 0, 2, False), (4, 1, 1, False)], "row 1 of this batch"),
         ([(9, 0, 1, False), (4, 2, 1, False)], "in lane 1 trajectory 4 follows trajectory 9"),
-        ([(9, 0, 1, False), (9, 0, 2, False)], "trajectory 9 is of lanes 1 and 2"),
+        ([(9, 0, 1, False), (9, 0, 2, False)], "trajectory 9 is in lanes 1 and 2"),
         ([(9, 0, 1, False), (9, 0, 1, False)], "step 0 follows step 0 in trajectory 9"),
         ([(9, 0, 1, False), (9, 2, 1, False)], "step 2 follows step 0 in trajectory 9"),
-        ([(9, 0, -1, False)], "of lane -1, and lanes are numbered from 0"),
-        ([(9, 0, 2**30, False), (10, 0, 0, False), (7, 0, 0, True)], "of lane 1073741824"),
+        ([(9, 0, -1, False)], "have lane -1, but lanes are numbered from 0"),
+        ([(9, 0, 2**30, False), (10, 0, 0, False), (7, 0, 0, True)], "have lane 1073741824"),
     ],
 )
 def test_why_rows_are_refused(tmp_path: Path, kind: str, rows: list[Row], why: str) -> None:
@@ -255,7 +255,7 @@ def test_an_id_that_falls_within_its_lane_is_refused(tmp_path: Path, kind: str) 
         storage.extend(batch(THREE))
         for given in ([(5, 0, 0, False)], [(8, 0, 2, False), (5, 0, 0, False)]):
             with pytest.raises(
-                TrajectoryIdTaken, match=r"lane 0 is already in trajectory 7 .* ids rise"
+                TrajectoryIdTaken, match=r"lane 0 is already in trajectory 7 .* ids must rise"
             ):
                 storage.extend(batch(given))
         storage.extend(batch([(5, 0, 2, False)]))  # another lane
@@ -278,13 +278,13 @@ def test_a_lane_that_went_on_does_not_come_back(tmp_path: Path) -> None:
     with MemmapStorage(tmp_path / "rows") as storage:
         storage.extend(batch(THREE))
         storage.extend(batch([(9, 0, 1, False)]))
-        with pytest.raises(TrajectoryIdTaken, match="lane 1 is in trajectory 9 since"):
+        with pytest.raises(TrajectoryIdTaken, match="lane 1 has continued with trajectory 9"):
             storage.extend(batch([(4, 2, 1, False)]))
         storage.extend(batch([(9, 1, 1, False), (5, 0, 2, False)]))
         assert storage.trajectories.ids.tolist() == [4, 7, 9, 5]
         storage.extend(batch([(12, 0, 1, False), (12, 1, 1, False)]))
         for rows in ([(9, 2, 1, False)], [(5, 1, 2, False), (9, 2, 1, False)]):
-            with pytest.raises(TrajectoryIdTaken, match="lane 1 is in trajectory 12 since"):
+            with pytest.raises(TrajectoryIdTaken, match="lane 1 has continued with trajectory 12"):
                 storage.extend(batch(rows))
 
 
@@ -391,11 +391,13 @@ def test_other_rows_are_nobodys_business(tmp_path: Path) -> None:
         with MemmapStorage(path) as storage:
             for _ in range(3):
                 storage.extend(some)
-            with pytest.raises(ColumnsMissing, match=re.escape("Leave it out")):
+            with pytest.raises(ColumnsMissing, match=re.escape("Leave ids out")):
                 storage.extend(some, ids="renumber")
             assert storage.head == 9
     with MemmapStorage(tmp_path / "names") as storage:
-        with pytest.raises(ValueError, match="ids is one of 'check', 'renumber', 'fresh', got 'x'"):
+        with pytest.raises(
+            ValueError, match="ids: expected one of 'check', 'renumber', 'fresh', got 'x'"
+        ):
             storage.extend(rows, ids="x")  # type: ignore[arg-type]
         assert storage.extend(rows, ids="renumber") == range(3)
         with pytest.raises(RowsMismatch):
@@ -420,7 +422,7 @@ def test_rows_of_no_one_trajectory_are_refused_also_where_ids_are_new(
     with MemmapStorage(tmp_path / "rows") as storage:
         storage.extend(batch(THREE))
         wrong = [(id + new, step, lane, done) for id, step, lane, done in rows[1]]
-        with pytest.raises(TrajectoryIdTaken, match="cannot be those of trajectories"):
+        with pytest.raises(TrajectoryIdTaken, match="do not form trajectories"):
             storage.extend(batch(wrong))
         assert storage.head == 3
 

@@ -163,7 +163,7 @@ def test_a_changed_row_is_found_by_verify_and_by_all(tmp_path: Path) -> None:
     assert content_hash(path) != wanted
     assert content_hash(path, incremental=True) == wanted  # no row is read again
     (found,) = verify(path).findings
-    assert str(found) == "content: rows are not those whose hash was kept"
+    assert str(found) == "content: rows do not match their stored hash"
     with open_storage(path) as storage:
         id = int(storage.get(row)["collector", "traj_ids"])
     (place,) = found.places
@@ -235,16 +235,16 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "cut": (lambda told: told[:-1], "checksum"),
     "empty": (lambda told: b"", "checksum"),
     "other": (lambda told: sealed(b"x" + told[1:-32]), "checksum"),
-    "no JSON": (lambda told: sealed(told[:19] + b"{" + told[19:-32]), "whose hashes"),
-    "no mapping": (lambda told: sealed(told[:19] + b"[]\n"), "whose hashes"),
-    "nothing": (lambda told: sealed(told[:19] + b"{}\n"), "whose hashes"),
+    "no JSON": (lambda told: sealed(told[:19] + b"{" + told[19:-32]), "the storage of its hashes"),
+    "no mapping": (lambda told: sealed(told[:19] + b"[]\n"), "the storage of its hashes"),
+    "nothing": (lambda told: sealed(told[:19] + b"{}\n"), "the storage of its hashes"),
     "of another": (lambda told: renamed(told, id="0" * 32), "another storage"),
     "columns": (lambda told: renamed(told, about="0" * 64), "another storage"),
-    "later": (lambda told: renamed(told, rows=10_000), "10000 rows, and there are 240"),
+    "later": (lambda told: renamed(told, rows=10_000), "10000 rows, but the storage has 240"),
     "lines": (lambda told: renamed(told, leaves=1), "does not have"),
     "text": (lambda told: renamed(told, rows="1"), "does not have"),
     "flag": (lambda told: renamed(told, leaves=True), "does not have"),
-    "large": (lambda told: told + bytes(2**17 * LEAF.itemsize), "bytes, and may have"),
+    "large": (lambda told: told + bytes(2**17 * LEAF.itemsize), "bytes, more than"),
 }
 
 
@@ -292,7 +292,7 @@ def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(Inside, "write_aside", refuse)
+    monkeypatch.setattr(Inside, "write_atomically", refuse)
     assert both(path)[0] == both(path)[1]
     assert not file.exists()
 
@@ -319,6 +319,6 @@ def test_one_list_names_the_files(name: str, tmp_path: Path) -> None:
         assert len(files.beside) == len(BESIDE)
         for file, known in zip(files.beside, BESIDE, strict=True):
             assert file.name.endswith(known)
-            assert file in files.written_aside()
+            assert file in files.replaced_files()
         assert files.leaves_path.exists()
         assert files.leaves_path in files.beside

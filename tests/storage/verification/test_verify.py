@@ -307,8 +307,8 @@ def write(path: Path, *batches: dict[Any, np.ndarray]) -> Path:
 def test_checks_that_cannot_be_made_are_named(tmp_path: Path) -> None:
     report = assert_sound(write(tmp_path / "data", {("x",): np.arange(10.0)}))
     assert report.checked == ("files", "metadata", "runs", "nan", "zeros")
-    assert report.skipped["ids"] == "there is no column collector/traj_ids of a collector"
-    assert report.skipped["record"] == "no collector wrote one"
+    assert report.skipped["ids"] == "there is no column collector/traj_ids, which collectors write"
+    assert report.skipped["record"] == "no collector wrote a record"
     assert report.skipped["checksums"] == "the storage was not finalized"
 
 
@@ -322,7 +322,7 @@ def test_checks_that_are_made_without_all_flags(tmp_path: Path, flags: tuple[str
     ends = "done" in flags or len(flags) == 2
     assert ("steps" in report.checked) == ends
     if not ends:
-        assert report.skipped["steps"] == "there is no column next/done of a collector"
+        assert report.skipped["steps"] == "there is no column next/done, which collectors write"
 
 
 def test_an_id_of_another_lane_is_not_taken_for_the_largest() -> None:
@@ -344,7 +344,7 @@ def test_an_id_of_two_lanes_is_found_without_an_entry_of_its_run(
     other[LANE][:] = 1
     (finding,) = verify(write(tmp_path / "data", one, other)).findings
     assert told(finding) == (
-        "ids: an id that two trajectories have\n    trajectory 0: begins 2 times"
+        "ids: two trajectories have the same id\n    trajectory 0: begins 2 times"
     )
 
 
@@ -575,7 +575,7 @@ def test_a_byte_that_changed_since_the_storage_was_finalized_is_found(
     damage(path, "action", 700, lambda action: action ^ 1)
     (finding,) = verify(path).findings
     assert told(finding) == (
-        "checksums: the bytes of a block of rows are not those that were finalized\n"
+        "checksums: the bytes of a block of rows do not match its checksum\n"
         "    row 512, column action: or one of the 255 rows after it"
     )
     assert verify(path, skip=("checksums",)).sound
@@ -628,7 +628,7 @@ def test_a_record_that_is_none_is_found(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"first_row_of_run": 7}, "it is of another run than the last rows"),
+        ({"first_row_of_run": 7}, "the record belongs to another run than the last rows"),
         (
             {"first_row_of_run": "0"},
             "no commit record of a collector, although a collector wrote the last rows",
@@ -664,7 +664,7 @@ def test_rows_behind_the_newest_record_are_found(sound: dict[str, Path], tmp_pat
         storage.writer.claim.take(storage)  # these rows belong to a run
         storage.extend(more, ids="fresh")
     found = {each.message: each for each in verify(path).findings}
-    late = found["the newest intact one is not that of the last commit"]
+    late = found["the newest intact record does not belong to the last commit"]
     assert str(late.places[0]) == "it was written with 1,000 rows, and 1,003 are committed"
 
 
@@ -673,21 +673,27 @@ CHECKSUMS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "text": (lambda sums: "all", "the checksums in the manifest are damaged"),
     "another algorithm": (lambda sums: sums | {"algorithm": "md5"}, "in the manifest are damaged"),
     "blocks of no rows": (lambda sums: sums | {"block_rows": 0}, "in the manifest are damaged"),
-    "fewer rows": (lambda sums: sums | {"rows": 1}, "are for 1 rows in blocks of"),
-    "more rows": (lambda sums: sums | {"rows": 1001}, "are for 1001 rows in blocks of"),
+    "fewer rows": (
+        lambda sums: sums | {"rows": 1},
+        "expected 1 rows and a checksum for each block of",
+    ),
+    "more rows": (
+        lambda sums: sums | {"rows": 1001},
+        "expected 1001 rows and a checksum for each block of",
+    ),
     "a column less": (
         lambda sums: (
             sums | {"columns": {k: v for k, v in sums["columns"].items() if k != "action"}}
         ),
-        "are of other columns than the storage has: action is in one of them only",
+        "do not match the columns of the storage: only one of the two has action",
     ),
     "a column more": (
         lambda sums: sums | {"columns": sums["columns"] | {"x": ""}},
-        "are of other columns than the storage has: x is in one of them only",
+        "do not match the columns of the storage: only one of the two has x",
     ),
     "a digit less": (
         lambda sums: sums | {"columns": {k: v[1:] for k, v in sums["columns"].items()}},
-        "it has 1000 rows and 31 digits: one of them is damaged",
+        "got 1000 rows and 31 digits of checksums. The column or the manifest is damaged",
     ),
 }
 
@@ -718,8 +724,8 @@ def test_a_next_id_that_was_used_is_found(sound: dict[str, Path], tmp_path: Path
         storage.writer.put_record(json.dumps(record | {"next_id": largest}).encode())
     (finding,) = verify(path).findings
     assert told(finding) == (
-        "record: the next trajectory id is one that was used\n"
-        f"    it says {largest}, and {largest} is the largest that was used"
+        "record: the next trajectory id was already used\n"
+        f"    the next id is {largest}, and the largest used id is {largest}"
     )
 
 
@@ -751,7 +757,10 @@ def write_runs(path: Path, change: Callable[[list[Any]], list[Any]]) -> None:
         (lambda runs: [*runs, {"first_row": 2000}], "run 1: its first row is 2000, not from 0 to"),
         (lambda runs: [{**runs[0], "lanes": 0}], "run 0: it has 0 lanes"),
         (lambda runs: [{**runs[0], "lanes": "4"}], "run 0: it has '4' lanes"),
-        (lambda runs: [{**runs[0], "lane_seeds": [1]}], "run 0: its lane_seeds are not one for"),
+        (
+            lambda runs: [{**runs[0], "lane_seeds": [1]}],
+            "run 0: its lane_seeds are not a list with one seed",
+        ),
         (
             lambda runs: [{**runs[0], "first_row_of_run": 7}],
             "run 0: it continues a run from row 7 on, and begins at row 0",
@@ -836,7 +845,9 @@ def test_a_line_of_the_table_that_changed_is_found(data: Path, field: str, value
     assert finding.message == f"the table gives another {field} than the rows"
     assert finding.places[0].row == (0 if field == "reset_seed" else row)
     assert finding.places[0].column == field
-    assert finding.places[0].what.startswith(f"{'truncated' if field == 'end' else value}, and by")
+    assert finding.places[0].what.startswith(
+        f"{'truncated' if field == 'end' else value} in the table"
+    )
 
 
 def test_lines_that_are_missing_or_too_many_are_found(
@@ -845,7 +856,7 @@ def test_lines_that_are_missing_or_too_many_are_found(
     path = copied(sound[""], tmp_path)
     change_table(path, lambda table: np.delete(table, 9))
     (finding,) = verify(path).findings
-    assert finding.message == "a trajectory has rows, and no line in the table"
+    assert finding.message == "a trajectory has rows, but no line in the table"
 
     def add(table: np.ndarray) -> None:
         table["id"][5] = 12345
@@ -861,7 +872,7 @@ def test_a_table_that_is_damaged_is_found(sound: dict[str, Path], tmp_path: Path
     flip(path / "episodes.npy", 300)
     (finding,) = verify(path).findings
     assert finding.check == "episodes"
-    assert "its checksum does not fit" in finding.message
+    assert "its checksum does not match" in finding.message
     (path / "episodes.npy").unlink()
     assert assert_sound(path).skipped["episodes"].startswith("there is no table yet")
 
@@ -897,7 +908,7 @@ SHOWN: dict[str, tuple[str, Callable[[Path], None], str]] = {
     ),
     "memmap, more rows": (
         "", lambda path: replace(path / "meta.json", b"1000", b"1001"),
-        "meta.json shows other libraries 1,001 rows, and 1,000 are committed",
+        "meta.json shows 1,001 rows to other libraries, but only 1,000 are committed",
     ),
     "memmap, no rows": (
         "", lambda path: replace(path / "meta.json", b"[1000]", b"[-1]"), "it has -1 rows",
@@ -907,16 +918,17 @@ SHOWN: dict[str, tuple[str, Callable[[Path], None], str]] = {
     ),
     "memmap, no object": (
         "", lambda path: change_json(path / "meta.json", lambda meta: {**meta, "action": 3}),
-        "action is no JSON object",
+        "action is not a JSON object",
     ),
     "memmap, a column gone": (
         "", lambda path: change_json(path / "meta.json", lambda meta: meta.pop("action") and meta),
-        "meta.json is not as it was written for other libraries: action is gone",
+        "meta.json no longer has the metadata that was written for other libraries: action is "
+        "missing",
     ),
     "zarr, an array gone from the root": (
         ".zarr", lambda path: change_json(
             path / "zarr.json", lambda root: {**root, "consolidated_metadata": None}
-        ), "what it says of action is gone",
+        ), "its entry for action is missing",
     ),
     "memmap, gone": ("", lambda path: (path / "meta.json").unlink(), "No such file"),
     "zarr, no JSON": (
@@ -925,15 +937,17 @@ SHOWN: dict[str, tuple[str, Callable[[Path], None], str]] = {
     ),
     "zarr, an array": (
         ".zarr", lambda path: replace(path / "action" / "zarr.json", b"int64", b"int16"),
-        "action/zarr.json is not as it was written for other libraries: data_type is 'int16'",
+        "action/zarr.json no longer has the metadata that was written for other libraries: "
+        "data_type is 'int16'",
     ),
     "zarr, the root": (
         ".zarr", lambda path: replace(path / "zarr.json", b'"little"', b'"big"'),
-        "zarr.json is not as it was written for other libraries: consolidated_metadata/",
+        "zarr.json no longer has the metadata that was written for other libraries: "
+        "consolidated_metadata/",
     ),
     "zarr, more rows": (
         ".zarr", lambda path: replace(path / "action" / "zarr.json", b"1000", b"9999"),
-        "action/zarr.json shows other libraries 9,999 rows, and 1,000 are committed",
+        "action/zarr.json shows 9,999 rows to other libraries, but only 1,000 are committed",
     ),
     "zarr, the header": (
         ".zarr", lambda path: truncate(path / "tallyroll" / "zarr.json", 9),
@@ -941,10 +955,11 @@ SHOWN: dict[str, tuple[str, Callable[[Path], None], str]] = {
     ),
     "hdf5, more rows": (
         ".h5", lambda path: change_attribute(path, "rows", 1005),
-        "shows other libraries 1,005 rows, and 1,000 are committed",
+        "shows 1,005 rows to other libraries, but only 1,000 are committed",
     ),
     "hdf5, rows that are a text": (
-        ".h5", lambda path: replace_attribute(path, "rows", "many"), "are not where they were",
+        ".h5", lambda path: replace_attribute(path, "rows", "many"),
+        "are missing: another program changed them",
     ),
     "hdf5, its capacity": (
         ".h5", lambda path: change_attribute(path, "capacity", 3), "its attribute capacity is 3",
@@ -1065,7 +1080,7 @@ def test_a_path_that_is_no_storage_raises(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
     with pytest.raises(NotAStorage):
         verify(tmp_path / "file")
-    with pytest.raises(ValueError, match=r"skip: no check is called nam; there are files, "):
+    with pytest.raises(ValueError, match=r"skip: expected some of files, .*, got nam\."):
         verify(tmp_path / "nothing", skip=["nam"])
 
 

@@ -369,10 +369,10 @@ def survivors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bytes]:
     left: list[bytes] = []
     synced: dict[str, bytes] = {}
     sync = Header.sync
-    head = Header.head
+    set_head = Header.set_head
 
     def cut_after(header: Header, rows: int) -> None:
-        head.fset(header, rows)  # type: ignore[attr-defined]
+        set_head(header, rows)
         now = bytes(header._map)
         left.append(now[:PAGE] + synced.get(str(header._path), now)[PAGE:])
 
@@ -381,7 +381,7 @@ def survivors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bytes]:
         synced[str(header._path)] = bytes(header._map)
 
     monkeypatch.setattr(Header, "sync", remember)
-    monkeypatch.setattr(Header, "head", property(head.fget, cut_after))  # type: ignore[attr-defined]
+    monkeypatch.setattr(Header, "set_head", cut_after)
     return left
 
 

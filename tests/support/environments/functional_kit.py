@@ -99,7 +99,7 @@ class AutoResetWrapper(Wrapped):
     pass
 
 
-# --- compiled once --------------------------------------------------------------------------------
+# --- shared compiled systems ----------------------------------------------------------------------
 
 _shared: dict[Any, Any] = {}
 

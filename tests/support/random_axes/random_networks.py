@@ -29,7 +29,8 @@ class Network(nn.Module):
 
     def chosen(self, seen: torch.Tensor, shift: int) -> torch.Tensor:
         """Return the actions with an offset of ``shift``."""
-        return torch.from_numpy(actions_of(self.space, [np.asarray(seen)], shift))
+        actions = actions_of(self.space, [np.asarray(seen.cpu())], shift)
+        return torch.from_numpy(actions).to(seen.device)
 
 
 def actions_of(space: gym.Space[Any], columns: list[Array], shift: int) -> Array:

@@ -45,12 +45,14 @@ class Running(ObservationTransform):
     def transform_observation_spec(self, observation_spec: Any) -> Any:
         """Add the column that the transform writes."""
         shape = observation_spec["observation"].shape
-        observation_spec["relative"] = Unbounded(shape, dtype=torch.float32)
+        observation_spec["relative"] = Unbounded(
+            shape, dtype=torch.float32, device=observation_spec.device
+        )
         return observation_spec
 
 
 def _rows(values: torch.Tensor) -> Array:
-    return np.asarray(values.detach()).reshape(-1, values.shape[-1])
+    return np.asarray(values.detach().cpu()).reshape(-1, values.shape[-1])
 
 
 def was_told(told: Told, seen: Array, relative: Array) -> Array:

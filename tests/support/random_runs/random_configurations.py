@@ -57,6 +57,10 @@ class Configuration:
     info_keys: bool = False
     validate: Literal["raise", "warn", "off"] = "raise"
     yield_large: bool = True
+    once: bool = False
+    """Whether the storage stores frames once."""
+    exclude: tuple[Key, ...] = ()
+    """Columns that are not stored."""
     reset_slots: Literal["mask", "avoid"] = "mask"
     sink: Sink = ""
     phase: Phase = ""
@@ -96,6 +100,8 @@ class Configuration:
     """Whether slices, trajectories and n-step returns are compared with a model."""
     saves: bool = False
     """Whether values are saved with the run after a batch, and loaded."""
+    policy_device: str | None = None
+    storing_device: str | None = None
 
     @property
     def uses_files(self) -> bool:

@@ -71,6 +71,7 @@ class EnvKind:
     """Lanes that share one object."""
     shared_wrapped: bool = False
     """Whether each of these lanes wraps the object in its own wrapper."""
+    device: str = "cpu"
 
     @property
     def is_vector(self) -> bool:
@@ -203,7 +204,7 @@ class TorchLanes(EnvBase):
     def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
         mask = np.ones(len(self.envs), np.bool_)
         if tensordict is not None and "_reset" in tensordict.keys():
-            mask = tensordict["_reset"].reshape(-1).numpy()
+            mask = tensordict["_reset"].reshape(-1).cpu().numpy()
         seed, self._seed_next = self._seed_next, None
         for lane in np.flatnonzero(mask).tolist():
             own = None if seed is None else seed + lane
@@ -221,7 +222,7 @@ class TorchLanes(EnvBase):
         flags = np.zeros((len(self.envs), 2), np.bool_)
         rewards = torch.zeros(len(self.envs))
         for lane, env in enumerate(self.envs):
-            action: Any = actions[lane].numpy()  # a view: environments may write to it
+            action: Any = actions[lane].cpu().numpy()  # a view that environments may write to
             if action.ndim == 0 and isinstance(env.action_space, gym.spaces.Discrete):
                 action = action[()]
             obs, rewards[lane], flags[lane, 0], flags[lane, 1], _ = env.step(action)
@@ -230,19 +231,21 @@ class TorchLanes(EnvBase):
         reward = rewards.unsqueeze(-1)
         if self.agents:
             reward = reward.unsqueeze(-1) * torch.arange(1, self.agents + 1).view(1, -1, 1)
+        reward = reward.to(self.device)
         out[self._in_group("reward")] = reward[0] if self.flat else reward
         return out
 
     def _out(self, flags: Array) -> TensorDict:
-        out = TensorDict({}, batch_size=self.batch_size)
+        device = None if self.device.type == "cpu" else self.device
+        out = TensorDict({}, batch_size=self.batch_size, device=device)
         if self.agents:
             out["agents"] = TensorDict({}, batch_size=(*self.batch_size, self.agents))
         self.calls += 1
         for number, key in enumerate(self._now[0]):
-            value = torch.from_numpy(np.stack([each[key] for each in self._now]))
+            value = torch.from_numpy(np.stack([each[key] for each in self._now])).to(self.device)
             own = self._in_group("observation") if key == ("observation",) else key
             out[own] = self._again(number, own, value[0] if self.flat else value)
-        flag = torch.from_numpy(np.array(flags))
+        flag = torch.from_numpy(np.array(flags)).to(self.device)
         for name, one in (
             ("terminated", flag[:, :1]),
             ("truncated", flag[:, 1:]),
@@ -298,7 +301,7 @@ def lane_of_torch(kind: EnvKind, world: World, run: int, lane: int) -> EnvBase:
     """Return one lane as a TorchRL environment of batch size []."""
     env = _lane(kind, world, run, lane)
     if kind.tensors or kind.system == "one":
-        return TorchLanes([env], flat=True, tensors=kind.tensors)
+        return TorchLanes([env], flat=True, tensors=kind.tensors).to(kind.device)
     if kind.auto_reset:
         return GymWrapper(env, auto_reset=True, categorical_action_encoding=True)
     return GymWrapper(env, categorical_action_encoding=not kind.one_hot)
@@ -328,7 +331,8 @@ def make_env(
         env = lane_of_torch(kind, world, run, first)
     elif kind.system == "torch":
         envs = [_lane(kind, world, run, lane) for lane in each]
-        env = TorchLanes(envs, flat=False, tensors=kind.tensors, agents=kind.lane.agents)
+        lanes_there = TorchLanes(envs, flat=False, tensors=kind.tensors, agents=kind.lane.agents)
+        env = lanes_there.to(kind.device)
     else:
         torch_makes = [partial(lane_of_torch, kind, world, run, lane) for lane in each]
         if kind.system == "serial":

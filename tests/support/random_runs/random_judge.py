@@ -19,6 +19,7 @@ from tallyroll.storage import StorageError, verify
 
 from random_configurations import Configuration, refusals
 from random_copies import wrong_in_copy
+from random_devices import on_host
 from random_lanes import Injected
 from random_networks import wanted_after
 from random_notes import wrong_with_notes
@@ -45,8 +46,10 @@ def judge(config: Configuration, outcome: Outcome) -> list[str]:
         refused = isinstance(run.error, StateError)
         verdict(refused or not run.stepped, f"a lane was stepped, and it ended with {run.error!r}")
         for batch, copy in zip(run.batches, run.copies, strict=True):
+            devices = {leaf.device for leaf in batch.values(True, True)}
+            verdict(len(devices) <= 1, f"columns of a batch are on {devices}")
             meddled = "batch" in config.meddles
-            verdict(meddled or _same(batch, copy), "a batch changed after it was yielded")
+            verdict(meddled or _same(on_host(batch), copy), "a batch changed after it was yielded")
             _batch(config, copy, verdict)
     _sizes(config, outcome, verdict)
     whole = _by_run(config, outcome, verdict)

@@ -30,7 +30,7 @@ def extended(number: int) -> Configuration:
     config = _several(Draw(number, 19), config)
     config = _fault(Draw(number, 37), replace(config, saves=Draw(number, 31).chance(25)))
     config = _others(Draw(number, 43), replace(config, looks=Draw(number, 41).chance(20)))
-    return _wider(Draw(number, 47), config)
+    return _once(Draw(number, 53), _wider(Draw(number, 47), config))
 
 
 def _consistent(config: Configuration) -> Configuration:
@@ -402,6 +402,12 @@ def _on_disk(draw: Draw, config: Configuration) -> Configuration:
     if sink == "ring":
         config = replace(config, frames_per_batch=min(config.frames_per_batch, 16))
     return replace(config, sink=sink)
+
+
+def _once(draw: Draw, config: Configuration) -> Configuration:
+    if config.sink not in ("memmap", "ring", "buffer on disk"):
+        return config
+    return replace(config, once=draw.chance(30))
 
 
 AXES = (

@@ -77,8 +77,8 @@ class ActsByBytes(TensorDictModuleBase):
         if kind.habit == "raises" and has_habit:
             raise injected(f"call {self.calls} of the policy", kind.stops)
         seen = self._seen(td)
-        numbers = numbers_of([np.asarray(each) for each in seen], len(lanes))
-        masks = np.array(td.get("action_mask")) if self.masked else None
+        numbers = numbers_of([np.asarray(each.cpu()) for each in seen], len(lanes))
+        masks = np.array(td.get("action_mask").cpu()) if self.masked else None
         if masks is not None and not lanes:
             masks = masks[None]
         action = torch.from_numpy(acted(self.space, numbers, masks))
@@ -87,9 +87,10 @@ class ActsByBytes(TensorDictModuleBase):
             out = td.copy()
         if has_habit:
             out = self._habit(td, out)
-        out.set(self.action_key, action.reshape((*lanes, *action.shape[1:])))
+        device = seen[0].device
+        out.set(self.action_key, action.reshape((*lanes, *action.shape[1:])).to(device))
         for name in kind.extra:
-            out.set(_extra_key(name), extra_of(numbers, name).reshape((*lanes, 2)))
+            out.set(_extra_key(name), extra_of(numbers, name).reshape((*lanes, 2)).to(device))
         return out
 
     def _seen(self, td: TensorDictBase) -> list[torch.Tensor]:

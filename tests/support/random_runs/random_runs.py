@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from once_kit import OnceStorage
 from random_faults import FaultyPostproc, FaultySampler
 from random_looking import looked_at
 from random_saving import wrong_in_saving
@@ -27,6 +28,7 @@ from tallyroll.storage.errors import RunUnderWay
 
 from far_kit import FarThreads
 from random_configurations import Configuration
+from random_devices import on_host
 from random_environments import close, make_env
 from random_interrupts import CAUGHT, interrupted
 from random_lanes import Event, World
@@ -253,7 +255,7 @@ class _Runner:
         collects = config.collects and not run.number
         for batch in self._by_calls(collector) if collects else collector:
             run.batches.append(batch)
-            run.copies.append(batch.clone())
+            run.copies.append(on_host(batch))
             collector.ledger.check()
             if config.meddles:
                 held = torch.cat([restored(each) for each in run.copies])
@@ -335,7 +337,7 @@ class _Runner:
                     del left[run.number]
                     continue
                 run.batches.append(batch)
-                run.copies.append(batch.clone())
+                run.copies.append(on_host(batch))
                 self.turns.append((run.number, count_of(batch)))
         except Exception as error:  # noqa: BLE001  the judge checks it
             run.error = error
@@ -361,7 +363,7 @@ class _Runner:
         elif sink == "zarr":
             self.storage = ZarrStorage(path.with_suffix(".zarr"))
         else:
-            self.storage = MemmapStorage(path, max_size=RING if sink == "ring" else None)
+            self.storage = self._memmap(path, max_size=RING if sink == "ring" else None)
         if self.storage.path not in self.paths:
             self.paths.append(self.storage.path)
         return self.storage
@@ -385,17 +387,23 @@ class _Runner:
             self.buffer = buffer
             return {"replay_buffer": buffer}
         if sink == "buffer on disk":
-            storage = MemmapStorage(path)
+            storage = self._memmap(path)
             return {"replay_buffer": ReplayBuffer(storage=storage), "storage": storage}
         if sink == "memory and disk":
             self.buffer = buffer
             return {"storage": path, "replay_buffer": buffer}
         if sink == "ring":
-            return {"storage": MemmapStorage(path, max_size=RING)}
+            return {"storage": self._memmap(path, max_size=RING)}
         if append:
             kind = ZarrStorage if sink == "zarr" else MemmapStorage
             return {"storage": kind(path, mode="append")}
+        if self.config.once and not resume:
+            return {"storage": self._memmap(path)}
         return {"storage": path} | ({"resume": True} if resume else {})
+
+    def _memmap(self, path: Path, **options: Any) -> MemmapStorage:
+        kind = OnceStorage if self.config.once else MemmapStorage
+        return kind(path, **options)
 
     def _collector(self, number: int, **given: Any) -> Collector:
         config = self.config
@@ -418,7 +426,12 @@ class _Runner:
                 "yield_large",
             )
         }
+        if config.exclude:
+            options["exclude"] = config.exclude
         options |= given
+        for name in ("policy_device", "storing_device"):
+            if (device := getattr(config, name)) is not None:
+                options[name] = device
         if config.postproc:
             options["postproc"] = identity
         if config.resets:

@@ -64,9 +64,12 @@ class Case:
     ring: int = 0
     capacity: int | None = None
     """Capacity at creation, for formats that require one."""
+    once: bool = False
 
     def create(self, path: Path, **more: Any) -> DiskStorage:
         options = {"capacity": self.capacity, "max_size": self.ring or None, **more}
+        if self.once:
+            options["once"] = True
         return self.kind(path, **options)
 
     def there(self, path: Path) -> bool:
@@ -82,6 +85,7 @@ class Case:
 CASES = {
     "memmap": Case(MemmapStorage),
     "ring": Case(MemmapStorage, ring=600),
+    "once": Case(MemmapStorage, ring=600, once=True),
     "hdf5": Case(H5Storage, capacity=10_000),
     "zarr": Case(ZarrStorage),
 }
@@ -100,19 +104,24 @@ def tensors(start: int, count: int) -> TensorDict:
 
 def at(numbers: np.ndarray) -> dict[Key, np.ndarray]:
     """Return the rows of these numbers [count], as arrays [count, ...] by key."""
-    seed = (numbers.astype(np.uint32) * np.uint32(2654435761))[:, None]
-    wide = (seed + _PLACE).view(np.int32)
+    wide, after = _wide(numbers), _wide(numbers + 1)
     done = (numbers % STEPS == STEPS - 1)[:, None]
     return {
         ("id",): numbers.astype(np.int64),
         ("wide",): wide,
-        ("next", "wide"): ~wide,
+        ("next", "wide"): after,
         ("next", "done"): done,
         ("next", "terminated"): done,
         ("collector", "traj_ids"): numbers // STEPS,
         ("collector", "step"): numbers % STEPS,
         ("collector", "lane"): numbers // STEPS % 4,
     }
+
+
+def _wide(numbers: np.ndarray) -> np.ndarray:
+    """Return values [count, 4 * WIDTH] in which every word depends on the number."""
+    seed = (numbers.astype(np.uint32) * np.uint32(2654435761))[:, None]
+    return (seed + _PLACE).view(np.uint8)
 
 
 def record_of(head: int) -> bytes:
@@ -186,6 +195,8 @@ def check_shown(path: Path, storage: DiskStorage, *, all_of_them: bool = False) 
         return 0
     ring = storage.ring
     rows = len(columns[("id",)])
+    for each in storage.reader.once:  # other libraries see positions
+        columns |= {key: storage.column(key) for key in (each.key, each.next_key)}
     slots = min(storage.head, ring) if ring else storage.head
     assert rows == slots if all_of_them else rows <= slots
     span = storage.span

@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 
 from tallyroll.storage.engine.columns import ArrayRows, Columns
+from tallyroll.storage.engine.frame_pool import FrameWriter
 from tallyroll.storage.files.commit_header import HEADER_NBYTES, Header, word_of
 from tallyroll.storage.files.header_words import INODE, inode_of, moved_into
 
@@ -39,12 +40,13 @@ _RENAMING = ("rename", "replace")
 _IN_MEMORY: tuple[tuple[type, str], ...] = (
     (ArrayRows, "copy_to"),
     (Columns, "copy_memory"),
+    (FrameWriter, "append"),
     (Header, "write_record"),
     (Header, "forget_uncommitted"),
     (Header, "begin_writing"),
     (Header, "end_writing"),
-    (Header, "reserve"),
-    (Header, "head"),
+    (Header, "set_reserve"),
+    (Header, "set_head"),
 )
 
 
@@ -117,12 +119,7 @@ class Recorder:
                 patch.setattr(os, name, self._around(getattr(os, name), both=True))
             patch.setattr(os, "open", self._opening(os.open))
             for owner, name in _IN_MEMORY:
-                found = owner.__dict__[name]
-                if isinstance(found, property):
-                    assert found.fset is not None
-                    patch.setattr(owner, name, property(found.fget, self._around(found.fset)))
-                else:
-                    patch.setattr(owner, name, self._around(found))
+                patch.setattr(owner, name, self._around(owner.__dict__[name]))
             patch.setattr(os, "fsync", self._syncing(os.fsync))
             patch.setattr(os, "fdatasync", self._syncing(os.fdatasync))
             patch.setattr(mmap, "mmap", self._watched_map())

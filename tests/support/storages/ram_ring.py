@@ -1,4 +1,4 @@
-"""A storage that another package could provide: a ring of tensors in memory."""
+"""A storage that another package could provide: a ring of tensors in the memory of a device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class RamColumn(ColumnReader):
         self._values = values
 
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        found = self._values[torch.from_numpy(rows % len(self._values))].numpy()
+        at = torch.from_numpy(rows % len(self._values)).to(self._values.device)
+        found = self._values[at].cpu().numpy()
         if out is None:
             return found
         np.copyto(out, found)
@@ -77,8 +78,8 @@ class RamRing:
     mode = "append"
     in_one_call = False
 
-    def __init__(self, size: int) -> None:
-        self.reader, self.turn = RamRows(size), threading.RLock()
+    def __init__(self, size: int, device: str = "cpu") -> None:
+        self.reader, self.turn, self.device = RamRows(size), threading.RLock(), device
         self.path, self.claim, self.flushed = self.reader.path, RunClaim(self), 0
         self.writer = self.runs = self
 
@@ -93,9 +94,9 @@ class RamRing:
         if reader.closed:
             raise StorageClosed("the ring in memory was closed.")
         start, stop = reader.stop, reader.stop + rows.count
-        slots = torch.arange(start, stop) % ring
+        slots = torch.arange(start, stop, device=self.device) % ring
         for key, values in zip(reader.keys, rows.as_arrays().values, strict=True):
-            reader.columns[key][slots] = torch.from_numpy(np.array(values))
+            reader.columns[key][slots] = torch.from_numpy(np.array(values)).to(self.device)
         reader.stop = stop
         if record is not None:
             self.put_record(record)
@@ -115,7 +116,7 @@ class RamRing:
         if reader.made is None:
             for each in schema.columns:
                 empty = np.zeros((reader.ring, *each.shape), each.numpy_dtype)
-                reader.columns[each.key] = torch.from_numpy(empty)
+                reader.columns[each.key] = torch.from_numpy(empty).to(self.device)
             reader.made = schema
         self.require_schema(schema)
         reader.entries.append({**(provenance or {}), "first_row": reader.stop})

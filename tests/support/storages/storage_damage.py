@@ -156,8 +156,8 @@ def fill_and_survive(kind: type[DiskStorage], place: Path) -> None:
         assert "Committed rows are intact" in said
         assert_rows(storage, head)
     if grows:
-        limit = r"a file may not grow so large there .*ulimit -f\), while \d+ bytes"
-        assert re.search(rf"needs \d+ more bytes, and (\d+|{limit}) are free", said), said
+        limit = r"which exceeds the maximum file size .*ulimit -f\), while \d+ bytes"
+        assert re.search(rf"needs \d+ more bytes, (and \d+|{limit}) are free", said), said
     for more in (head + 2000, 2**30):
         try:
             with open_storage(place, "append", capacity=more) as storage:
@@ -208,7 +208,7 @@ class DamageContract:
         manifest.pop("crc32", None)
         manifest["schema"][0]["key"] = key
         self.replace_manifest(recorded, json.dumps(manifest).encode())
-        wording = r"schema in .* is damaged|made for another schema"
+        wording = r"schema in .* is damaged|made for a different schema"
         assert_refused(recorded, CorruptStorage, wording)
 
     @pytest.mark.parametrize(
@@ -219,25 +219,69 @@ class DamageContract:
             (lambda m: m.update(format=3), NotAStorage, "another program wrote it"),
             (lambda m: m.update(format_version=99), FormatVersionMismatch, "format version 99"),
             (lambda m: m.update(format_version=1), FormatVersionMismatch, "format version 1"),
-            (lambda m: m.update(format_version="3"), CorruptStorage, "version '3', which is no"),
-            (lambda m: m.update(format_version=None), CorruptStorage, "version None, which is"),
-            (lambda m: m.update(format_version=-3), CorruptStorage, "version -3, which is no"),
-            (lambda m: m.update(format_version=True), CorruptStorage, "version True, which is"),
-            (lambda m: m.update(format_version=3.0), CorruptStorage, "version 3.0, which is"),
-            (lambda m: m.update(format_version=10**30), CorruptStorage, "version 10+, which is"),
-            (lambda m: m.update(format_version=2), CorruptStorage, "and the manifest beside it"),
-            (lambda m: m.pop("runs"), CorruptStorage, "lacks runs"),
-            (lambda m: m.update(runs={"0": {}}), CorruptStorage, "lacks runs"),
-            (lambda m: m.update(runs=[3]), CorruptStorage, "lacks a run with its first row"),
-            (lambda m: m["runs"][0].pop("first_row"), CorruptStorage, "a run with its first row"),
-            (lambda m: m["runs"][0].update(first_row="0"), CorruptStorage, "a run with its first"),
-            (lambda m: m["runs"][0].update(first_row=10**30), CorruptStorage, "a run with its"),
-            (lambda m: m["runs"][0].update(first_row=-1), CorruptStorage, "a run with its first"),
-            (lambda m: m["runs"][0].update(first_row=True), CorruptStorage, "a run with its first"),
-            (lambda m: m.update(id=7, created=[]), CorruptStorage, "lacks id, created"),
+            (
+                lambda m: m.update(format_version="3"),
+                CorruptStorage,
+                "impossible format version '3'",
+            ),
+            (
+                lambda m: m.update(format_version=None),
+                CorruptStorage,
+                "impossible format version None",
+            ),
+            (lambda m: m.update(format_version=-3), CorruptStorage, "impossible format version -3"),
+            (
+                lambda m: m.update(format_version=True),
+                CorruptStorage,
+                "impossible format version True",
+            ),
+            (
+                lambda m: m.update(format_version=3.0),
+                CorruptStorage,
+                "impossible format version 3.0",
+            ),
+            (
+                lambda m: m.update(format_version=10**30),
+                CorruptStorage,
+                "impossible format version 10+",
+            ),
+            (lambda m: m.update(format_version=2), CorruptStorage, "but its manifest has version"),
+            (lambda m: m.pop("runs"), CorruptStorage, "lacks a valid value for runs"),
+            (lambda m: m.update(runs={"0": {}}), CorruptStorage, "lacks a valid value for runs"),
+            (
+                lambda m: m.update(runs=[3]),
+                CorruptStorage,
+                "lacks a valid value for the first row of a run",
+            ),
+            (lambda m: m["runs"][0].pop("first_row"), CorruptStorage, "for the first row of a run"),
+            (
+                lambda m: m["runs"][0].update(first_row="0"),
+                CorruptStorage,
+                "for the first row of a run",
+            ),
+            (
+                lambda m: m["runs"][0].update(first_row=10**30),
+                CorruptStorage,
+                "for the first row of a run",
+            ),
+            (
+                lambda m: m["runs"][0].update(first_row=-1),
+                CorruptStorage,
+                "for the first row of a run",
+            ),
+            (
+                lambda m: m["runs"][0].update(first_row=True),
+                CorruptStorage,
+                "for the first row of a run",
+            ),
+            (
+                lambda m: m.update(id=7, created=[]),
+                CorruptStorage,
+                "lacks a valid value for id, created",
+            ),
             (lambda m: m.pop("schema"), CorruptStorage, "schema in .* is damaged"),
             (lambda m: m.update(schema="all"), CorruptStorage, "schema in .* is damaged"),
-            (lambda m: m["schema"].pop(), CorruptStorage, "another schema than the manifest"),
+            (lambda m: m["schema"].pop(), CorruptStorage, "a different schema than its manifest"),
             (lambda m: m["schema"][0].update(dtype="float8"), CorruptStorage, "schema in .* damag"),
             (lambda m: m["schema"][0].update(dtype=["x"]), CorruptStorage, "schema in .* damaged"),
             (lambda m: m["schema"][1].update(shape=[2.5]), CorruptStorage, "schema in .* damaged"),
@@ -257,7 +301,7 @@ class DamageContract:
     @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"1" * 5000])
     def test_a_manifest_that_is_not_json_is_told(self, recorded: Path, content: bytes) -> None:
         self.replace_manifest(recorded, content)
-        assert_refused(recorded, CorruptStorage, "not JSON any more")
+        assert_refused(recorded, CorruptStorage, "is not valid JSON")
 
     @pytest.mark.parametrize("content", [b"[]", b"3", b"{}"])
     def test_another_programs_manifest_is_told(self, recorded: Path, content: bytes) -> None:
@@ -277,7 +321,7 @@ class DamageContract:
     @pytest.mark.parametrize(("at", "count"), [(128, 6), (64, 4)])
     def test_counts_that_cannot_be_are_told(self, recorded: Path, at: int, count: int) -> None:
         damage(self.header_of(recorded), at, word_of(count).to_bytes(8, "little"))
-        assert_refused(recorded, CorruptStorage, "rows committed of .* reserved")
+        assert_refused(recorded, CorruptStorage, "rows are committed, but only .* are reserved")
 
     @pytest.mark.parametrize("at", [64, 128])
     def test_every_flipped_bit_of_a_count_is_told(self, recorded: Path, at: int) -> None:
@@ -293,7 +337,7 @@ class DamageContract:
     def test_more_rows_than_the_files_hold_are_told(self, recorded: Path) -> None:
         for at in (64, 128):
             damage(self.header_of(recorded), at, word_of(2**40).to_bytes(8, "little"))
-        wording = r"was cut short|is missing, and committed rows|holds \d+ at most"
+        wording = r"was cut short|is missing, so its committed rows|has space for only \d+"
         assert_refused(recorded, CorruptStorage, wording)
 
     def test_a_torn_record_leaves_the_older(self, recorded: Path) -> None:

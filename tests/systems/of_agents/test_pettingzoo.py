@@ -20,13 +20,14 @@ from pettingzoo.utils.wrappers import BaseWrapper, OrderEnforcingWrapper
 from tensordict import TensorDictBase
 from torchrl.envs import PettingZooWrapper
 
-from tallyroll.collector import MultiprocessCollector, Resets, SyncCollector, uniform
+from tallyroll.collector import MultiprocessCollector, Recorder, Resets, SyncCollector, uniform
 from tallyroll.collector.cli import main
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.errors import (
     ArgumentError,
     MissingExtra,
     SpaceError,
+    StateError,
     TransitionError,
     ValueRefused,
 )
@@ -650,7 +651,7 @@ class Broken(Race):
 @pytest.mark.parametrize(
     ("how", "match"),
     [
-        ("vanish", "lane 0: race has no agents left, and none of them was terminated"),
+        ("vanish", "lane 0: race has no agents left, but no agent was terminated"),
         ("shape", r"expected float32 \[4\] as the space .* got float32 \[7\] of runner_0"),
         ("dtype", r"next/runner/observation at lane 0, step 0 of .* got complex64"),
         (
@@ -658,9 +659,12 @@ class Broken(Race):
             r"next/reward at lane 0, step 0 of .* one number, got float64 \[1\].* of runner",
         ),
         ("flag", r"next/terminated at lane 0, step 0 of .* got \[False\] \(list\) of runner_0"),
-        ("listed", "race ended every agent that acted, and still lists all of them; let it empty"),
-        ("stranger", r"lists the agents \['bystander_0'\], which have no columns; name all"),
-        ("blind", r"lists the agents .*, and returned no observations of them; let it return one"),
+        ("listed", "race ended every agent that acted, but still lists all of them. Empty"),
+        (
+            "stranger",
+            r"lists the agents \['bystander_0'\], but they are not in possible_agents\. List",
+        ),
+        ("blind", r"lists the agents .*, but returned no observations of them\. Return an"),
         ("common", r"expected observations of the agents .*, got also \['common'\]"),
     ],
 )
@@ -758,7 +762,7 @@ def test_lost_last_observations_are_marked(how: str, way: str, tmp_path: Path) -
     [
         (
             "rewards",
-            "next/walker/reward at lane 1, step 1 of .* one of agent walker_1, which acted",
+            "next/walker/reward at lane 1, step 1 of .* a value for agent walker_1, which acted",
         ),
         ("flags", "next/walker/terminated at lane 1, step 1 of its trajectory: .* walker_1"),
     ],
@@ -813,10 +817,15 @@ class Masked(Race):
 @pytest.mark.parametrize(
     ("name", "kwargs", "error", "match"),
     [
-        ("sisl/no_such_v0", {}, ArgumentError, "neither PettingZoo's registry nor a module has it"),
+        ("sisl/no_such_v0", {}, ArgumentError, "neither in PettingZoo's registry nor a module"),
         ("mpe2.simple_tag_v3", {"cycles": 1}, ArgumentError, "unexpected keyword argument"),
-        ("os:getcwd", {}, ArgumentError, "expected it to make an environment, got a str"),
-        ("test_pettingzoo:Race", {"groups": 3}, ArgumentError, "expected names and the agents"),
+        ("os:getcwd", {}, ArgumentError, "returns an environment, got one that returns a str"),
+        (
+            "test_pettingzoo:Race",
+            {"groups": 3},
+            ArgumentError,
+            "expected a mapping from group names",
+        ),
         ("test_pettingzoo:Race", {"groups": {"a": ["runner_0"]}}, ArgumentError, "in one group"),
         (
             "test_pettingzoo:Race",
@@ -824,7 +833,7 @@ class Masked(Race):
             ArgumentError,
             "got different spaces",
         ),
-        ("test_pettingzoo:Masked", {}, SpaceError, "name of another column"),
+        ("test_pettingzoo:Masked", {}, SpaceError, "names that are not other columns"),
     ],
 )
 def test_misuse(name: str, kwargs: Any, error: type[Exception], match: str) -> None:
@@ -973,3 +982,87 @@ def test_random_actions_keep_to_masks_in_infos_of_agents() -> None:
         batch = torch.cat(list(collector))
     legal = batch["next", "p", "reward"][..., 0] == 1
     assert bool((legal | ~batch["p", "mask"]).all())
+
+
+# --- recorders ------------------------------------------------------------------------------------
+
+
+def chosen(observations: Any) -> Any:
+    """Return an action for each agent, a function of its observation."""
+    return {
+        agent: np.int64(seen.sum() % 5) if "run" in agent else np.clip(seen[:2] / 10, -1, 1)
+        for agent, seen in observations.items()
+    }
+
+
+def as_chosen(td: TensorDictBase) -> TensorDictBase:
+    """Write the actions of `chosen`."""
+    runner, seer = td["runner", "observation"], td["seer", "observation"]
+    td["runner", "action"] = (runner.sum(-1) % 5).to(torch.int64)
+    td["seer", "action"] = (seer[..., :2] / 10).clamp(-1, 1)
+    return td
+
+
+@pytest.mark.parametrize("kind", [Race, Crowd])
+def test_a_recorder_stores_the_rows_that_a_collector_stores(kind: Any, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"total_frames": 60}
+    with Recorder(kind(), storage=tmp_path / "own", commit_every=7, **how) as env:
+        assert isinstance(env, ParallelEnv)
+        env.policy_version = 0
+        seen, _ = env.reset(seed=lane_seeds(5, 1, 0)[0])
+        while not env.full:
+            actions = chosen({agent: seen[agent] for agent in env.agents})
+            seen, *rest = env.step(actions)
+            assert rest[0].keys() >= actions.keys() or kind is Crowd
+            if not env.agents and not env.full:
+                seen, _ = env.reset()
+        counts = env.ledger.counts()
+    with SyncCollector(
+        PettingZooSystem([kind()]),
+        as_chosen,
+        frames_per_batch=20,
+        seed=5,
+        storage=tmp_path / "collected",
+        **how,
+    ) as collector:
+        collector.collect(60)
+        assert counts == collector.ledger.counts()
+    assert verify(tmp_path / "own").sound
+    with (
+        open_storage(tmp_path / "own") as own,
+        open_storage(tmp_path / "collected") as collected,
+    ):
+        ours, theirs = own[:], collected[:]
+        run = own.manifest["runs"][-1]
+    assert run["call"]["recorded"] == [kind.__name__]
+    assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
+    for key in ours.keys(True, True):
+        one, other = ours[key], theirs[key]
+        if key[-1] == "action":  # a policy acts for agents that are gone, too
+            mask = ours[key[0], "mask"]
+            assert not one[~mask].any()
+            one, other = one[mask], other[mask]
+        assert torch.equal(one, other), key
+
+
+def test_a_recorder_refuses_actions_that_no_row_can_hold(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="info_keys: expected none"):
+        Recorder(Race(), storage=tmp_path / "rows", info_keys=["a"])
+    with Recorder(Race(), storage=tmp_path / "rows") as env:
+        with pytest.raises(StateError, match="expected a reset"):
+            env.step({})
+        seen, _ = env.reset(seed=0)
+        actions = chosen(seen)
+        with pytest.raises(ArgumentError, match=r"action of each agent .* got none of seer_0"):
+            env.step({agent: each for agent, each in actions.items() if agent != "seer_0"})
+        with pytest.raises(ArgumentError, match="by name, got list"):
+            env.step([0, 1])
+        with pytest.raises(ArgumentError, match=r"expected the shape \[2\] .* 'seer', got \[3\]"):
+            env.step({**actions, "seer_0": np.zeros(3, np.float32)})
+        with pytest.raises(ValueRefused, match="action"):
+            env.step({**actions, "runner_1": 0.5})
+        env.step(actions)
+        env.reset(seed=1)  # cuts the episode
+    assert env.ledger.counts()["episodes_cut"] == 1
+    assert env.ledger.stored == 1
+    assert env.env.closed

@@ -232,7 +232,7 @@ def test_the_example_trains_on_exactly_its_budget(capsys: pytest.CaptureFixture[
 
 
 def test_no_seed_is_one_lanes() -> None:
-    with pytest.raises(EnvironmentRefused, match="lanes draw from one generator in steps too"):
+    with pytest.raises(EnvironmentRefused, match="lanes draw from one generator, also in steps"):
         SyncCollector(
             "vmas:balance",
             num_envs=2,

@@ -241,7 +241,7 @@ def test_a_spec_that_lies() -> None:
     """The error gives key, expected and actual value, lane, step, and a remedy."""
     match = (
         r"step_count lies outside its space at lane \d, step 1 of its trajectory: "
-        r'got 2, expected \[0, 1\].*validate "warn" or "off"'
+        r'expected \[0, 1\] and no NaN, got 2.*validate="warn" or "off"'
     )
     kwargs = {"num_rows": 3, "num_cols": 3, "time_limit": 2}
     with (
@@ -277,7 +277,7 @@ def test_a_trapped_snake_has_no_legal_move() -> None:
     options: dict[str, Any] = {"num_envs": 8, "frames_per_batch": 800, "total_frames": 800}
     options |= {"seed": 0, "env_kwargs": kwargs}
     with (
-        pytest.raises(TransitionError, match=r'one value that is legal.* validate "warn"'),
+        pytest.raises(TransitionError, match=r'one value that is legal.* validate="warn"'),
         SyncCollector("jumanji:Snake-v1", None, **options) as collector,
     ):
         list(collector)
@@ -294,11 +294,13 @@ def test_a_trapped_snake_has_no_legal_move() -> None:
 
 
 def test_specs_that_cannot_be() -> None:
-    with pytest.raises(SpaceError, match=r'total: .* \[1, 2\], .* \[2\]; .*unbounded=\["total"\]'):
+    with pytest.raises(
+        SpaceError, match=r'total: .* \[1, 2\] .*, got \[2\]\. .*unbounded=\["total"\]'
+    ):
         JumanjiSystem(Misshapen(), 2)
     system = JumanjiSystem(Changing(), 2)
     system.reset(None, [1, 2])
-    message = r"JumanjiSystem: its state\.time is int32\[\] after a reset and float32\[\] after"
+    message = r"JumanjiSystem: the state\.time is int32\[\] after a reset and float32\[\] after"
     with pytest.raises(EnvironmentRefused, match=message):
         system.step([torch.zeros(2, 2, dtype=torch.int64).numpy()])
 
@@ -316,7 +318,7 @@ def test_misuse(name: str, kwargs: dict[str, Any], match: str) -> None:
 
 
 def test_a_bare_environment() -> None:
-    with pytest.raises(ArgumentError, match=r"one lane; pass JumanjiSystem\(env, lanes\)"):
+    with pytest.raises(ArgumentError, match=r"one lane\. Pass JumanjiSystem\(env, lanes\)"):
         SyncCollector(Adding(), None, frames_per_batch=4, total_frames=4)
 
 

@@ -138,7 +138,7 @@ def test_misuse(name: str, kwargs: dict[str, Any], match: str) -> None:
 
 def test_a_bare_environment() -> None:
     for made in (SELF_PLAY, jaxmarl.make("HeuristicEnemySMAX", **SMALL)):
-        with pytest.raises(ArgumentError, match=r"one lane; pass SmaxSystem\(env, lanes\)"):
+        with pytest.raises(ArgumentError, match=r"one lane\. Pass SmaxSystem\(env, lanes\)"):
             SyncCollector(made, None, frames_per_batch=4, total_frames=4)
 
 

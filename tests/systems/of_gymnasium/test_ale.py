@@ -77,7 +77,9 @@ def test_each_episode_is_repeated_by_its_seed() -> None:
             assert np.array_equal(seen[0], row["next", "observation"].numpy())
     alone.close()
     assert len(parts) > 6
-    with pytest.raises(EnvironmentRefused, match=r'takes no seed .* reset_slots="avoid" lets each'):
+    with pytest.raises(
+        EnvironmentRefused, match=r'accepts no seed .* reset_slots="avoid" lets each'
+    ):
         rows_of(made, total_frames=90, **seeded)
 
 
@@ -186,7 +188,7 @@ def test_a_time_limit_of_the_collector() -> None:
 @pytest.mark.parametrize(
     ("name", "kwargs", "match"),
     [
-        ("Pong", {}, "expected the name of a game, as 'pong' or 'ms_pacman', got 'Pong'"),
+        ("Pong", {}, "expected the name of a game, such as 'pong' or 'ms_pacman', got 'Pong'"),
         ("pong", {"shade": 1}, "unexpected keyword argument 'shade'"),
         ("pong", {"frameskip": 0}, "Invalid frameskip of 0"),
         ("pong", {"autoreset_mode": "Disabled"}, "Invalid autoreset_mode"),

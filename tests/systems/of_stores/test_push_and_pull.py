@@ -139,7 +139,7 @@ def test_an_object_that_was_damaged_is_written_again(
     name = next(each for each in sorted(names_at(address)) if "/c." in each)
     content = (packed / name).read_bytes()
     objects.put(name, content[::-1], {})
-    with pytest.raises(CorruptStorage, match="not as it was pushed"):
+    with pytest.raises(CorruptStorage, match="differs from the pushed object"):
         pull(address, tmp_path / "pulled")
     assert not [*tmp_path.iterdir()]
     assert push(packed, address).sent == 3  # including the marker that was removed before
@@ -209,7 +209,7 @@ def test_names_that_lead_outside_are_refused(
     said = json.loads(objects.read("tallyroll/objects.json", 0, listed.nbytes, listed))
     said["objects"][name] = [3, "0" * 64]
     objects.put("tallyroll/objects.json", json.dumps(said).encode(), {})
-    with pytest.raises(CorruptStorage, match="not the list"):
+    with pytest.raises(CorruptStorage, match="not a list"):
         pull(address, tmp_path / "inner" / "pulled")
     assert not [each for each in tmp_path.rglob("*") if each.is_file()]
 
@@ -221,7 +221,7 @@ def test_wrong_sources_and_places(proxy: Proxy, packed: Path, tmp_path: Path) ->
         push(tmp_path / "rows", "s3://datasets/rows")
     with pytest.raises(StorageMissing):
         push(tmp_path / "nothing", "s3://datasets/rows")
-    with pytest.raises(StorageMissing, match="nothing is at s3://datasets/nowhere"):
+    with pytest.raises(StorageMissing, match="there are no objects at s3://datasets/nowhere"):
         pull("s3://datasets/nowhere", tmp_path / "pulled")
     with pytest.raises(PathIsTaken):
         pull("s3://datasets/nowhere", tmp_path / "rows")
@@ -251,7 +251,7 @@ def test_the_commands(
     assert main(["pull", address, str(tmp_path / "pulled"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["checked_by"] == "checksums"
     assert main(["pull", address, str(tmp_path / "pulled")]) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["pull", f"s3://{KEY}:{SECRET}@datasets/x", str(tmp_path / "again")]) == 1
     said = capsys.readouterr()
     assert "credentials" in said.err

@@ -151,7 +151,10 @@ def test_nothing_of_an_object_is_seen_whose_parts_fail(
 ) -> None:
     with (
         proxy.planned(lambda asked: Fault(status=503) if of_a_part(asked) == 3 else None),
-        pytest.raises(ObjectStoreFailed, match=r"pixels/c\.0\.0: it answers with status 503"),
+        pytest.raises(
+            ObjectStoreFailed,
+            match=r"pixels/c\.0\.0: the store answers with status 503",
+        ),
     ):
         push(frames, address, options=HASTY)
     assert "pixels/c.0.0" not in names_at(address)

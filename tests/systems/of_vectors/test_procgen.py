@@ -170,13 +170,13 @@ def test_workers_and_a_resume_by_name(tmp_path: Path) -> None:
 
 def test_seeds_resets_and_instances() -> None:
     few: dict[str, Any] = {"frames_per_batch": 20, "total_frames": 20}
-    with pytest.raises(ArgumentError, match="takes seeds only when it is made; pass a factory"):
+    with pytest.raises(ArgumentError, match=r"accepts seeds only when it is made. Pass a factory"):
         SyncCollector(bossfight(), None, seed=1, **few)
     env = bossfight()
     assert len(rows_of(env, **few)) == 20
     with pytest.raises(EnvironmentRefused, match="this one was stepped already"):
         SyncCollector(env, None, **few)
-    with pytest.raises(EnvironmentRefused, match="cannot be reset, and nothing says how"):
+    with pytest.raises(EnvironmentRefused, match="cannot be reset, and there is no factory"):
         rows_of(bossfight(), reset_at_each_iter=True, frames_per_batch=20, total_frames=40)
     one, other = (
         rows_of("procgen:bossfight", num_envs=2, seed=seed, env_kwargs=EASY, **few)

@@ -32,6 +32,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from tallyroll.collector import (
     Info,
     MultiprocessCollector,
+    Recorder,
     Resets,
     SyncCollector,
     choice,
@@ -49,6 +50,7 @@ from tallyroll.collector.errors import (
     PolicyError,
     SilentReset,
     SpaceError,
+    StateError,
     TransitionError,
 )
 from tallyroll.collector.ext.systems.sb3 import Sb3System
@@ -57,7 +59,7 @@ from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 
 from arrays_kit import Stepped, by_workers_and_resumed, compare, rows_of
-from oracles import OracleEnv
+from oracles import OracleEnv, check_rows
 
 LENGTHS = [[3, 1, 4], [1, 1, 2], [5]]
 
@@ -258,9 +260,9 @@ class Forgets(VecEnvWrapper):
     ("what", "match"),
     [
         ("shape", r"expected a terminal_observation of shape \[2\], got \[4\] in lane"),
-        ("dtype", r"the terminal_observation in lane \d is no uint8, as the space declares"),
-        ("final", "gave none at the end of an episode of lane"),
-        ("of lane 1", "gave none at the end of an episode of lane 1"),
+        ("dtype", r"a terminal_observation of uint8 in lane \d, as the space declares, got"),
+        ("final", "got none from the VecEnv at the end of an episode of lane"),
+        ("of lane 1", "got none from the VecEnv at the end of an episode of lane 1"),
     ],
 )
 def test_a_wrapper_that_forgets_final_observations(what: str, match: str) -> None:
@@ -271,8 +273,8 @@ def test_a_wrapper_that_forgets_final_observations(what: str, match: str) -> Non
 @pytest.mark.parametrize(
     ("what", "match"),
     [
-        ("final", "gave none at the end of an episode of lane"),
-        ("of lane 1", "gave none at the end of an episode of lane 1"),
+        ("final", "got none from the VecEnv at the end of an episode of lane"),
+        ("of lane 1", "got none from the VecEnv at the end of an episode of lane 1"),
         ("part", "^sign: expected a terminal_observation with that part in lane .* got dict"),
         ("array", "^sign: expected a terminal_observation with that part in lane .* got ndarray"),
     ],
@@ -405,11 +407,14 @@ def test_infos_that_cannot_be_columns() -> None:
         with pytest.raises(error, match=match):
             rows_of(make, frames_per_batch=20, total_frames=20, info_keys=[info])
 
-    refused(r"info key 'odd' is not in the infos of the first reset; known are \['start', ", "odd")
+    refused(
+        r"info key 'odd' is not in the infos of the first reset. The known keys are \['start', ",
+        "odd",
+    )
     refused("'deep/half' is not in the infos of the first reset.*declare it", "deep/half")
-    refused(r"absent at lane 0, step 0 of its trajectory.*fill=0", "start", TransitionError)
+    refused(r"got none at lane 0, step 0 of its trajectory.*fill=0", "start", TransitionError)
     refused("expected a value of shape", Info("where", float), TransitionError)
-    refused("expected every step", Info(("odd", "deeper"), int), TransitionError)
+    refused("expected an entry in every step", Info(("odd", "deeper"), int), TransitionError)
     refused("int8 holds without loss", Info("deep/half", "int8", fill=0), TransitionError)
 
 
@@ -658,7 +663,9 @@ class OwnSteps(DummyVecEnv):
 
 @pytest.mark.parametrize("kind", [OwnSteps, partial(SubprocVecEnv, start_method="fork")])
 def test_lanes_that_another_class_resets_take_no_seeds(kind: Any) -> None:
-    with pytest.raises(EnvironmentRefused, match=r"takes no seed .* in a DummyVecEnv whose class"):
+    with pytest.raises(
+        EnvironmentRefused, match=r"accepts no seed .* in a DummyVecEnv whose class"
+    ):
         rows_of(lambda: kind([Weather]), frames_per_batch=3, total_frames=3, resets=RESETS)
 
 
@@ -702,3 +709,131 @@ def test_random_actions_keep_to_masks_in_infos(*, column: bool, wrapped: bool) -
         batch = torch.cat(list(collector))
     assert bool((batch["next", "reward"] == 1).all())
     assert ("action_mask" in batch.keys()) is column
+
+
+# --- loops of their own, recorded -----------------------------------------------------------------
+
+
+def oracle_lanes(kind: Any = "float") -> list[Callable[[], Any]]:
+    return [partial(OracleEnv, lane, LENGTHS, kind=kind, ends="mixed") for lane in range(3)]
+
+
+@pytest.mark.parametrize("kind", [DummyVecEnv, SubprocVecEnv])
+def test_a_recorder_stores_the_rows_of_a_loop(kind: Any, tmp_path: Path) -> None:
+    how = {"start_method": "fork"} if kind is SubprocVecEnv else {}
+    inner = kind(oracle_lanes("images"), **how)
+    with Recorder(
+        VecMonitor(inner),
+        storage=tmp_path / "own",
+        total_frames=50,
+        commit_every=7,
+        info_keys=["lives"],
+    ) as envs:
+        envs.policy_version = 0
+        envs.reset()
+        while not envs.full:
+            out = envs.step(np.ones(3, np.int64))
+        assert envs.step(np.ones(3, np.int64))[0].keys() == out[0].keys()
+        assert isinstance(envs, VecEnvWrapper)
+        own = envs.ledger.counts()
+    collected = VecMonitor(DummyVecEnv(oracle_lanes("images")))
+    with SyncCollector(
+        collected,
+        lambda td: td.set("action", torch.ones(3, dtype=torch.int64)),
+        frames_per_batch=10,
+        total_frames=50,
+        info_keys=["lives"],
+        storage=tmp_path / "collected",
+    ) as collector:
+        collector.collect(50)
+        assert own == collector.ledger.counts()
+    with open_storage(tmp_path / "own") as one, open_storage(tmp_path / "collected") as other:
+        left, right = (each.get(slice(0, 50)) for each in (one, other))
+        run = one.manifest["runs"][-1]
+    check_rows(left, LENGTHS, kind="images", ends="mixed", from_start=True)
+    order = [
+        np.lexsort((rows["collector", "step"], rows["collector", "traj_ids"]))
+        for rows in (left, right)
+    ]
+    for key in left.keys(True, True):
+        one, other = (rows[key][at] for rows, at in zip((left, right), order, strict=True))
+        assert torch.equal(one, other), key
+    assert run["call"]["recorded"] == ["VecMonitor", kind.__name__]
+    assert verify(tmp_path / "own").sound
+
+
+class WithoutFinals(VecEnvWrapper):
+    """A vector that returns no final observations."""
+
+    def reset(self) -> Any:
+        return self.venv.reset()
+
+    def step_wait(self) -> Any:
+        *results, infos = self.venv.step_wait()
+        for info in infos:
+            info.pop("terminal_observation", None)
+        return *results, infos
+
+
+@pytest.mark.parametrize("kind", ["float", "images"])
+def test_a_recorder_refuses_or_marks_lost_final_observations(kind: Any, tmp_path: Path) -> None:
+    found = {}
+    for name, wrap in (("true", VecMonitor), ("lost", WithoutFinals)):
+        envs = Recorder(
+            wrap(DummyVecEnv(oracle_lanes(kind))),
+            storage=tmp_path / name,
+            total_frames=40,
+            finals="lost",
+        )
+        envs.reset()
+        while not envs.full:
+            *_, infos = envs.step(np.ones(3, np.int64))
+            assert name == "true" or not any("terminal_observation" in info for info in infos)
+        envs.close()
+        assert verify(tmp_path / name).sound
+        with open_storage(tmp_path / name) as storage:
+            found[name] = storage.get(slice(0, 40))
+    ended = found["lost"]["next", "done"][:, 0]
+    assert torch.equal(found["lost"]["collector", "next_valid"], ~ended)
+    for key in found["true"].keys(True, True):
+        assert torch.equal(found["true"][key], found["lost"][key]), key
+    column = "observation" if kind == "float" else "pos"
+    rows = found["lost"][found["lost"]["collector", "lane"] == 1]
+    assert torch.equal(rows["next", column][:-1], rows[column][1:])
+    with Recorder(
+        WithoutFinals(DummyVecEnv(oracle_lanes(kind))), storage=tmp_path / "refused"
+    ) as envs:
+        envs.reset()
+        with pytest.raises(TransitionError, match="expected the final observation, got none"):
+            envs.step(np.ones(3, np.int64))
+
+
+def test_a_recorder_stores_what_learn_steps(tmp_path: Path) -> None:
+    env = Recorder(DummyVecEnv([cartpole] * 2), storage=tmp_path / "rows")
+    ppo = PPO("MlpPolicy", VecNormalize(env), n_steps=16, batch_size=16, n_epochs=1, device="cpu")
+    ppo.learn(64)
+    ppo.learn(32)  # resets all lanes, and cuts their episodes
+    env.commit()
+    counts = env.ledger.counts()
+    assert (counts["stored"], counts["episodes_cut"]) == (96, 2)
+    env.close()
+    with open_storage(tmp_path / "rows") as storage:
+        rows = storage.get(slice(0, 96))
+    assert rows["observation"].abs().max() < 5  # not normalized: that wrapper is outside
+    assert verify(tmp_path / "rows").sound
+
+
+def test_a_recorded_step_that_raises_keeps_the_rows_before_it(tmp_path: Path) -> None:
+    envs = Recorder(DummyVecEnv(oracle_lanes()), storage=tmp_path / "rows")
+    envs.reset()
+    envs.step(np.ones(3, np.int64))
+    with pytest.raises(AssertionError, match="is not in"):
+        envs.step(np.full(3, 2))
+    assert envs.ledger.stored == 3
+    with pytest.raises(StateError, match="the last step or reset raised"):
+        envs.step(np.ones(3, np.int64))
+    envs.reset()
+    envs.step(np.ones(3, np.int64))
+    envs.close()
+    assert envs.ledger.stored == 6
+    assert verify(tmp_path / "rows").sound

@@ -24,7 +24,7 @@ def generator_of(env: Any) -> np.random.RandomState | None:
     """Return the generator of the episodes of ``env``, or None if ``env`` does not expose one."""
     found = getattr(getattr(env, "task", None), "random", None)
     if found is None:
-        found = getattr(env, "random_state", None)  # of dm_control.composer
+        found = getattr(env, "random_state", None)  # dm_control.composer
     return found if isinstance(found, np.random.RandomState) else None
 
 
@@ -39,7 +39,8 @@ def spec_of(name: str, spec: Any) -> TensorSpec:
     shape, numpy = getattr(spec, "shape", None), getattr(spec, "dtype", None)
     if shape is None or numpy is None or np.dtype(numpy) not in TORCH:
         raise SpaceError(
-            f"{name}: expected one array of numbers, got {spec!r:.200}; wrap the environment"
+            f"{name}: expected one array of numbers, got {spec!r:.200}. Convert the value in a "
+            "wrapper of the environment."
         )
     dtype = TORCH[np.dtype(numpy)]
     if hasattr(spec, "num_values"):
@@ -74,8 +75,8 @@ class DmControlSystem(System):
     package, extra = "dm_control", "dm-control"
     about = "discount 1 is truncated; finals kept, lanes reset by mask; a seed a lane"
     why_no_resets = (
-        "a task has a generator that can be seeded, unless it draws its model when it is made, and "
-        "no options"
+        "a task accepts seeds only if its generator can be seeded after the task is made, and "
+        "accepts no options"
     )
 
     def __init__(self, envs: Sequence[Any], *, seeds: Any = None) -> None:
@@ -159,7 +160,7 @@ class DmControlSystem(System):
             if kind == 0:  # FIRST
                 raise EnvironmentRefused(
                     f"lane {self.first_lane + lane}: {type(self._envs[lane]).__name__} reset "
-                    "itself in a step that followed no end of an episode"
+                    "itself in a step, although the step before did not end the episode"
                 )
             put(lane, observation)
             rewards[lane] = reward if type(reward) is float else self._reward_of(lane, reward)

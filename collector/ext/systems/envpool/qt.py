@@ -10,7 +10,7 @@ from typing import Any
 from tallyroll.collector.errors import MissingExtra
 
 _WHEEL = "PyQt5-Qt5"
-LINKED = ("libQt5Core.so.5", "libQt5Gui.so.5")  # each needs the ones before it
+LINKED = ("libQt5Core.so.5", "libQt5Gui.so.5")  # each library needs those before it
 
 
 def made_with_qt(name: str, make: Callable[[], Any]) -> Any:
@@ -29,7 +29,7 @@ def made_with_qt(name: str, make: Callable[[], Any]) -> Any:
     except ImportError as error:
         said = f"envpool cannot make {name!r}: {error}"
         if "Qt 5" in said:
-            said += "; pip install 'tallyroll[envpool-procgen]' brings it"
+            said += ". Run pip install 'tallyroll[envpool-procgen]' to install Qt 5"
         raise MissingExtra(said) from error
 
 

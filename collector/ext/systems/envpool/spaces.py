@@ -23,8 +23,8 @@ def cast(value: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
 def true_space(space: Any) -> Any:
     """Return ``space`` with its real bounds.
 
-    If EnvPool does not know a lower bound, it declares the smallest positive number. An unknown
-    upper bound is the largest finite number.
+    For an unknown lower bound, EnvPool declares the smallest positive number. For an unknown upper
+    bound, it declares the largest finite number.
     """
     if isinstance(space, (dict, spaces.Dict)):
         return spaces.Dict({name: true_space(part) for name, part in space.items()})
@@ -46,7 +46,7 @@ def is_pool(made: object) -> bool:
 
 
 def dm_getter(leaf: Leaf, env: Any) -> Callable[[Any], Any]:
-    """Return a function from an observation of EnvPool's dm API to the array of ``leaf``."""
+    """Return a function that gets the array of ``leaf`` from an observation of the dm API."""
     only = next(key for key in env.spec.state_array_spec if key.startswith("obs"))
     path = leaf.path or only.removeprefix("obs:").split(".")
     walk = attrgetter(".".join(re.sub(r"\W", "_", str(name)) for name in path))

@@ -134,7 +134,7 @@ class EnvPoolSystem(InfoSystem):
     package = "envpool"
     extra = "envpool"
     about = "a reset slot follows an end, and is no row; seeds when made; asynchronous too"
-    why_no_resets = "EnvPool takes seeds when it is made, and nothing at a reset"
+    why_no_resets = "EnvPool accepts seeds only when it is made, and no options"
 
     def __init__(self, env: Any) -> None:
         self.env = env
@@ -142,14 +142,14 @@ class EnvPoolSystem(InfoSystem):
         batch = int(env.config["batch_size"]) or lanes
         if lanes % batch:
             raise EnvironmentRefused(
-                f"EnvPool with batch_size={batch} of num_envs={lanes}: calls that return so many "
-                "lanes never return all of them; choose num_envs a multiple of batch_size"
+                "EnvPool: expected num_envs to be a multiple of batch_size, got "
+                f"num_envs={lanes} and batch_size={batch}"
             )
         if (players := env.config.get("max_num_players", 1)) != 1:
-            raise EnvironmentRefused(f"expected one player a lane, got {players}")
+            raise EnvironmentRefused(f"expected one player per lane, got {players}")
         action = env.spec.gymnasium_action_space
         if isinstance(action, dict):
-            raise SpaceError(f"expected one action a lane, got those of {sorted(action)}")
+            raise SpaceError(f"expected one action per lane, got several: {sorted(action)}")
         leaves = observation_leaves(true_space(env.spec.gymnasium_observation_space), lanes)
         self._results = EnvPoolResults(env, leaves, lanes)
         taken = action_leaf(action, lanes)
@@ -164,7 +164,10 @@ class EnvPoolSystem(InfoSystem):
         ``env_type`` in ``kwargs`` is ``"gymnasium"``, the default, or ``"dm"``.
         """
         if wrong := sorted(_OF_RUN & kwargs.keys()):
-            raise ArgumentError(f"env_kwargs: {wrong} are the collector's (num_envs, seed)")
+            raise ArgumentError(
+                "env_kwargs: expected no arguments that the collector sets (num_envs, seed), got "
+                f"{wrong}"
+            )
         package = needs("envpool", "envpool")
         api = kwargs.pop("env_type", "gymnasium")
         more = kwargs if seeds is None else {**kwargs, "seed": list(seeds)}
@@ -199,7 +202,7 @@ class EnvPoolSystem(InfoSystem):
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
         """Reset all lanes, or the lanes of a mask."""
         if options:
-            raise ArgumentError(f"reset: EnvPool takes no options, got {sorted(options)}")
+            raise ArgumentError(f"reset: expected no options for EnvPool, got {sorted(options)}")
         results = self._results
         results.begin(lanes)
         found = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves]
@@ -225,7 +228,10 @@ class EnvPoolSystem(InfoSystem):
         for _ in range(0, total, batch):
             made = self.env.recv()
             if not self._results.begins(made).all():
-                raise EnvironmentRefused("its lanes are under way; pass a new one, or a factory")
+                raise EnvironmentRefused(
+                    "expected an EnvPool that was not stepped before, got one with lanes under "
+                    "way. Pass a new EnvPool, or a factory."
+                )
             yield self._results.lanes(made), made
 
     def step(self, action: Sequence[NDArray[Any]], lanes: Mask | None = None) -> Step:

@@ -38,20 +38,22 @@ class IsaacLabSystem(System):
 
     package = "isaaclab"
     about = "resets in the step of an end, finals kept or flagged; one seed for all lanes"
-    why_no_resets = "it resets lanes within its step, and all draw from one generator"
+    why_no_resets = (
+        "the environment resets lanes within its step, and all lanes draw from one generator"
+    )
 
     def __init__(self, env: Any) -> None:
         inner = env.unwrapped
         if hasattr(inner, "possible_agents"):
             raise EnvironmentRefused(
-                f"{type(inner).__name__} has several agents; make it one with "
-                "isaaclab.envs.multi_agent_to_single_agent"
+                f"{type(inner).__name__}: expected one agent, got several. Convert the environment "
+                "with isaaclab.envs.multi_agent_to_single_agent."
             )
         cfg = getattr(inner, "cfg", None)
         modes = [inner.metadata.get("autoreset_mode"), getattr(cfg, "autoreset_mode", None)]
         if other := [each for each in modes if each not in (None, *_SAME_STEP)]:
             raise EnvironmentRefused(
-                f"{type(inner).__name__} has autoreset_mode {other[0]}; set it to SAME_STEP"
+                f"{type(inner).__name__}: expected autoreset_mode SAME_STEP, got {other[0]}"
             )
         keeps = getattr(cfg, "compute_final_obs", None)
         finals: Finals = "some" if keeps is None else ("extra" if keeps else "lost")
@@ -94,7 +96,8 @@ class IsaacLabSystem(System):
             return [take(told) for take in self._getters]
         except (KeyError, TypeError) as error:
             raise TransitionError(
-                f'extras["{FINAL}"]: expected what observations have, {[*self._keys]}; {error!r}'
+                f'extras["{FINAL}"]: expected the keys of the observations, {[*self._keys]}, got '
+                f"{error!r}"
             ) from error
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ PACKAGES = ("isaaclab_tasks", "omni.isaac.lab_tasks")
 
 
 def make_task(name: str, lanes: int, given: Mapping[str, Any]) -> Any:
-    """Make the environment of a task; ``given`` is as for `IsaacLabSystem.make`.
+    """Make the environment of a task. ``given`` has the ``kwargs`` of `IsaacLabSystem.make`.
 
     Raises:
         MissingExtra: Isaac Lab is not installed.
@@ -29,7 +29,7 @@ def make_task(name: str, lanes: int, given: Mapping[str, Any]) -> Any:
     if hasattr(cfg, "compute_final_obs"):
         entries.setdefault("compute_final_obs", True)
     if unknown := [key for key in entries if not hasattr(cfg, key)]:
-        raise ArgumentError(f"isaaclab:{name}: {unknown} are no entries of its cfg")
+        raise ArgumentError(f"isaaclab:{name}: expected entries of the task's cfg, got {unknown}")
     for key, value in entries.items():
         setattr(cfg, key, value)
     return gymnasium.make(name, cfg=cfg, render_mode=mode)
@@ -45,10 +45,10 @@ def _tasks(name: str) -> Any:
             if not f"{package}.".startswith(f"{error.name}."):
                 raise EnvironmentRefused(
                     f"isaaclab:{name}: Isaac Lab cannot be imported before its app is launched "
-                    f"({error}); call isaaclab.app.AppLauncher(headless=True) first, in a script "
-                    "that makes the collector then"
+                    f"({error}). Call isaaclab.app.AppLauncher(headless=True) first, and then make "
+                    "the collector in the same script."
                 ) from error
     raise MissingExtra(
-        f"isaaclab:{name}: Isaac Lab is not installed; it comes from NVIDIA, see "
-        "https://isaac-sim.github.io/IsaacLab"
+        f"isaaclab:{name}: Isaac Lab is not installed. Install it from NVIDIA "
+        "(https://isaac-sim.github.io/IsaacLab)."
     )

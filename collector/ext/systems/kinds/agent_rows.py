@@ -43,7 +43,7 @@ class AgentRows:
         return [each for arrays, part in pairs for each in (*arrays, masks[:, part])]
 
     def put(self, lane: int, seen: Mapping[str, Any], first_lane: int) -> None:
-        """Copy the observations of a lane's agents; write zeros for agents without one.
+        """Copy the observations of a lane's agents; write zeros for agents without an observation.
 
         Raises:
             TransitionError: an agent with an observation has no columns, or an observation lacks a
@@ -54,8 +54,8 @@ class AgentRows:
         if not seen.keys() <= rows.keys():
             raise TransitionError(
                 f"lane {first_lane + lane}: expected observations of the agents {[*rows]}, got "
-                f"also {sorted(seen.keys() - rows.keys())}; list every agent that can appear in "
-                "possible_agents"
+                f"also {sorted(seen.keys() - rows.keys())}. List every agent that can appear in "
+                "possible_agents."
             )
         if len(seen) < len(rows):
             for own in (own for name in rows if name not in seen for _, own, _ in rows[name]):
@@ -65,7 +65,9 @@ class AgentRows:
                 try:
                     part = take(value)
                 except (KeyError, IndexError, TypeError) as error:
-                    refused = exact.refused(f"none in {value!r:.80} of {name}", first=False)
+                    refused = exact.refused(
+                        f"no such value in {value!r:.80} of {name}", first=False
+                    )
                     refused.lane = first_lane + lane
                     raise refused from error
                 if exact.is_right(part):

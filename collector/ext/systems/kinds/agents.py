@@ -26,7 +26,7 @@ class Group:
     leaves: tuple[Leaf, ...]
     """Leaves of an agent's observation.
 
-    Dtypes and shapes are those of the group, ``[agent, ...]``.
+    Dtypes and shapes describe the whole group, ``[agent, ...]``.
     """
     action: Leaf
 
@@ -50,8 +50,8 @@ def grouped(observation: Spaces, action: Spaces, groups: Groups | None = None) -
         observation: observation space of each agent.
         action: action space of each agent.
         groups: agents by group name. By default the group is the agent's name without its number:
-            "adversary_0" belongs to "adversary". If spaces under such a name differ, each agent is
-            its own group.
+            "adversary_0" belongs to "adversary". If agents with such a name have different spaces,
+            each of them is its own group.
 
     Raises:
         ArgumentError: ``groups`` do not contain each agent exactly once, or combine different
@@ -60,7 +60,9 @@ def grouped(observation: Spaces, action: Spaces, groups: Groups | None = None) -
     """
     given = by_name(observation, action) if groups is None else groups
     if not isinstance(given, Mapping):
-        raise ArgumentError(f"groups: expected names and the agents of each, got {given!r}")
+        raise ArgumentError(
+            f"groups: expected a mapping from group names to lists of agents, got {given!r}"
+        )
     listed = [agent for agents in given.values() for agent in agents]
     if sorted(listed) != sorted(observation) or not all(given.values()):
         raise ArgumentError(
@@ -77,8 +79,8 @@ def grouped(observation: Spaces, action: Spaces, groups: Groups | None = None) -
         leaves = observation_leaves(observation[first], size)
         if taken := [leaf.key[0] for leaf in leaves if leaf.key[0] in ("mask", "action", "reward")]:
             raise SpaceError(
-                f"{taken} in the observation of {first} is the name of another column of its "
-                "group; rename it in a wrapper of the environment"
+                f"observation of {first}: expected names that are not other columns of the group, "
+                f"got {taken}. Rename the parts in a wrapper of the environment."
             )
         made.append(Group(name, list(agents), leaves, action_leaf(action[first], size)))
     return made

@@ -29,7 +29,7 @@ class Functional(FunctionalLanes):
     The key of a lane is ``PRNGKey(seed)``, in each episode that has a seed. An episode splits it,
     ``key, own = split(key)``: the episode begins with ``own``, and its step t, counted from 0, uses
     ``fold_in(key, t)``. If JAX runs on an accelerator, the system copies the results of the lanes
-    to the host. Specs are as in `Declares`. ``known`` holds the specs that the environment
+    to the host. See `Declares` for the specs. ``known`` holds the specs that the environment
     declares, and ``unbounded`` names columns that exceed their bounds.
 
     Raises:
@@ -38,7 +38,7 @@ class Functional(FunctionalLanes):
         EnvironmentRefused: a step changes the structure of the state or of the observation.
     """
 
-    why_no_resets = "it was made without context=, specs of what its resets take"
+    why_no_resets = "the system was made without context=, the specs of its reset parameters"
     _env: Any = None
 
     def __init__(
@@ -84,7 +84,7 @@ class Functional(FunctionalLanes):
 
     @property
     def ticks(self) -> int | None:
-        """Ticks of a transition, from the environment in ``_env``; 1 without one."""
+        """Ticks of a transition, from the environment in ``_env``; 1 without an environment."""
         return ticks_of_objects([self._env])
 
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Array]:
@@ -106,7 +106,7 @@ class Functional(FunctionalLanes):
             self._carry, final, reward, told, agents = self._moved(*self._carry, (*action,))
             ends, first = np.asarray(told), final
             if np.count_nonzero(ends) or not self._renews:
-                self._renews = True  # the first step compiles all
+                self._renews = True  # the first step compiles every function
                 self._carry, first = self._renewed(*self._carry, final, told, self._drawn())
         else:
             self._carry, first, final, reward, told, agents = self._turned(
@@ -133,6 +133,6 @@ class Functional(FunctionalLanes):
 def _views(arrays: Iterable[Any]) -> list[Array]:
     """Return NumPy views.
 
-    On the CPU they share JAX's memory, five times faster than from_dlpack.
+    On the CPU, the views share JAX's memory. Making them is five times faster than from_dlpack.
     """
     return [np.asarray(each) for each in arrays]

@@ -25,7 +25,7 @@ class NextStarts(NamedTuple):
 
     context: Context
     seeds: Any
-    """None: derive keys from those of the last episodes."""
+    """Seeds of the next episodes. None derives their keys from the keys of the last episodes."""
 
 
 class StepOutcome(NamedTuple):
@@ -55,10 +55,10 @@ class FunctionalLanes(System):
 
     @abstractmethod
     def advance(self, key: Any, state: Any, action: Sequence[Any], context: Context) -> StepOutcome:
-        """Return the result of a step, which does not reset."""
+        """Return the result of a step, without a reset."""
 
-    # --- all lanes, compiled; a carry is (leaves of states, (keys, steps done, contexts))
-    # ----------
+    # --- all lanes, compiled ----------------------------------------------------------------------
+    # A carry is (leaves of states, (keys, steps done, contexts)).
 
     def _begin_all(self, keys: Any, context: Context) -> tuple[Any, list[Any]]:
         jax = self._jax
@@ -92,8 +92,8 @@ class FunctionalLanes(System):
         )
         seen = keyed(jax, out.observation)
         first = jax.eval_shape(self._begun, keys, context)[1]
-        require_same(jax, state, out.state, f"{type(self).__name__}: its state")
-        require_same(jax, dict(zip(self._names, first, strict=True)), seen, "its observation")
+        require_same(jax, state, out.state, f"{type(self).__name__}: the state")
+        require_same(jax, dict(zip(self._names, first, strict=True)), seen, "the observation")
         after = strong(jax, jax.tree.leaves(out.state)), (keys, steps + 1, context)
         ends = jax.numpy.stack([out.terminated, out.truncated])
         return after, strong(jax, seen.values()), out.reward, ends, out.agents
@@ -103,7 +103,7 @@ class FunctionalLanes(System):
     ) -> tuple[Any, Any]:
         """Begin the next episodes of lanes that ended, a few lanes at a time.
 
-        Few lanes end in most steps. ``ends`` are terminated and truncated, bool ``[2, lane]``.
+        Few lanes end in most steps. ``ends`` holds terminated and truncated, bool ``[2, lane]``.
         """
         jax, lanes = self._jax, self.declares.lanes
         few, over, start = max(_FEW, lanes // _FEW), ends[0] | ends[1], ((leaves, rest), final)

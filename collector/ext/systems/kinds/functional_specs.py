@@ -32,7 +32,7 @@ def strong(jax: Any, leaves: Iterable[Any]) -> list[Any]:
 
 
 def merged(jax: Any, lanes: Any, new: Any, old: Any) -> Any:
-    """Return the tree ``new`` in ``lanes``, bool ``[lane]``, and ``old`` in the others."""
+    """Return a tree with ``new`` in ``lanes``, bool ``[lane]``, and ``old`` in other lanes."""
 
     def pick(one: Any, other: Any) -> Any:
         if one.shape[:1] != lanes.shape:  # not per lane, such as the memory of MuJoCo Warp
@@ -60,7 +60,7 @@ def require_same(jax: Any, reset: Any, step: Any, what: str) -> None:
     """Check that the trees ``[lane, ...]`` of a reset and of a step have the same arrays.
 
     Raises:
-        EnvironmentRefused: an array differs. The message names it.
+        EnvironmentRefused: an array differs. The message names the array.
     """
     (one, _), (other, _) = map(jax.tree_util.tree_flatten_with_path, (reset, step))
     before, after = (
@@ -71,7 +71,7 @@ def require_same(jax: Any, reset: Any, step: Any, what: str) -> None:
         if before.get(path) != after.get(path):
             raise EnvironmentRefused(
                 f"{what}{path} is {before.get(path)} after a reset and {after.get(path)} after a "
-                "step; correct the environment"
+                "step. Correct the environment."
             )
 
 
@@ -80,7 +80,7 @@ def specs_of(
 ) -> dict[Key, TensorSpec]:
     """Return the specs of one lane's columns, with the dtypes of ``returned`` ``[lane, ...]``.
 
-    ``known`` specs have bounds, and ``unbounded`` names columns that exceed them.
+    ``known`` has the specs with bounds, and ``unbounded`` names columns that exceed their bounds.
 
     Raises:
         ArgumentError: a name in ``unbounded`` is not a column.
@@ -89,22 +89,25 @@ def specs_of(
     """
     names = [format_key(key) for key in returned]
     if unknown := {*unbounded} - {*names}:
-        raise ArgumentError(f"unbounded: {sorted(unknown)} are no observations, which are {names}")
+        raise ArgumentError(
+            f"unbounded: expected names of observations, {names}, got {sorted(unknown)}"
+        )
     specs: dict[Key, TensorSpec] = {}
     for key, value in returned.items():
         dtype, shape = TORCH.get(value.dtype), tuple(value.shape[1:])
         if dtype is None:
             raise SpaceError(
-                f"{format_key(key)}: no column holds {value.dtype}; cast it in a wrapper"
+                f"{format_key(key)}: expected a dtype that a column can hold, got {value.dtype}. "
+                "Cast the value in a wrapper of the environment."
             )
         spec = known.get(key)
         if spec is None or format_key(key) in unbounded:
             spec = Unbounded(shape, dtype=dtype)
         if tuple(spec.shape) != shape:
             raise SpaceError(
-                f"{format_key(key)}: the space declares the shape {list(spec.shape)}, the "
-                "environment "
-                f'returns {list(shape)}; correct the space, or pass unbounded=["{format_key(key)}"]'
+                f"{format_key(key)}: expected the shape {list(spec.shape)} that the space "
+                f"declares, got {list(shape)}. Correct the space, or pass "
+                f'unbounded=["{format_key(key)}"].'
             )
         specs[key] = spec if spec.dtype == dtype else spec.to(dtype)
     return specs
@@ -141,8 +144,7 @@ def contexts(names: Iterable[str], found: Mapping[str, Any], of: str) -> dict[st
         value = np.asarray(found.get(name))
         if value.dtype.kind not in "biuf":
             raise ArgumentError(
-                f"context: expected parameters of {of} that are numbers or arrays of them, got "
-                f"{name!r}"
+                f"context: expected names of numeric parameters of {of}, got {name!r}"
             )
         dtype = {"f": torch.float32, "b": torch.bool}.get(value.dtype.kind, torch.int32)
         specs[name] = Unbounded(value.shape, dtype=dtype)
@@ -163,7 +165,9 @@ def made(name: str, kwargs: Mapping[str, Any], make: Callable[..., Any]) -> Any:
 
 
 def refuse_bare(made: object, module: str, kind: str, system: str) -> None:
-    """Raise if ``made`` is a ``kind`` of ``module``: one lane, from which ``system`` makes many.
+    """Raise if ``made`` is an instance of the class ``kind`` of ``module``.
+
+    Such an environment is a single lane, and ``system`` makes many lanes of it.
 
     Raises:
         ArgumentError: ``made`` is such an environment. The message says what to pass.
@@ -171,6 +175,6 @@ def refuse_bare(made: object, module: str, kind: str, system: str) -> None:
     found = getattr(sys.modules.get(module), kind, None)
     if isinstance(found, type) and isinstance(made, found):
         raise ArgumentError(
-            f"got {type(made).__name__}, which is a function of one lane; pass {system}(env, lanes)"
-            f" from {__package__}, or a factory of it"
+            f"expected an environment of several lanes, got {type(made).__name__}, which has "
+            f"one lane. Pass {system}(env, lanes) from {__package__}, or a factory that returns it."
         )

@@ -21,7 +21,7 @@ _COMPARED = 20
 """Number of moves over which an observer is compared with the tensors of states."""
 
 Write: TypeAlias = Callable[[int, Any, int], None]
-"""Writes the tensor of a player in a state to a place in a column."""
+"""Function ``(place, state, player)`` that writes the tensor of a player to a place in a column."""
 
 
 def require_playable(game: Any) -> None:
@@ -33,14 +33,18 @@ def require_playable(game: Any) -> None:
     kind = game.get_type()
     name, dynamics, chance = kind.short_name, type(kind).Dynamics, type(kind).ChanceMode
     if kind.dynamics not in (dynamics.SIMULTANEOUS, dynamics.SEQUENTIAL):
-        raise EnvironmentRefused(f"{name}: a mean-field game has no players that move")
+        raise EnvironmentRefused(
+            f"{name}: expected a game in which players move, got a mean-field game"
+        )
     if kind.chance_mode == chance.SAMPLED_STOCHASTIC:
         raise EnvironmentRefused(
-            f"{name} draws its chance itself, so that no seed repeats it; use a game whose "
-            "chance_mode is EXPLICIT_STOCHASTIC or DETERMINISTIC"
+            f"{name} draws its chance outcomes itself, so no seed can repeat a play. Use a game "
+            "whose chance_mode is EXPLICIT_STOCHASTIC or DETERMINISTIC."
         )
     if not (kind.provides_observation_tensor or kind.provides_information_state_tensor):
-        raise EnvironmentRefused(f"{name} gives its players no tensor that they could see")
+        raise EnvironmentRefused(
+            f"{name} provides neither an observation tensor nor an information state tensor"
+        )
 
 
 def tensors_of(game: Any) -> dict[str, tuple[int, ...]]:
@@ -54,7 +58,7 @@ def tensors_of(game: Any) -> dict[str, tuple[int, ...]]:
 
 
 def declares_of(game: Any, lanes: int) -> Declares:
-    """Return the declaration of plays of ``game``.
+    """Return the declaration of a system that plays ``game``.
 
     Players that move simultaneously form a group.
     """
@@ -110,7 +114,7 @@ def writer(game: Any, name: str, column: NDArray[np.float32], seats: int) -> Wri
 
 
 def observer_of(game: Any, name: str) -> Any:
-    """Return OpenSpiel's observer of the tensor ``name``, or None if there is none that agrees.
+    """Return OpenSpiel's observer of the tensor ``name``; None if no observer agrees with states.
 
     Observers of games written in Python are separate classes, and some of them include values that
     the state's tensor does not.
@@ -153,7 +157,7 @@ def play_chance(state: Any, rng: np.random.Generator) -> None:
     """Play chance moves until a player is to move or the game is over, with one draw per node."""
     while state.is_chance_node():
         drawn = rng.random()
-        for outcome, share in state.chance_outcomes():  # noqa: B007  the last one drawn
+        for outcome, share in state.chance_outcomes():  # noqa: B007  used after the loop
             drawn -= share
             if drawn < 0:
                 break

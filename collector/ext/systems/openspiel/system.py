@@ -26,10 +26,11 @@ from tallyroll.collector.ext.systems.openspiel.games import (
 class OpenSpielSystem(System):
     """A ``pyspiel.Game`` with one play per lane. Each lane draws chance from its own generator.
 
-    Turn-based games: ``"observation"`` and ``"information_state"``, if the game has them, are those
-    of the player to move, with ``"action_mask"`` and ``"current_player"``. When the game is over,
-    ``"current_player"`` is -4, the observation is that of the player that moved last, and the mask
-    is all False. The reward is ``[player]``: the gain of each player since the previous move.
+    In turn-based games, ``"current_player"`` is the player to move. The columns ``"observation"``
+    and ``"information_state"``, if the game has them, and ``"action_mask"`` belong to this player.
+    When the game is over, ``"current_player"`` is -4, the observation is that of the player that
+    moved last, and the mask is all False. The reward is ``[player]``: the gain of each player since
+    the previous move.
 
     Games with simultaneous moves have a group ``"players"`` instead, with all of these columns for
     each player.
@@ -44,7 +45,7 @@ class OpenSpielSystem(System):
 
     package, extra = "pyspiel", "openspiel"
     about = "turns, or players at once; legal moves in action_mask; a seed a lane"
-    why_no_resets = "a play begins with chance alone, which has a seed"
+    why_no_resets = "only chance determines the start of a play, and chance has a seed"
 
     def __init__(self, game: Any, lanes: int = 1) -> None:
         require_playable(game)
@@ -53,7 +54,7 @@ class OpenSpielSystem(System):
         self.declares = d = declares_of(game, lanes)
         self._together = bool(d.groups)
         self._seats = self._players if self._together else 1
-        """Observations of a lane at a time: one per player, or only that of the player to move."""
+        """Number of observations of a lane: one per player, or only that of the player to move."""
         *tensors, legal = list(d.observation.values())[: len(seen) + 1]
         self._tensors = [np.zeros((lanes, *spec.shape), np.float32) for spec in tensors]
         self._legal = np.zeros((lanes, *legal.shape), np.bool_)
@@ -67,7 +68,7 @@ class OpenSpielSystem(System):
         ]
         self._size = legal.shape[-1]
         self._marks = self._legal.reshape(-1).view(np.uint8).data
-        """Flags of legal moves, for all lanes and players in a row."""
+        """Flags of legal moves, flat over all lanes and players."""
         self._no_move = bytes(self._size)
         self._moves: list[Sequence[int]] = [()] * (lanes * self._seats)
         """The moves that are flagged as legal, by lane and player."""
@@ -146,8 +147,9 @@ class OpenSpielSystem(System):
             for move in moves[lane] if together else (moves[lane],):
                 if not (0 <= move < size and marks[start + move]):
                     raise TransitionError(
-                        f"lane {self.first_lane + lane}: {moves[lane]} is no legal move of "
-                        f"{self._game}; choose by action_mask, as the default random policy does"
+                        f"lane {self.first_lane + lane}: expected a legal move of {self._game}, "
+                        f"got {moves[lane]}. Choose moves by action_mask, as the default random "
+                        "policy does."
                     )
                 start += size
 

@@ -35,8 +35,8 @@ def factory_of(name: str) -> Callable[..., Any]:
                 made: Callable[..., Any] = getattr(loaded, each)
                 return made
     raise ArgumentError(
-        f"pettingzoo:{name}: neither PettingZoo's registry nor a module has it; examples are "
-        "pettingzoo:sisl/pursuit-v5 and pettingzoo:mpe2.simple_tag_v3"
+        f"pettingzoo:{name} is neither in PettingZoo's registry nor a module. Examples are "
+        "pettingzoo:sisl/pursuit-v5 and pettingzoo:mpe2.simple_tag_v3."
     )
 
 
@@ -57,7 +57,7 @@ def registered(name: str) -> Callable[..., Any] | None:
 def make_into(envs: list[Any], name: str, lanes: int, kwargs: Mapping[str, Any]) -> None:
     """Append one environment per lane to ``envs``.
 
-    If one fails, ``envs`` contains those made before it.
+    If an environment cannot be made, ``envs`` contains the environments made before it.
 
     Raises:
         ArgumentError: the name is unknown, or the environment does not accept the arguments.
@@ -69,8 +69,8 @@ def make_into(envs: list[Any], name: str, lanes: int, kwargs: Mapping[str, Any])
             env = factory(**kwargs)
             if not hasattr(env, "action_space"):
                 raise ArgumentError(
-                    f"pettingzoo:{name}: expected it to make an environment, got a "
-                    f"{type(env).__name__}"
+                    f"pettingzoo:{name}: expected a function that returns an environment, got one "
+                    f"that returns a {type(env).__name__}"
                 )
             envs.append(env)
     except (TypeError, AssertionError) as error:
@@ -88,13 +88,16 @@ def alike(envs: Sequence[Any]) -> tuple[list[Any], Spaces, Spaces]:
         ArgumentError: an environment does not list its possible agents, or environments differ.
     """
     if unknown := [str(env) for env in envs if not getattr(env, "possible_agents", None)]:
-        raise ArgumentError(f"{unknown[0]} names no possible_agents, so its columns are unknown")
+        raise ArgumentError(
+            f"{unknown[0]} has no possible_agents, so its columns are unknown. Let the environment "
+            "list every agent in possible_agents."
+        )
     seen, acts = (
         [{a: getattr(env, kind)(a) for a in env.possible_agents} for env in envs]
         for kind in ("observation_space", "action_space")
     )
     if any(each != seen[0] for each in seen) or any(each != acts[0] for each in acts):
-        raise ArgumentError(f"expected lanes of equal agents and spaces, got {list(envs)}")
+        raise ArgumentError(f"expected environments with equal agents and spaces, got {list(envs)}")
     return [_parallel(env) for env in envs], seen[0], acts[0]
 
 

@@ -29,8 +29,8 @@ Infos = Mapping[str, Any]
 class AgentMasks:
     """Action masks of the agents that act next, by group.
 
-    A group has masks if the first infos of any of its agents have one, and its observations have
-    none. An agent without a mask may choose any action.
+    A group has masks if the first infos of any of its agents have a mask, and its observations have
+    no mask. An agent without a mask may choose any action.
 
     Args:
         groups: the groups of agents.
@@ -58,8 +58,8 @@ class AgentMasks:
         """Store the masks of the agents of ``lane`` that act next.
 
         Raises:
-            TransitionError: the shape of a mask differs from the first one, or a mask has invalid
-                numbers.
+            TransitionError: the shape of a mask differs from that of the first mask, or a mask has
+                invalid numbers.
         """
         for group, marks, shape, bits in self._groups:
             marks[lane] = True
@@ -71,7 +71,7 @@ class AgentMasks:
                 if found.shape != shape:
                     raise TransitionError(
                         f"info key {MASK_NAME!r}: expected the shape {list(shape)} of the first "
-                        f"one, got {list(found.shape)} {place}; return one shape"
+                        f"mask, got {list(found.shape)} {place}. Return masks of one shape."
                     )
                 marks[lane, index] = marks_of(found[None], bits, [place].__getitem__)[0]
 
@@ -82,8 +82,8 @@ def _mask_in(infos: Infos, agent: str) -> NDArray[Any] | None:
     found = None if value is None else as_array(joined((MASK_NAME,), value))
     if value is not None and (found is None or found.dtype.kind not in "biuf"):
         raise TransitionError(
-            f"info key {MASK_NAME!r}: expected an array of numbers, got {value!r:.80} of {agent}; "
-            "correct the mask"
+            f"info key {MASK_NAME!r}: expected an array of numbers, got {value!r:.80} of {agent}. "
+            "Correct the mask."
         )
     return found
 
@@ -96,20 +96,22 @@ class PettingZooSystem(System):
     truncated if one of the last agents was truncated, and terminated otherwise.
 
     Only an agent that acted in a step can end in it. Its observation after that step is its final
-    observation, and later observations are zeros. If a step returns no observation of an agent that
-    acted in it, because the agent ended or is absent from then on, that observation is zeros too,
-    and ``("collector", "next_valid", group)`` is False. A step is an error if it returns no reward
-    for an agent that acted and is not absent, or drops an agent from ``env.agents`` without a flag.
+    observation, and later observations are zeros. If an agent acted and then ended or became
+    absent, the step may return no observation of it. That observation is zeros too, and
+    ``("collector", "next_valid", group)`` is False. A step must return a reward for each agent that
+    acted and is not absent, and a flag for each agent that it drops from ``env.agents``. Otherwise
+    the system raises an error.
 
-    An agent that joins or returns has no earlier observation. In the row in which it does so, its
-    mask is False at the root and True in ``next``, which has its first observation. An agent that
-    is absent without an end is not done. Rewards are those that the step returned for each agent.
-    Random actions respect the ``action_mask`` in an agent's observation or info.
+    An agent that joins or returns has no earlier observation. In the row in which it joins or
+    returns, its mask is False at the root and True in ``next``, which has its first observation. An
+    agent that is absent without an end is not done. The reward of an agent is the reward that the
+    step returned for it. Random actions respect the ``action_mask`` in an agent's observation or
+    info.
 
     A parallelizable AEC environment is stepped in cycles. In any other AEC environment, a step is
-    the turn of one agent: the mask marks the agent whose turn is next, observations are those of
-    all living agents, and rewards are those of the turn for each of them. The same step also makes
-    the calls that remove dead agents.
+    the turn of one agent: the mask marks the agent whose turn is next, and each living agent has an
+    observation and its reward for the turn. The same step also makes the calls that remove dead
+    agents.
 
     Args:
         envs: parallel or AEC environments, all alike. The system closes them.
@@ -173,11 +175,11 @@ class PettingZooSystem(System):
             seen, told[lane] = self.envs[lane].reset(seed=seed, options=own)
             self._rows.put(lane, seen, self.first_lane)
             self._look(lane)
-            self._require_seen(lane, seen)
+            self._require_observations(lane, seen)
             if not self.envs[lane].agents:
                 raise TransitionError(
-                    f"{self._named(lane)} has no agents after its reset, so none can act; let its "
-                    "reset list them in env.agents"
+                    f"{self._named(lane)} has no agents after its reset, so no agent can act. Let "
+                    "reset list the agents in env.agents."
                 )
         if self.wants_masks and lanes is None:
             self._masks = AgentMasks(self._groups, [self._infos(lane, told[lane]) for lane in told])
@@ -238,7 +240,7 @@ class PettingZooSystem(System):
                     self._end(lane)
             elif flagged:
                 self._require_left(lane)
-            self._require_seen(lane, seen)
+            self._require_observations(lane, seen)
             if self.legal:
                 self._put_masks(lane, infos)
         return Step(
@@ -281,7 +283,7 @@ class PettingZooSystem(System):
                 lane,
                 unpaid[0],
                 "reward",
-                "let step return one of each agent that acted, also of those that end",
+                "let step return a reward for every agent that acted, including agents that end",
             )
 
     def _require_flags(
@@ -301,14 +303,14 @@ class PettingZooSystem(System):
                     lane,
                     name,
                     "terminated",
-                    "let step say how an agent ended that is no longer in env.agents, or return "
-                    "False of one that is absent and may come back",
+                    "let step return True for an agent that ended and left env.agents, or False "
+                    "for an agent that is absent and may come back",
                 )
 
     def _lacking(self, lane: int, agent: str, what: str, advice: str) -> ValueRefused:
         """Return the error for a value that a step did not return for an agent."""
         key = (NEXT, self._group_of[agent], what)
-        error = ValueRefused(key, f"one of agent {agent}, which acted", "none", advice)
+        error = ValueRefused(key, f"a value for agent {agent}, which acted", "none", advice)
         error.lane = self.first_lane + lane
         return error
 
@@ -318,8 +320,8 @@ class PettingZooSystem(System):
         agents = set(env.agents)
         if unknown := agents.difference(self._names):
             raise TransitionError(
-                f"{self._named(lane)} lists the agents {sorted(unknown)}, which have no columns; "
-                "name all that may ever act in possible_agents"
+                f"{self._named(lane)} lists the agents {sorted(unknown)}, but they are not in "
+                "possible_agents. List every agent that may ever act in possible_agents."
             )
         self._mask[lane] = [name in agents for name in self._names]
         if self._turns:
@@ -329,17 +331,16 @@ class PettingZooSystem(System):
         """Raise if all agents that acted ended but are still listed, which is ambiguous."""
         if (self._terminated[lane] | self._truncated[lane])[self._mask[lane]].all():
             raise TransitionError(
-                f"{self._named(lane)} ended every agent that acted, and still lists all of them; "
-                "let it empty env.agents where an episode ends, or report no end of agents that "
-                "act on"
+                f"{self._named(lane)} ended every agent that acted, but still lists all of them. "
+                "Empty env.agents when an episode ends, or report no end of agents that continue."
             )
 
-    def _require_seen(self, lane: int, seen: Mapping[str, Any]) -> None:
+    def _require_observations(self, lane: int, seen: Mapping[str, Any]) -> None:
         """Raise if an agent would have to act without an observation."""
         if blind := [name for name in self.envs[lane].agents if name not in seen]:
             raise TransitionError(
-                f"{self._named(lane)} lists the agents {blind}, and returned no observations of "
-                "them; let it return one of each agent in env.agents"
+                f"{self._named(lane)} lists the agents {blind}, but returned no observations of "
+                "them. Return an observation of every agent in env.agents."
             )
 
     def _end(self, lane: int) -> None:
@@ -351,8 +352,8 @@ class PettingZooSystem(System):
         terminated, truncated = self._terminated[lane], self._truncated[lane]
         if not (terminated | truncated).any():
             raise TransitionError(
-                f"{self._named(lane)} has no agents left, and none of them was terminated or "
-                "truncated; return a termination or a truncation for each agent that leaves"
+                f"{self._named(lane)} has no agents left, but no agent was terminated or "
+                "truncated. Return a termination or a truncation for each agent that leaves."
             )
         cut = bool((truncated & ~terminated).any())
         self._over[:, lane] = not cut, cut
@@ -370,11 +371,11 @@ class PettingZooSystem(System):
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
-        """Make a registered environment or one from a module.
+        """Make an environment from PettingZoo's registry or from a module.
 
         Names are like ``pettingzoo:sisl/pursuit-v5`` and ``pettingzoo:mpe2.simple_tag_v3``. A
         function after a colon replaces the module's ``parallel_env`` or ``env``. ``kwargs`` are the
-        environment's own and ``groups``.
+        environment's own arguments and ``groups``.
         """
         groups = kwargs.pop("groups", None)
         with all_or_none() as envs:

@@ -33,7 +33,7 @@ class AgentTurns:
         return seen, {}
 
     def step(self, actions: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-        """Play the turn of the one agent in ``agents``; return the results of all that lived."""
+        """Play the turn of the one agent in ``agents``; return results of the agents present."""
         env, (agent,) = self.env, self.agents
         env.step(actions[agent])
         known, observer = self._inside()
@@ -66,7 +66,7 @@ class AgentTurns:
         self.living = {name for name in agents if not (ended.get(name) or cut.get(name))}
 
     def _inside(self) -> tuple[Any, Any]:
-        """Return the environment with agents, rewards and ends, and the one to observe.
+        """Return the environment with agents, rewards and ends, and the environment to observe.
 
         They are the base environment and the outermost environment that does more than forward
         observations. If a wrapper has an attribute of its own, both are ``env``. Reading five
@@ -78,7 +78,7 @@ class AgentTurns:
 
 
 def _unwrapped(env: Any) -> tuple[Any, Any, list[dict[str, Any]]]:
-    """Return the base environment, the one to observe, and the attributes of each wrapper.
+    """Return the base environment, the environment to observe, and each wrapper's attributes.
 
     The base environment is the one below transparent wrappers. The environment to observe is the
     outermost one that defines its own ``observe``. Both are ``env`` itself if a wrapper may answer

@@ -27,7 +27,7 @@ from tallyroll.storage.rows.keys import format_key
 
 
 def true_space(env: Any) -> spaces.Space[Any]:
-    """Return the true space of ``env``'s observations; two wrappers declare a different one.
+    """Return the true space of ``env``'s observations; two wrappers declare a different space.
 
     `VecNormalize` keeps the bounds and dtype of the values that it normalizes. `VecFrameStack`
     repeats each bound next to itself, although it stacks observations one after the other.
@@ -55,7 +55,7 @@ def true_space(env: Any) -> spaces.Space[Any]:
 
 
 def takes_resets(env: Any, kind: Any) -> bool:
-    """Return True if ``env`` calls each lane's ``reset`` as ``kind``, `DummyVecEnv`, does."""
+    """Return True if ``env`` is a ``kind`` (`DummyVecEnv`) with unchanged step and reset."""
     own = type(env)
     return isinstance(env, kind) and (own.step_wait, own.reset) == (kind.step_wait, kind.reset)
 
@@ -83,22 +83,23 @@ def finals_of(
                 raise TransitionError(
                     f"{format_key(leaf.key)}: expected a terminal_observation with that part in "
                     f"lane {first_lane + lane}, got {type(observation).__name__} "
-                    f"{observation!r:.80}; a wrapper that changes observations has to change that "
-                    "too"
+                    f"{observation!r:.80}. A wrapper that changes observations must also change "
+                    "the terminal_observation."
                 ) from error
             if np.shape(value) != row.shape[1:]:
                 raise TransitionError(
                     f"{format_key(leaf.key)}: expected a terminal_observation of shape "
                     f"{list(row.shape[1:])}, got {list(np.shape(value))} in lane "
-                    f"{first_lane + lane}; a wrapper that changes observations has to change that "
-                    "too"
+                    f"{first_lane + lane}. A wrapper that changes observations must also change "
+                    "the terminal_observation."
                 )
             row[lane] = value
             if row.dtype.kind != "f" and not np.array_equal(row[lane], value):
                 raise TransitionError(
-                    f"{format_key(leaf.key)}: the terminal_observation in lane {first_lane + lane} "
-                    f"is no {row.dtype}, as the space declares; a wrapper that changes "
-                    "observations has to change that too"
+                    f"{format_key(leaf.key)}: expected a terminal_observation of {row.dtype} in "
+                    f"lane {first_lane + lane}, as the space declares, got values of another "
+                    "dtype. A wrapper that changes observations must also change the "
+                    "terminal_observation."
                 )
     return rows
 
@@ -133,7 +134,8 @@ class Sb3System(InfoSystem):
         env: the environment. The system closes it.
 
     Raises:
-        EnvironmentRefused: the vector is SuperSuit's, which is wrong if agents die unevenly.
+        EnvironmentRefused: the vector is SuperSuit's, which gives wrong results if agents end at
+            different steps.
         SpaceError: no column can hold a space.
     """
 
@@ -141,15 +143,15 @@ class Sb3System(InfoSystem):
     extra = "sb3"
     about = "resets in the step of an end, finals kept in infos; seeds at a reset of all"
     why_no_resets = (
-        "lanes are given them in a DummyVecEnv whose class has changed neither step nor reset; use "
+        "lanes accept them only in a DummyVecEnv whose class overrides neither step nor reset; use "
         "one, or MultiprocessCollector for processes"
     )
 
     def __init__(self, env: Any) -> None:
         if any(type(each).__module__.startswith("supersuit") for each in layers(env)):
             raise EnvironmentRefused(
-                "SuperSuit's vectors are wrong where agents die unevenly; pass the PettingZoo "
-                "environment itself"
+                "SuperSuit's vectors give wrong results if agents end at different steps. Pass the "
+                "PettingZoo environment itself."
             )
         *_, inner = layers(env)
         watch_processes(inner)
@@ -210,7 +212,8 @@ class Sb3System(InfoSystem):
         """Reset all lanes."""
         if options:
             raise ArgumentError(
-                f"reset: a VecEnv takes its options by set_options, got {sorted(options)}"
+                f"reset: expected no options, got {sorted(options)}. Pass options to a VecEnv by "
+                "set_options."
             )
         if seeds is not None:
             seed_next_reset(self.env, seeds)
@@ -247,9 +250,9 @@ class Sb3System(InfoSystem):
         for lane in ended:
             if infos[lane].get(_FINAL) is None:
                 raise TransitionError(
-                    f"infos[{lane}][{_FINAL!r}]: expected the final observation, and the VecEnv "
-                    "gave none at the end of an episode of lane "
-                    f"{self.first_lane + lane}. Let it put that there before it resets the lane"
+                    f"infos[{lane}][{_FINAL!r}]: expected the final observation, got none from the "
+                    f"VecEnv at the end of an episode of lane {self.first_lane + lane}. Let the "
+                    "VecEnv store the observation there before it resets the lane."
                 )
         found = {lane: infos[lane][_FINAL] for lane in ended}
         final = finals_of(found, self._leaves, self._getters, self.first_lane)

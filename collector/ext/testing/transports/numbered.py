@@ -1,4 +1,4 @@
-"""Test environments whose rows identify their step and that fail as planned, and a policy."""
+"""Test environments that number their rows and fail as planned, and a test policy."""
 
 import os
 import signal
@@ -92,13 +92,16 @@ def _vector(lanes: range, **kwargs: Any) -> SyncVectorEnv:
 
 
 def factories(lanes: Sequence[int], **kwargs: Any) -> list[Any]:
-    """Return factories for the lanes of each worker; ``lanes`` has their numbers."""
+    """Return one factory per worker; ``lanes`` has the number of lanes of each worker."""
     first = [sum(lanes[:at]) for at in range(len(lanes) + 1)]
     return [partial(_vector, range(*pair), **kwargs) for pair in pairwise(first)]
 
 
 class Versioned(TensorDictModuleBase):
-    """Policy with equal weights. Its actions encode their value, and its columns store it."""
+    """Policy whose weights are all equal.
+
+    Its actions depend on the value of the weights, and its columns store the value.
+    """
 
     def __init__(self, entries: int = 100_000) -> None:
         super().__init__()
@@ -129,7 +132,7 @@ def check_rows(rows: TensorDictBase) -> None:
     seen, after = rows["observation"].numpy(), rows["next", "observation"].numpy()
     lane, episode, step = (seen[:, at].astype(int) for at in range(3))
     assert np.array_equal(after[:, :2], seen[:, :2]), "an observation of another episode followed"
-    assert np.array_equal(after[:, 2], step + 1.0), "a step was left out"
+    assert np.array_equal(after[:, 2], step + 1.0), "a step is missing"
     action = rows["action"].reshape(len(rows)).numpy()
     reward = rows["next", "reward"].reshape(len(rows)).numpy()
     assert np.array_equal(reward, 10.0 * (step + 1) + action), "the reward is another step's"
@@ -140,9 +143,11 @@ def check_rows(rows: TensorDictBase) -> None:
     assert np.array_equal(rows["collector", "lane"].numpy(), lane)
     assert np.array_equal(rows["collector", "step"].numpy(), step)
     noise = np.stack([lane, seen[:, 3], after[:, 3]])
-    assert len(np.unique(noise, axis=1).T) == len(rows), "a row is there twice"
+    assert len(np.unique(noise, axis=1).T) == len(rows), "a row is stored twice"
     ids = rows["collector", "traj_ids"].numpy()
     for number in np.unique(ids):
         own = ids == number
-        assert len(set(zip(lane[own], episode[own], strict=True))) == 1, "two of one id"
+        assert len(set(zip(lane[own], episode[own], strict=True))) == 1, (
+            "two trajectories have one id"
+        )
         assert np.array_equal(step[own], np.arange(own.sum())), "a trajectory has a gap"

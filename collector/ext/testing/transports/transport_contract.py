@@ -58,7 +58,7 @@ class TransportContract:
     start_seconds: ClassVar[float] = 60.0
     """Time that a worker may take to start, in seconds."""
     notice_seconds: ClassVar[float] = 10.0
-    """Time until the end of a worker is noticed, or until all workers are gone, in seconds."""
+    """Longest time until the end of a worker is noticed, or until all workers are gone, in s."""
 
     def transport(self, jobs: Sequence[bytes]) -> Transport[Any]:
         """Return a transport for pickled jobs, one per worker."""
@@ -86,7 +86,7 @@ class TransportContract:
         """Return the next message of a worker."""
         until = time.monotonic() + self.start_seconds
         while link not in transport.ready([link], 0.25):
-            assert time.monotonic() < until, f"nothing was heard for {self.start_seconds:g} s"
+            assert time.monotonic() < until, f"no message arrived within {self.start_seconds:g} s"
         return link.hear()
 
     def test_a_worker_says_what_it_made_and_answers_in_order(self) -> None:
@@ -132,7 +132,7 @@ class TransportContract:
                 link.send(question)
                 assert isinstance(self.heard(transport, link), m.Done)
             board, slab = place.board(0), place.slab_of_all()
-            assert board[0] == 3, "the board says which slots are filled"
+            assert board[0] == 3, "expected the board to report 3 filled slots"
             steps = slab.array(("next", "observation"))[:3, :, 2]
             assert steps.tolist() == [[1, 1], [2, 2], [3, 3]]
 
@@ -191,7 +191,9 @@ class TransportContract:
                 assert isinstance(self.heard(transport, other), m.SlabRequest)
                 assert other.alive
                 other.send(m.Close())
-                assert other.over(self.notice_seconds), "it does not end when it is asked to"
+                assert other.over(self.notice_seconds), (
+                    "the worker does not end when it is asked to"
+                )
             finally:
                 other.end()
 
@@ -231,13 +233,13 @@ class TransportContract:
         rows = _joined(batches)
         version = rows["collector", "policy_version"]
         for name in ("low", "high"):
-            assert torch.equal(rows[name], version.float()), "weights of two versions"
+            assert torch.equal(rows[name], version.float()), "a row has weights of two versions"
         assert torch.equal(rows["action"], chosen(rows["observation"], version))
         newest = [int(batch["collector", "policy_version"].max()) for batch in batches]
         assert all(seen <= number for number, seen in enumerate(newest))
         if mode == "sync":
-            assert newest == list(range(21)), "an action was chosen by weights that were replaced"
-        assert newest[-1] > 10, "new weights did not come"
+            assert newest == list(range(21)), "replaced weights chose an action"
+        assert newest[-1] > 10, "new weights did not arrive"
 
     def test_in_step_the_parent_may_act(self) -> None:
         """Check that the parent acts in one call for all lanes.
@@ -271,9 +273,9 @@ class TransportContract:
         for name in ("low", "high"):
             assert torch.equal(rows[name], version.float()), "a row has another version"
         assert torch.equal(rows["action"], chosen(rows["observation"], version))
-        assert version.max() > 5, "new weights did not act"
+        assert version.max() > 5, "new weights chose no action"
 
-    # --- what fails -------------------------------------------------------------------------------
+    # --- failures ---------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("mode", MODES)
     def test_exactly_so_many_whatever_dies(self, mode: Any, tmp_path: Path) -> None:
@@ -292,8 +294,8 @@ class TransportContract:
             ledger = collector.ledger
             ledger.check()
         came = [fault.file.exists() for fault in faults]
-        # In async mode, others may finish before a restarted worker meets its next fault.
-        assert all(came) or (mode == "async" and any(came)), "not all that was planned came"
+        # In async mode, other workers may finish before a restarted worker meets its next fault.
+        assert all(came) or (mode == "async" and any(came)), "not all planned faults happened"
         assert ledger.stored == 301
         assert ledger.respawned == sum(came)
         with open_storage(tmp_path / "rows") as storage:
@@ -341,7 +343,7 @@ class TransportContract:
         with pytest.raises(EnvironmentRefused, match="columns differ"):
             self.collector([one, other], **_RUN)
 
-    # --- what is left -----------------------------------------------------------------------------
+    # --- leftovers --------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("mode", MODES)
     def test_stopping_in_the_middle_leaves_nothing(self, mode: Any) -> None:
@@ -361,7 +363,7 @@ class TransportContract:
 
     def test_workers_end_with_a_parent_that_is_killed(self, tmp_path: Path) -> None:
         if not self.processes:
-            pytest.skip("they are of that process")
+            pytest.skip("workers are part of the parent process")
         parent = multiprocessing.get_context("spawn").Process(
             target=_collect_for_ever, args=(type(self), tmp_path)
         )
@@ -370,7 +372,7 @@ class TransportContract:
             file = tmp_path / "pids"
             until = time.monotonic() + 2 * self.start_seconds
             while not file.exists():
-                assert time.monotonic() < until and parent.is_alive(), "no rows came"
+                assert time.monotonic() < until and parent.is_alive(), "no rows arrived"
                 time.sleep(0.05)
             pids = [int(word) for word in file.read_text().split()]
             assert pids and all(map(_alive, pids))
@@ -382,7 +384,7 @@ class TransportContract:
     def _wait_until(self, holds: Callable[[], bool], what: str) -> None:
         until = time.monotonic() + self.notice_seconds
         while not holds():
-            assert time.monotonic() < until, f"within {self.notice_seconds:g} s: {what}"
+            assert time.monotonic() < until, f"not true within {self.notice_seconds:g} s: {what}"
             time.sleep(0.02)
 
 
@@ -399,7 +401,7 @@ _ends: list[int] = []
 
 
 class _EndingPolicy(Versioned):
-    """Policy that kills processes which wait for its actions."""
+    """Policy that kills processes that wait for its actions."""
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
         """Write the action."""

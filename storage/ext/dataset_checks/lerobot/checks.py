@@ -37,7 +37,7 @@ def check_statistics(
     counted: Mapping[int, Mapping[str, FiniteStatistics]],
     found: CheckResults,
 ) -> None:
-    """Compare all kept statistics with the data: those of each episode, and of all rows."""
+    """Compare the saved statistics of each episode and of all rows with the data."""
     features = info["features"]
     for episode in listing.episodes:
         if episode.statistics is not None and episode.number in counted:
@@ -76,12 +76,12 @@ def _compare(
                 open_to_nan = np.zeros(1, np.bool_) if name == "count" else partial
                 why = _differs(said.get(name), wanted, slack, open_to_nan)
                 if why is not None:
-                    message = f"the {name} is not that of the rows"
+                    message = f"the {name} does not match the rows"
                     found.add("statistics", message, where, why, column)
 
 
 def _expected(each: FiniteStatistics) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """Return the statistics of finite values, and the tolerance of each."""
+    """Return the name, value and tolerance of each statistic of the finite values."""
     with np.errstate(all="ignore"):  # sums of very large numbers are infinite
         return _computed(each)
 
@@ -94,7 +94,7 @@ def _computed(each: FiniteStatistics) -> list[tuple[str, np.ndarray, np.ndarray]
     size = np.maximum(np.abs(low), np.abs(high))
     rounding = _ROUNDING * size + 1e-30
     slack = _SLACK * (high - low) + rounding
-    # For a mean far from zero, squaring costs digits of the standard deviation.
+    # If the mean is far from zero, the difference of squares has few exact digits.
     lost = np.sqrt(1e-7) * size * (size > 100 * np.maximum(deviation, 1e-30)) + slack
     return [
         ("count", np.asarray([each.count]), np.zeros(1)),
@@ -108,21 +108,21 @@ def _computed(each: FiniteStatistics) -> list[tuple[str, np.ndarray, np.ndarray]
 def _differs(
     said: Any, wanted: np.ndarray, slack: np.ndarray, open_to_nan: np.ndarray
 ) -> str | None:
-    """Return how a kept value differs from that of the rows, or None if it does not."""
+    """Describe how a saved statistic differs from ``wanted``, or return None if it does not."""
     try:
         value = np.asarray(said, np.float64).reshape(-1)
     except (TypeError, ValueError):
-        return f"it is {said!r:.60}"
+        return f"it is {said!r:.60}, expected numbers"
     if value.shape != wanted.shape:
         return f"it has {value.size} numbers, expected {wanted.size}"
-    # An infinite sum cannot refute a kept value, which may have been computed in another way.
+    # An infinite sum cannot refute a saved value, which may have been computed in another way.
     with np.errstate(all="ignore"):
         wrong = ~(np.abs(value - wanted) <= slack) & np.isfinite(wanted)
     wrong &= ~(open_to_nan & ~np.isfinite(value))
     if not wrong.any():
         return None
     at = int(np.argmax(wrong))
-    return f"{value[at]:.6g}, and that of the rows is {wanted[at]:.6g}"
+    return f"{value[at]:.6g}, expected {wanted[at]:.6g}"
 
 
 _INFO = "meta/info.json"
@@ -130,7 +130,7 @@ VERSIONS = ("v2.0", "v2.1", "v3.0")
 
 
 class LerobotChecker(Checker):
-    """Checks Parquet files of episodes, videos, and lists of episodes."""
+    """Checks the lists, the Parquet files and the videos of a LeRobot dataset."""
 
     name = "lerobot"
     checks = (
@@ -160,17 +160,17 @@ class LerobotChecker(Checker):
         if info is None:
             return
         if not isinstance(info, dict) or not isinstance(info.get("features"), dict):
-            found.add("metadata", "the text names no columns", Where(_INFO))
+            found.add("metadata", "the file declares no columns", Where(_INFO))
             return
         version = info.get("codebase_version")
         if version not in VERSIONS:
-            what = f"{text_of(version)}, known are {', '.join(VERSIONS)}"
-            found.add("metadata", "the version is none that is known", Where(_INFO), what)
+            what = f"{text_of(version)}, expected one of {', '.join(VERSIONS)}"
+            found.add("metadata", "the version is not supported", Where(_INFO), what)
             return
         rate = info.get("fps")
         if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 < rate < 1e6:
             found.add(
-                "metadata", "frames a second are no number above 0", Where(_INFO), text_of(rate)
+                "metadata", "the frame rate is not a number above 0", Where(_INFO), text_of(rate)
             )
             info = info | {"fps": None}
         listing = listing_of(folder, info, found)
@@ -184,7 +184,7 @@ class LerobotChecker(Checker):
 
 
 def _check_counts(info: dict[str, Any], listing: Listing, rows: int, found: CheckResults) -> None:
-    """Compare the counts in ``info.json`` with those of the lists and of the rows."""
+    """Compare the counts in ``info.json`` with the lists and the rows."""
     found.rows = rows
     wanted = {
         "total_episodes": len(listing.episodes),
@@ -198,12 +198,12 @@ def _check_counts(info: dict[str, Any], listing: Listing, rows: int, found: Chec
             wanted["total_videos"] = len(listing.episodes) * len(listing.cameras)
     for name, count in wanted.items():
         if declared_count(info.get(name)) != count:
-            what = f"{name} is {text_of(info.get(name))}, and there are {count:,}"
-            found.add("metadata", "a count is not that of the data", Where(_INFO), what)
+            what = f"{name} is {text_of(info.get(name))}, expected {count:,}"
+            found.add("metadata", "a count does not match the data", Where(_INFO), what)
     splits = info.get("splits")
     for name, said in splits.items() if isinstance(splits, dict) else ():
         begin, _, end = str(said).partition(":")
         bounds = [int(each) for each in (begin, end) if each.isdecimal() and len(each) < 18]
         if len(bounds) == 2 and not bounds[0] <= bounds[1] <= len(listing.episodes):
-            what = f"{name!s:.40} is {said!s:.40} of {len(listing.episodes):,} episodes"
-            found.add("metadata", "a split has episodes that there are not", Where(_INFO), what)
+            what = f"{name!s:.40} is {said!s:.40}, but there are {len(listing.episodes):,} episodes"
+            found.add("metadata", "a split names episodes that do not exist", Where(_INFO), what)

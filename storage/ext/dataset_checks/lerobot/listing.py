@@ -105,7 +105,7 @@ def listing_of(
     files = list(dict.fromkeys(each.data for each in episodes))
     for name in folder.below("data", ".parquet"):
         if name not in files:
-            found.add("files", "no episode is in a file of rows", Where(name))
+            found.add("files", "a file of rows belongs to no episode", Where(name))
     return Listing(version, episodes, tasks or {}, cameras, files)
 
 
@@ -155,17 +155,20 @@ class _Names:
         }
 
     def _named(self, pattern: str, values: Mapping[str, Any]) -> str | None:
-        """Return a file name. If it is invalid, add one finding per template and return None."""
+        """Return the file name for a template. If it is invalid, add a finding and return None.
+
+        Each template causes at most one finding.
+        """
         text: Any = self._info.get(pattern)
         try:
             name = _FIELD.sub(lambda match: _filled(match, values), text)
             if {"{", "}"} & {*name} or PurePosixPath(name).is_absolute() or ".." in name.split("/"):
-                raise ValueError("it leads out of the dataset, or has a field that is not known")
+                raise ValueError("the path leads out of the dataset, or has an unknown field")
             return name
         except (TypeError, ValueError, KeyError) as error:
             if pattern not in self._bad:
                 self._bad.add(pattern)
-                message = "the names of files cannot be made"
+                message = "the names of files cannot be derived"
                 what = f"{pattern} is {text!r:.100}: {error!s:.100}"
                 self._found.add("files", message, Where("meta/info.json"), what)
             return None
@@ -176,7 +179,7 @@ def _filled(match: re.Match[str], values: Mapping[str, Any]) -> str:
     if width is None:
         return str(value)
     if declared_count(value) is None:
-        raise ValueError(f"{match[1]} is {value!r:.40}")
+        raise ValueError(f"{match[1]} is {value!r:.40}, expected a count")
     return f"{value:0{int(width)}d}"
 
 
@@ -218,7 +221,11 @@ def _numbered(pairs: list[tuple[Any, Any]], name: str, found: CheckResults) -> d
     for row, (number, task) in enumerate(pairs):
         if declared_count(number) is None or number in tasks:
             found.add(
-                "tasks", "a task has no number of its own", Where(name), repr(number), row=row
+                "tasks",
+                "a task has no number, or the number of another task",
+                Where(name),
+                repr(number),
+                row=row,
             )
         else:
             tasks[number] = str(task)
@@ -287,7 +294,7 @@ def _whole(file: Any, columns: list[str] | None, name: str, found: CheckResults)
     try:
         return file.read(columns=columns, use_threads=False)
     except damage(arrow) as error:
-        found.add("files", "a file of Parquet is damaged", Where(name), f"{error!s:.200}")
+        found.add("files", "a Parquet file is damaged", Where(name), f"{error!s:.200}")
         return None
 
 
@@ -311,12 +318,12 @@ def opened_parquet(folder: DatasetFolder, name: str, found: CheckResults) -> Ite
         try:
             tail = raw.read(8)
         except OSError as error:
-            found.add("files", "a file of Parquet cannot be read", where, str(error))
+            found.add("files", "a Parquet file cannot be read", where, str(error))
             tail = b""
         raw.seek(0)
         footer = int.from_bytes(tail[:4], "little")
         if len(tail) < 8 or tail[4:] != b"PAR1" or footer > min(size, _FOOTER_LIMIT):
-            message = "a file of Parquet has no footer: it is cut, or its writer was killed"
+            message = "a Parquet file has no footer: it is truncated, or its writer was killed"
             found.add("files", message, where)
             yield None
             return
@@ -330,11 +337,13 @@ def opened_parquet(folder: DatasetFolder, name: str, found: CheckResults) -> Ite
             )
             meta = file.metadata
             for group in range(meta.num_row_groups):
-                # `row_group(n).column(m)` would end the process on damaged statistics.
+                # `row_group(n).column(m)` crashes the process if its statistics are damaged.
                 nbytes = meta.row_group(group).total_byte_size
-                require_memory(2 * nbytes, f"a group of {name}", "Use a larger machine.")
+                require_memory(
+                    2 * nbytes, f"a row group of {name}", "Use a machine with more memory."
+                )
         except damage(arrow) as error:
-            message = "a file of Parquet cannot be opened"
+            message = "a Parquet file cannot be opened"
             found.add("files", message, where, f"{error!s:.200}")
             yield None
             return

@@ -41,7 +41,7 @@ _SLACK: Final = 1e-4
 _ROUNDING: Final = 4e-7
 """The relative rounding error of two float32 timestamps."""
 COUNTED_APART: Final = ("frame_index", "episode_index", "index", "task_index")
-"""Columns whose statistics LeRobot keeps, but whose values it changes, when it joins datasets."""
+"""Columns whose values, but not statistics, LeRobot changes when it joins datasets."""
 
 
 @dataclass
@@ -105,7 +105,7 @@ class LeRobotRowChecks:
         folder: the files of the dataset.
         info: the content of ``info.json``.
         listing: the lists of the dataset.
-        found: collects the findings.
+        found: the object that collects the findings.
     """
 
     def __init__(
@@ -151,11 +151,11 @@ class LeRobotRowChecks:
                     self._batch(arrow, batch, name)
             except damage(arrow) as error:
                 self._unread.add(name)
-                message = "a file of Parquet is damaged"
+                message = "a Parquet file is damaged"
                 self._found.add("files", message, Where(name), f"{error!s:.200}")
 
     def _columns(self, arrow: Any, schema: Any, name: str) -> list[str]:
-        """Return the numeric columns. Compare all columns with their description."""
+        """Compare all columns with ``info.json``, and return the names of the numeric ones."""
         found, numbers = self._found, []
         where = Where(name)
         for column, said in self._features.items():
@@ -175,7 +175,7 @@ class LeRobotRowChecks:
                     numbers.append(column)
                 else:
                     what = f"it is {kind}, expected {dtype}"
-                    found.add("columns", "a column has another dtype", where, what, column)
+                    found.add("columns", "a column has the wrong dtype", where, what, column)
         for column in schema.names:
             if column not in self._features:
                 found.add("columns", "a column is not named in info.json", where, column=column)
@@ -200,7 +200,10 @@ class LeRobotRowChecks:
     def _values(
         self, arrow: Any, array: Any, column: str, count: int, name: str
     ) -> np.ndarray | None:
-        """Return a column's numbers [rows, k]. If rows lack some, add a finding and return None."""
+        """Return a column's numbers [rows, k]. If they are invalid, return None.
+
+        Invalid numbers are reported as a finding.
+        """
         shape = self._features[column].get("shape")
         size = math.prod(shape) if isinstance(shape, list) and _counts(shape) else -1
         found, where = self._found, Where(name)
@@ -216,7 +219,7 @@ class LeRobotRowChecks:
             return None
         if size < 0 or len(array) != count * size:
             what = f"{len(array):,} numbers in {count:,} rows, expected {shape!r:.60} each"
-            found.add("columns", "a column has another shape", where, what, column)
+            found.add("columns", "a column has the wrong shape", where, what, column)
             return None
         flat: np.ndarray = array.to_numpy(zero_copy_only=False)
         return flat.reshape(count, size)
@@ -227,10 +230,10 @@ class LeRobotRowChecks:
         seen = self._seen.setdefault(number, _EpisodeRowsRead())
         goes_on = number == self._current
         if seen.rows and not goes_on:
-            message = "rows of an episode are not next to one another"
+            message = "rows of an episode are not consecutive"
             found.add("episodes", message, Where(name), f"episode {number}", row=self.rows)
         elif number not in self._episodes:
-            message = "rows are of an episode that is not listed"
+            message = "rows belong to an episode that is not listed"
             found.add("episodes", message, Where(name, number))
         if not goes_on:
             self._before = None
@@ -239,8 +242,10 @@ class LeRobotRowChecks:
             seen.first = self.rows
             first = values["frame_index"][0, 0]
             if first != 0:
-                what = f"its first is {first}"
-                found.add("steps", "frames of an episode do not begin at 0", where, what, row=0)
+                what = f"the first index is {first}"
+                found.add(
+                    "steps", "the frame indices of an episode do not start at 0", where, what, row=0
+                )
         self._follow(values, where)
         self._alone(values, where, number)
         self._before = {each: float(values[each][-1, 0]) for each in _NUMBERS if each in values}
@@ -254,13 +259,13 @@ class LeRobotRowChecks:
         found = self._found
         for column in ("frame_index", "index"):
             steps, after = self._steps(values, column, where)
-            found.add_rows("steps", f"{column} does not count by one", steps != 1, after, column)
+            found.add_rows("steps", f"{column} does not increase by one", steps != 1, after, column)
         if self._rate is not None and "timestamp" in values:
             with np.errstate(all="ignore"):  # an infinite timestamp is a finding
                 steps, after = self._steps(values, "timestamp", where)
                 late = np.abs(values["timestamp"][-len(steps) :, 0]) if len(steps) else steps
                 wrong = np.abs(steps - 1 / self._rate) > _SLACK + _ROUNDING * late
-            message = "a timestamp does not follow the one before by the rate of frames"
+            message = "the time between timestamps does not match the frame rate"
             found.add_rows(
                 "timestamps", message, wrong, after, None, lambda row: f"{steps[row]:.6g} s later"
             )
@@ -268,7 +273,7 @@ class LeRobotRowChecks:
     def _steps(
         self, values: Mapping[str, np.ndarray], column: str, where: Where
     ) -> tuple[np.ndarray, Where]:
-        """Return the differences of consecutive rows, and the place of the first difference."""
+        """Return the difference of each row from the previous row, and the place of the first."""
         each = values[column][:, 0].astype(np.float64 if column == "timestamp" else np.int64)
         if self._before is None:
             return np.diff(each), Where(where.file, where.episode, where.start + 1)
@@ -276,7 +281,7 @@ class LeRobotRowChecks:
         return np.diff(np.concatenate([before, each])), where
 
     def _alone(self, values: Mapping[str, np.ndarray], where: Where, number: int) -> None:
-        """Make the checks that look at one row."""
+        """Make the checks that look at each row on its own."""
         found, episode = self._found, self._episodes.get(number)
         counted, parts = self.counted.setdefault(number, {}), []
         floats = False
@@ -302,14 +307,14 @@ class LeRobotRowChecks:
 
     def _tasks(self, tasks: np.ndarray, where: Where, episode: ListedEpisode | None) -> None:
         known = np.isin(tasks, [*self._listing.tasks])
-        message = "a row is of a task that there is not"
+        message = "a row names a task that does not exist"
         self._found.add_rows(
             "tasks", message, ~known, where, None, lambda row: f"task {tasks[row]}"
         )
         if episode is not None and episode.tasks is not None:
             own = [n for n, text in self._listing.tasks.items() if text in episode.tasks]
             wrong = known & ~np.isin(tasks, own)
-            message = "a row is of a task that its episode has not"
+            message = "a row names a task that its episode does not have"
             self._found.add_rows(
                 "tasks", message, wrong, where, None, lambda row: f"task {tasks[row]}"
             )
@@ -324,19 +329,24 @@ class LeRobotRowChecks:
             found.add("episodes", "an episode has no rows", where, f"expected in {episode.data}")
             return
         if seen.rows != episode.length:
-            what = f"it says {episode.length:,}, and there are {seen.rows:,}"
-            found.add("episodes", "an episode has another length", where, what)
+            what = f"expected {episode.length:,} rows, got {seen.rows:,}"
+            found.add("episodes", "an episode does not have its listed length", where, what)
         if seen.files != {episode.data}:
             what = f"{', '.join(sorted(seen.files))}, expected {episode.data}"
-            found.add("episodes", "rows are in another file than the list says", where, what)
+            found.add("episodes", "rows are in another file than listed", where, what)
         if episode.begin is not None and not self._unread and seen.first != episode.begin:
-            what = f"at {seen.first}, the list says {episode.begin}"
-            found.add("episodes", "an episode begins elsewhere", where, what)
+            what = f"expected row {episode.begin}, got {seen.first}"
+            found.add("episodes", "an episode does not begin at its listed row", where, what)
         if None not in (episode.begin, episode.end):
             assert episode.begin is not None and episode.end is not None
             if episode.end - episode.begin != episode.length:
-                what = f"from {episode.begin} to {episode.end}, of {episode.length} rows"
-                found.add("episodes", "an episode ends elsewhere", where, what)
+                what = f"from {episode.begin} to {episode.end}, with {episode.length} rows"
+                found.add(
+                    "episodes",
+                    "the listed end of an episode does not match its length",
+                    where,
+                    what,
+                )
 
 
 def _counts(shape: list[Any]) -> bool:

@@ -31,10 +31,10 @@ def check_videos(
 ) -> None:
     """Compare the videos of all cameras with the lists of episodes."""
     if not listing.cameras:
-        found.skipped["videos"] = "there is no film"
+        found.skipped["videos"] = "there are no videos"
         return
     try:
-        av = needed("av", "video", "films need")
+        av = needed("av", "video", "videos need")
     except MissingLibrary as error:
         found.skipped["videos"] = str(error)
         return
@@ -45,7 +45,7 @@ def check_videos(
                 by_file.setdefault(episode.films[camera].file, []).append(episode)
         for name in folder.below("videos", ".mp4"):
             if f"/{camera}/" in f"/{name}" and name not in by_file:
-                found.add("files", "no episode is in a film", Where(name))
+                found.add("files", "a video belongs to no episode", Where(name))
         for name, episodes in by_file.items():
             frames = frames_of(av, folder, name, found)
             if frames is not None:
@@ -60,18 +60,17 @@ def frames_of(av: Any, folder: DatasetFolder, name: str, found: CheckResults) ->
     times = []
     with raw:
         try:
-            # The name of the format keeps FFmpeg from opening other files that the content refers
-            # to.
+            # A fixed format keeps FFmpeg from opening other files to which the content refers.
             with av.open(raw, format="mp4") as container:
                 stream = container.streams.video[0]
                 for packet in container.demux(stream):
                     if packet.size and packet.pts is not None:
                         times.append(float(packet.pts * packet.time_base))
                     if packet.is_corrupt or len(times) > _MOST_PACKETS:
-                        raise ValueError("a frame is damaged, or there are too many")
+                        raise ValueError("a frame is damaged, or there are too many frames")
                 size = int(stream.height), int(stream.width)
         except (av.error.FFmpegError, ValueError, IndexError, OSError, EOFError) as error:
-            message = "a film cannot be read"
+            message = "a video cannot be read"
             found.add("videos", message, Where(name), f"{error!s:.200}")
             return None
     return Frames(np.sort(np.asarray(times)), *size)
@@ -93,21 +92,23 @@ class _Film:
         alone = len(episodes) == 1
         where = Where(self._name, episodes[0].number) if alone else self._where
         if len(frames.times) != wanted:
-            what = f"{len(frames.times):,} frames, and its episodes have {wanted:,} rows"
-            found.add("videos", "a film has not a frame for each row", where, what)
+            what = f"{len(frames.times):,} frames, but its episodes have {wanted:,} rows"
+            found.add("videos", "a video does not have one frame per row", where, what)
         if isinstance(self._said, list) and sorted([frames.height, frames.width]) != sorted(
             _sizes(self._said)
         ):
             what = f"{frames.height} x {frames.width}, expected {self._said!r:.60}"
-            found.add("videos", "frames are of another size", where, what)
+            found.add("videos", "frames have the wrong size", where, what)
         if self._rate is None or len(frames.times) < 2:
             return
         steps = np.diff(frames.times)
         wrong = np.abs(steps - 1 / self._rate) > 0.5 / self._rate
         if wrong.any():
             at = int(np.argmax(wrong))
-            what = f"frame {at + 1} is {steps[at]:.4g} s after the one before"
-            found.add("videos", "frames do not follow one another by the rate", where, what)
+            what = f"frame {at + 1} is {steps[at]:.4g} s after the previous one"
+            found.add(
+                "videos", "the time between frames does not match the frame rate", where, what
+            )
         self._parts(episodes)
 
     def _parts(self, episodes: list[ListedEpisode]) -> None:
@@ -121,17 +122,17 @@ class _Film:
                 continue
             where = Where(self._name, episode.number)
             if not isinstance(film.begin, float) or not isinstance(film.end, float):
-                found.add("videos", "an episode does not say its part of a film", where)
+                found.add("videos", "an episode does not declare its part of the video", where)
                 continue
             what = f"from {film.begin:.4g} to {film.end:.4g} s"
             if abs(film.end - film.begin - episode.length / self._rate) > half:
-                message = "an episode's part of a film is not as long as its rows"
+                message = "the length of an episode's part of the video does not match its rows"
                 found.add("videos", message, where, what)
             if film.begin < before - half:
-                message = "an episode's part of a film is another one's, too"
+                message = "an episode's part of the video overlaps that of another episode"
                 found.add("videos", message, where, what)
             if film.end > end + half:
-                message = "an episode's part of a film is beyond its end"
+                message = "an episode's part of the video extends beyond the end of the video"
                 found.add("videos", message, where, what)
             before = max(before, film.end)
 

@@ -54,7 +54,7 @@ _DISCOUNT, _ACTION, _REWARD = (f"{STEPS}/{name}" for name in (DISCOUNT, ACTION, 
 
 
 class RldsEpisodeChecks:
-    """Checks of records against ``features.json``.
+    """Checks records against ``features.json``.
 
     Raises:
         InvalidDataset: ``features.json`` has no steps.
@@ -70,7 +70,7 @@ class RldsEpisodeChecks:
             self._learn("/".join(path), path, each, of_episode=True)
         for name in _FLAGS[:2]:  # the flag of terminal steps is optional
             if name not in self._values:
-                message = "a flag of RLDS is not among the features"
+                message = "a flag that RLDS requires is not among the features"
                 found.add("columns", message, Where(FEATURES), column=name)
         # Observations from a finite set may repeat a whole episode legitimately.
         seen = [each.feature for each in self._values.values() if each.feature.observed]
@@ -102,8 +102,8 @@ class RldsEpisodeChecks:
         steps = Counter(counts.values()).most_common(1)[0][0] if counts else 0
         for name, count in counts.items():
             if count != steps:
-                what = f"it has {count:,} for {steps:,} steps"
-                message = "a column has another number of rows"
+                what = f"it has {count:,} rows for {steps:,} steps"
+                message = "a column has the wrong number of rows"
                 self._found.add("rows", message, where, what, name)
         if steps == 0:
             self._found.add("episodes", "an episode has no steps", where)
@@ -114,8 +114,8 @@ class RldsEpisodeChecks:
     def _double(self, content: bytes, where: Where) -> None:
         digest = hashlib.blake2b(content, digest_size=16).digest()
         if (before := self._seen.get(digest)) is not None:
-            what = f"it is that of {before}"
-            self._found.add("episodes", "an episode is there twice", where, what)
+            what = f"it has the same content as {before}"
+            self._found.add("episodes", "an episode occurs twice", where, what)
         elif len(self._seen) < _MOST_KEPT:
             self._seen[digest] = f"{where.file}, episode {where.episode}"
 
@@ -141,16 +141,16 @@ class RldsEpisodeChecks:
             try:
                 count = each.count(lists[name])
             except InvalidDataset as error:
-                self._wrong("a column is of another shape", where, error, name)
+                self._wrong("a column has the wrong shape", where, error, name)
                 continue
             if count == 0 and any(len(getattr(lists[name], kind).value) for kind in LISTS):
-                message = "a column is of another kind of numbers, or none"
+                message = "a column does not hold the declared kind of numbers"
                 self._found.add("columns", message, where, column=name)
             elif not each.feature.of_episode:
                 counts[name] = count
             elif count != 1:
-                what = f"it has {count:,}"
-                message = "a column of the episode has not one value"
+                what = f"it has {count:,} values"
+                message = "a column of the episode does not have exactly one value"
                 self._found.add("columns", message, where, what, name)
         return counts
 
@@ -176,14 +176,14 @@ class RldsEpisodeChecks:
                 try:
                     values[name] = each.get(found)
                 except InvalidDataset as error:
-                    self._wrong("values are none of its dtype", where, error, name)
+                    self._wrong("values do not fit the dtype of the column", where, error, name)
         self._borders(values, where)
         self._discounts(values, where)
         self._finite(values, where)
         for name, clock in values.items():
             if name.split("/")[-1] in _CLOCKS and clock.ndim == 1 and clock.dtype.kind in "iuf":
                 late = np.append(False, clock[1:] < clock[:-1])
-                self._found.add_rows("timestamps", "time goes back", late, where, name)
+                self._found.add_rows("timestamps", "timestamps decrease", late, where, name)
 
     def _lit(self, values: RldsValues, found: Any, where: Where) -> np.ndarray:
         """Check all images, and return a mask [steps, 1] of the images that are not black."""
@@ -195,7 +195,7 @@ class RldsEpisodeChecks:
             except InvalidDataset as error:
                 # An image that no library can decode is damaged. Any other error is a wrong size.
                 damaged = error.__cause__ is not None
-                message = "an image is damaged" if damaged else "an image is of another size"
+                message = "an image is damaged" if damaged else "an image has the wrong size"
                 check = "files" if damaged else "columns"
                 self._found.add(check, message, where, f"{error!s:.200}", name, row)
         return lit
@@ -204,15 +204,15 @@ class RldsEpisodeChecks:
         first, last, terminal = (values.get(name) for name in _FLAGS)
         if first is not None:
             step = np.arange(len(first))
-            message = "the first step is not marked as it, or another one is"
+            message = "the first step is not marked as first, or another step is"
             self._found.add_rows("episodes", message, first != (step == 0), where, _FLAGS[0])
         if last is not None:
             end = np.arange(len(last)) == len(last) - 1
-            message = "the last step is not marked as it, or another one is"
+            message = "the last step is not marked as last, or another step is"
             self._found.add_rows("episodes", message, last != end, where, _FLAGS[1])
         if terminal is not None:
             early = terminal & (np.arange(len(terminal)) < len(terminal) - 1)
-            message = "steps follow a terminal one"
+            message = "steps follow a terminal step"
             self._found.add_rows("ends", message, early, where, _FLAGS[2])
 
     def _discounts(self, values: Mapping[str, np.ndarray], where: Where) -> None:
@@ -225,11 +225,14 @@ class RldsEpisodeChecks:
         # One of the last two steps ends the episode. A writer may also have left all discounts 0.
         early = (discount == 0) & (np.arange(len(discount)) < len(discount) - 2)
         if discount.any():
-            message = "a discount is 0, and the episode goes on"
+            message = "a discount is 0, but the episode continues"
             self._found.add_rows("ends", message, early, where, _DISCOUNT)
 
     def _finite(self, values: Mapping[str, np.ndarray], where: Where) -> None:
-        """Report NaN and rows of zeros. Values after the last observation do not count."""
+        """Report NaN, infinity and rows of zeros.
+
+        The action and reward of the last step belong to no transition, and are not checked.
+        """
         acted, observed = list[np.ndarray](), list[np.ndarray]()
         seen = False
         valid = observations_valid(values.get(_NEXT_VALID))
@@ -282,7 +285,7 @@ class RldsChecker(Checker):
         wanted = {name for each in info.splits for name in each.files}
         for name in sorted(os.listdir(place)):
             if SHARD.fullmatch(name) and name not in wanted:
-                found.add("files", "no split has a file of records", Where(name))
+                found.add("files", "a file of records belongs to no split", Where(name))
         shards = _ShardList(folder, episodes, found, len(wanted))
         for split in info.splits:
             shards.check(split)
@@ -295,7 +298,7 @@ def _info(folder: DatasetFolder, found: CheckResults) -> RldsInfo | None:
     try:
         return RldsInfo.of(said)
     except InvalidDataset as error:
-        message = "the metadata are none of TensorFlow Datasets"
+        message = "the metadata are not valid for TensorFlow Datasets"
         found.add("metadata", message, Where(INFO), f"{error!s:.300}")
         return None
 
@@ -307,13 +310,13 @@ def _episodes(folder: DatasetFolder, found: CheckResults) -> RldsEpisodeChecks |
     try:
         return RldsEpisodeChecks(said, found)
     except InvalidDataset as error:
-        message = "the features are none of RLDS"
+        message = "the features are not valid for RLDS"
         found.add("metadata", message, Where(FEATURES), f"{error!s:.300}")
         return None
 
 
 class _ShardList:
-    """The record files."""
+    """Checks the record files of the splits."""
 
     def __init__(
         self,
@@ -342,11 +345,11 @@ class _ShardList:
                 continue
             nbytes += size
             if count != length:
-                what = f"{name} has {count:,}, and {length:,} are said"
-                self._add("a shard has another number of episodes", what)
+                what = f"{name} has {count:,} episodes, expected {length:,}"
+                self._add("a shard has the wrong number of episodes", what)
         if whole and split.nbytes not in (None, nbytes):
-            what = f"the records of {split.name} have {nbytes:,}, and {split.nbytes:,} are said"
-            self._add("a split has another number of bytes", what)
+            what = f"the records of {split.name} have {nbytes:,} bytes, expected {split.nbytes:,}"
+            self._add("a split has the wrong number of bytes", what)
 
     def _add(self, message: str, what: str) -> None:
         self._found.add("metadata", message, Where(INFO), what)

@@ -46,7 +46,7 @@ class LeRobotInfo:
             InvalidDataset: the value is invalid, or of an unsupported version.
         """
         if not isinstance(said, dict):
-            raise InvalidDataset(f"{layout.INFO} is no dictionary")
+            raise InvalidDataset(f"{layout.INFO} is not a JSON object")
         version, features = said.get("codebase_version"), said.get("features")
         fps: Any = said.get("fps")
         chunk: Any = said.get("chunks_size", layout.CHUNK)
@@ -58,9 +58,11 @@ class LeRobotInfo:
         ):
             raise InvalidDataset(f"{layout.INFO} has no features")
         if type(fps) not in (int, float) or not 0 < fps < 2**20:
-            raise InvalidDataset(f"its fps is {fps!r:.40}")
+            raise InvalidDataset(f"its fps is {fps!r:.40}, expected a number above 0")
         if type(chunk) is not int or not 0 < chunk < 2**31:
-            raise InvalidDataset(f"its chunks_size is {chunk!r:.40}")
+            raise InvalidDataset(
+                f"its chunks_size is {chunk!r:.40}, expected a whole number above 0"
+            )
         tasks = said.get("total_tasks", 0)
         tasks = tasks if type(tasks) is int and tasks > 0 else 0
         rows = said.get("total_frames")
@@ -104,18 +106,18 @@ def episodes_of(
         raise refused(place, f"its episodes cannot be read ({error!r:.200})") from error
     if info.rows not in (None, found.rows):
         raise InvalidDataset(
-            f"{layout.INFO} counts {info.rows:,} frames, and its episodes have {found.rows:,}. "
-            "`tallyroll repair` saves the rows that are there"
+            f"{layout.INFO} counts {info.rows:,} frames, but the episodes have {found.rows:,}. "
+            "`tallyroll repair` saves the readable rows"
         )
     return found
 
 
 def _lengths(values: Any) -> np.ndarray:
     if isinstance(values, list) and not all(type(each) is int for each in values):
-        raise InvalidDataset("an episode's length is no whole number")
+        raise InvalidDataset("an episode's length is not a whole number")
     lengths = np.asarray(values, np.int64).reshape(-1)
     if len(lengths) and (lengths.min() < 1 or lengths.max() >= _MOST_ROWS // len(lengths)):
-        raise InvalidDataset("an episode has no row, or too many")
+        raise InvalidDataset("an episode has no rows, or too many")
     return lengths
 
 
@@ -124,7 +126,7 @@ def _of_lines(
 ) -> LeRobotEpisodes:
     lines = layout.read_lines(inside, "meta/episodes.jsonl", place, _LINES_NBYTES)
     if len(lines) > _MOST_EPISODES:
-        raise InvalidDataset(f"it has {len(lines):,} episodes")
+        raise InvalidDataset(f"it has {len(lines):,} episodes, expected at most {_MOST_EPISODES:,}")
     if [line["episode_index"] for line in lines] != list(range(len(lines))):
         raise InvalidDataset("its episodes are not numbered from 0")
     numbers = range(len(lines))
@@ -195,18 +197,24 @@ def _read(
     arrow = tables.arrow_module()
     file = opened_parquet(os.fdopen(inside.open(path, os.O_RDONLY), "rb"), path.name, place, stack)
     if file.metadata.num_rows > _MOST_EPISODES:
-        raise InvalidDataset(f"{path.name} has {file.metadata.num_rows:,} episodes")
+        raise InvalidDataset(
+            f"{path.name} has {file.metadata.num_rows:,} episodes, expected at most "
+            f"{_MOST_EPISODES:,}"
+        )
     try:
         table = file.read(columns=[*found], use_threads=False)
         for name, values in found.items():
             column = table.column(name)
             if column.null_count:
-                raise InvalidDataset(f"{name} of an episode is not there")
+                raise InvalidDataset(f"{name} of an episode is missing")
             array = column.to_numpy()
             if array.dtype.kind not in ("f" if name.endswith("timestamp") else "iu"):
-                raise InvalidDataset(f"{name} of episodes are {array.dtype}")
+                raise InvalidDataset(f"{name} of the episodes has the wrong dtype {array.dtype}")
             if len(array) and not (array.min() >= 0 and array.max() < _MOST_ROWS):
-                raise InvalidDataset(f"{name} of an episode is {array.min()} or {array.max()}")
+                raise InvalidDataset(
+                    f"{name} of the episodes: expected values from 0 to below {_MOST_ROWS:,}, got "
+                    f"{array.min()} to {array.max()}"
+                )
             values.append(array)
     except damage_of(arrow) as error:
         raise refused(place, f"{path.name}: {error}") from error

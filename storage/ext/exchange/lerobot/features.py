@@ -41,11 +41,14 @@ class LeRobotFeature:
     kind: Kind
     picture: Picture | None = None
     source: Key | None = None
-    """For the kind "following", the column whose frames precede these."""
+    """For the kind "following", the key of the column whose video holds the frames."""
 
     @property
     def stand_in(self) -> Column:
-        """The numbers in a table: two for a complex number, and float32 for bfloat16."""
+        """The column of plain numbers that a table stores for this column.
+
+        A complex number becomes two numbers, and bfloat16 becomes float32.
+        """
         column, shape = self.column, self.column.shape
         if column.dtype is torch.bfloat16:
             return Column(column.key, torch.float32, self._flat(shape))
@@ -59,7 +62,7 @@ class LeRobotFeature:
         return shape if 0 < len(shape) <= _MOST_DIMS else (math.prod(shape),)
 
     @property
-    def said(self) -> dict[str, Any]:
+    def info_entry(self) -> dict[str, Any]:
         """The entry in ``info.json``, without the video information."""
         if self.picture is None:
             stand_in = self.stand_in
@@ -73,7 +76,7 @@ class LeRobotFeature:
 
 
 def numbers_out(values: np.ndarray, feature: LeRobotFeature) -> np.ndarray:
-    """Convert a column's values to those of its stand-in."""
+    """Convert a column's values to the values of its `LeRobotFeature.stand_in`."""
     stand_in = feature.stand_in
     flat = np.ascontiguousarray(values).reshape(-1)
     if feature.column.dtype is torch.bfloat16:
@@ -82,7 +85,7 @@ def numbers_out(values: np.ndarray, feature: LeRobotFeature) -> np.ndarray:
 
 
 def numbers_back(values: np.ndarray, feature: LeRobotFeature) -> np.ndarray:
-    """Convert the values of a stand-in to those of its column."""
+    """Convert the values of a `LeRobotFeature.stand_in` back to the values of the column."""
     column, flat = feature.column, np.ascontiguousarray(values).reshape(-1)
     if column.dtype is torch.bfloat16:
         flat = (flat.view(np.uint32) >> 16).astype(np.uint16)
@@ -94,8 +97,8 @@ def features_of(schema: Schema, *, video: bool, even: bool = False) -> list[LeRo
 
     Args:
         schema: the columns.
-        video: store images as videos where possible.
-        even: store images of an odd height or width as PNG.
+        video: True to store images as videos where possible.
+        even: True to store images of an odd height or width as PNG.
     """
     columns = {each.key: each for each in schema.columns}
     filmed = {

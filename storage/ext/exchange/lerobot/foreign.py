@@ -31,7 +31,7 @@ _OBSERVATION: Final = "observation"
 
 
 def declared_features(said: dict[str, dict[str, Any]]) -> tuple[list[LeRobotFeature], int]:
-    """Return the features that a storage can hold, and the number of the others."""
+    """Return the features that a storage can hold, and the number of all other features."""
     found, lost = list[LeRobotFeature](), 0
     names = [name for name in said if name not in _NUMBERED]
     keys = _keys(names)
@@ -45,7 +45,7 @@ def declared_features(said: dict[str, dict[str, Any]]) -> tuple[list[LeRobotFeat
 
 
 def _keys(names: list[str]) -> dict[str, Key]:
-    """Return the keys of names, split at dots.
+    """Return the key of each name, which is the name split at dots.
 
     A name that would be nested below another column stays whole.
     """
@@ -119,7 +119,10 @@ class DerivedColumns:
         self.lost = {"final_observations": 0, "dones_within_episodes": 0}
 
     def blocks(self, rows: Iterator[tuple[Block, np.ndarray, np.ndarray]]) -> Iterator[Block]:
-        """Yield rows with the derived columns. Each row is held back until the next one arrives."""
+        """Yield rows with the derived columns.
+
+        The last row of a block is held back until the next block arrives.
+        """
         held: tuple[Block, np.ndarray, np.ndarray] | None = None
         for block, episodes, steps in rows:
             if held is not None:

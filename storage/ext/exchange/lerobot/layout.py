@@ -35,7 +35,7 @@ def read_lines(inside: Inside, name: str, place: Path, limit: int) -> list[Any]:
 
 
 def files_below(inside: Inside, folder: str, place: Path, end: str, most: int) -> list[Path]:
-    """Return the files ``folder/*/*END``, sorted. None of their folders may be a link."""
+    """Return the sorted files ``<folder>/*/*<end>``. None of their folders may be a link."""
     import os
 
     found = sorted(place.glob(f"{folder}/*/*{end}"))[: most + 1]

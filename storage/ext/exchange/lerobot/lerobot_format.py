@@ -30,7 +30,7 @@ _BESIDE: Final = (layout.STATS, layout.TASKS)
 class LeRobotFormat(ExchangeFormat):
     """A folder in the layout of LeRobot 0.4 and later, written without LeRobot.
 
-    Columns without a name in LeRobot, such as next observations and policy versions, become
+    Columns for which LeRobot has no name, such as next observations and policy versions, become
     features of their own. bfloat16 is stored as float32, and a complex number as two numbers.
     """
 
@@ -91,7 +91,7 @@ def _ours(
     said = about.get("lerobot")
     video = said.get("video") if isinstance(said, dict) else None
     if video is not None and video not in get_args(Video):
-        raise InvalidDataset(f"its text names a codec {video!r:.40}")
+        raise InvalidDataset(f"its metadata name the unknown codec {video!r:.40}")
     even = video in ("av1", "h264")
     features = features_of(schema, video=video is not None, even=even)
     names = [each.name for each in features if each.kind == "video"]

@@ -27,10 +27,15 @@ class LeRobotOptions:
     def __post_init__(self) -> None:
         if self.video is not None and self.video not in get_args(Video):
             names = ", ".join(map(repr, get_args(Video)))
-            raise ValueError(f"video is one of {names} and None, got {self.video!r:.80}.")
+            raise ValueError(f"video: expected one of {names} or None, got {self.video!r:.80}.")
         for name, least, most in (("fps", 1, _MOST_FPS), ("crf", 0, _MOST_CRF)):
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
-                raise ValueError(f"{name} is a whole number of {least} to {most}, got {value!r}.")
+                raise ValueError(
+                    f"{name}: expected a whole number from {least} to {most}, got {value!r}."
+                )
         if not isinstance(self.task, str) or len(self.task) > _LONGEST_TASK:
-            raise ValueError(f"task is a text of at most {_LONGEST_TASK} characters.")
+            raise ValueError(
+                f"task: expected a text of at most {_LONGEST_TASK} characters, got "
+                f"{self.task!r:.80}."
+            )

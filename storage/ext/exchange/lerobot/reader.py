@@ -34,7 +34,7 @@ class LeRobotSource:
         inside: the files of the folder.
         features: the features to read.
         episodes: the episodes of the folder.
-        fps: steps per second.
+        fps: the number of steps per second.
         place: the folder.
         row_nbytes: the size of a row in memory, in bytes.
     """
@@ -97,7 +97,7 @@ class LeRobotSource:
         file = opened_parquet(raw, path, self._place, self._opened)
         if file.metadata.num_rows != stops[-1]:
             raise InvalidDataset(
-                f"{path} has {file.metadata.num_rows:,} rows, and its episodes have {stops[-1]:,}"
+                f"{path} has {file.metadata.num_rows:,} rows, but its episodes have {stops[-1]:,}"
             )
         names = [each.name for each in self._tables] + [_EPISODE]
         at = 0
@@ -108,7 +108,7 @@ class LeRobotSource:
             numbers, steps = near + first, rows - starts[near]
             said = batch.column(_EPISODE).to_numpy(zero_copy_only=False)
             if (said != numbers).any():
-                raise InvalidDataset(f"{path} has rows of other episodes than it should")
+                raise InvalidDataset(f"{path} has rows of other episodes than listed")
             block: Block = {each.column.key: self._values(batch, each) for each in self._tables}
             for reel in self._reels:
                 block |= reel.frames(numbers, steps)
@@ -127,7 +127,7 @@ def _images(found: Any, name: str) -> Iterator[bytes]:
     """Yield the encoded images in a column of a table."""
     for content in found.field(tables.IMAGE_PARTS[0]):
         if not content.is_valid:
-            raise InvalidDataset(f"{name} has an image that is not in the table")
+            raise InvalidDataset(f"{name} has an image that the table does not hold")
         yield content.as_py()
 
 
@@ -154,7 +154,7 @@ class _Reel:
         self._time, self._frame = -1.0, np.empty(0, np.uint8)
 
     def frames(self, numbers: np.ndarray, steps: np.ndarray) -> Block:
-        """Return the frames of rows and, if the feature has a follower, the next frames."""
+        """Return the frames of rows and, if a column of next images exists, the next frames."""
         picture, count = self._picture, len(numbers)
         shape = (count, picture.height, picture.width, picture.channels)
         found = np.empty(shape, np.uint8)
@@ -178,7 +178,7 @@ class _Reel:
             found = next(self._rest, None)
             self._time, self._frame = (np.inf, self._frame) if found is None else found
         if self._time >= wanted + near:
-            raise InvalidDataset(f"{path} has no frame at {wanted:.4f} s, of episode {number}")
+            raise InvalidDataset(f"{path} has no frame of episode {number} at {wanted:.4f} s")
         return self._frame
 
     def _open(self, path: str) -> None:

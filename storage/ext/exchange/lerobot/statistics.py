@@ -20,9 +20,9 @@ class Numbers:
     """Statistics of the rows of one episode, or of all rows.
 
     Minimum, maximum, mean and standard deviation use all rows. Quantiles use all rows if there are
-    few, and otherwise rows at equal distances. NaN and infinite values are left out, because JSON
-    cannot represent them and the statistics serve to normalise. A column without finite values has
-    zeros.
+    at most ``most`` rows, and otherwise every k-th row. NaN and infinite values are left out,
+    because JSON cannot represent them and the statistics serve to normalise. The statistics of a
+    column without finite values are zero.
 
     Args:
         rows: the number of rows that will be added.
@@ -130,7 +130,7 @@ def _of_counts(counts: np.ndarray) -> np.ndarray:
     there = np.flatnonzero(counts)
     if not len(there):
         return np.zeros(len(NAMES))
-    # Integer sums are the same on every processor, unlike products of a BLAS.
+    # Integer sums are the same on every processor, unlike the products of a BLAS library.
     numbers = np.arange(256)
     first, second = int((counts * numbers).sum()), int((counts * numbers**2).sum())
     mean = first / total

@@ -30,8 +30,8 @@ def arrow_module() -> Any:
 def writer(place: Path, kinds: Any) -> Any:
     """Return a writer for a Parquet file."""
     place.parent.mkdir(parents=True, exist_ok=True)
-    # A dictionary compares its keys as numbers. It would replace -0.0 by 0.0 and a NaN by another
-    # NaN.
+    # Dictionary encoding compares values as numbers. It would replace -0.0 by 0.0 and a NaN by a
+    # NaN with other bits.
     return parquet_module().ParquetWriter(
         place, kinds, compression="zstd", use_dictionary=False, write_statistics=False
     )
@@ -94,7 +94,7 @@ def episodes_batch(
     tasks: Sequence[str],
     statistics: Mapping[str, tuple[np.ndarray, Sequence[int], tuple[int, ...]]],
 ) -> Any:
-    """Return the table lines of episodes as a record batch.
+    """Return a record batch for the table of episodes, one row per episode.
 
     Args:
         numbers: the columns with one number per episode.

@@ -23,8 +23,8 @@ Rows = Mapping[Key, np.ndarray]
 class Films:
     """Writes the videos of a folder.
 
-    Each episode's last next image is written after its frames, where LeRobot does not look, so that
-    no final observation is lost.
+    After the frames of an episode, the next image of its last row is written, so that no final
+    observation is lost. LeRobot does not read this frame.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Films:
             found[f"{begin}to_timestamp"] = (each.first + length) / self._options.fps
         return found
 
-    def said(self, feature: LeRobotFeature) -> dict[str, Any]:
+    def info_entry(self, feature: LeRobotFeature) -> dict[str, Any]:
         """Return the entry of a video in ``info.json``."""
         assert feature.picture is not None
         assert self._options.video is not None

@@ -103,7 +103,7 @@ def _encoder(options: LeRobotOptions, picture: Picture) -> tuple[str, str, dict[
 
 
 def codec_of(video: str) -> tuple[str, str]:
-    """Return the codec and the pixel format that ``info.json`` records for a codec."""
+    """Return the codec and the pixel format that ``info.json`` records for a `Video` option."""
     return {
         "av1": ("av1", "yuv420p"),
         "h264": ("h264", "yuv420p"),
@@ -118,8 +118,8 @@ class Frames:
     def __init__(self, file: IO[bytes], name: str, picture: Picture) -> None:
         self._av = av_module()
         self._raw, self._name, self._picture = file, name, picture
-        # Frames may be larger than the header says. The bound keeps decoders from allocating for
-        # them.
+        # Frames may be larger than the header says. The bound keeps decoders from allocating
+        # memory for such frames.
         self._bound = {"max_pixels": str(_padded(picture.width, picture.height))}
         container = ENDS.get(Path(name).suffix, "mov")
         try:
@@ -148,8 +148,8 @@ class Frames:
             context = stream.codec_context
             if context.name not in _CODECS or (context.width, context.height) != size:
                 raise InvalidDataset(
-                    f"{self._name} has {context.width} x {context.height} pixels of "
-                    f"{context.name!s:.40}, expected {size[0]} x {size[1]}"
+                    f"{self._name}: expected {size[0]} x {size[1]} pixels in a known codec, got "
+                    f"{context.width} x {context.height} pixels in {context.name!s:.40}"
                 )
             context.options = self._bound
             context.thread_count = 1
@@ -157,7 +157,7 @@ class Frames:
                 if frame.pts is None:
                     continue
                 if (frame.width, frame.height) != size:
-                    raise InvalidDataset(f"{self._name} has frames of several sizes")
+                    raise InvalidDataset(f"{self._name} has frames of different sizes")
                 form = "gray" if picture.channels == 1 else "rgb24"
                 if picture.channels == 1 and frame.format.name != "gray":
                     image = frame.to_ndarray(format="rgb24")[..., :1]
@@ -168,7 +168,7 @@ class Frames:
             raise InvalidDataset(f"{self._name} cannot be decoded ({error})") from error
 
     def close(self) -> None:
-        """Close the file, which PyAV does not close."""
+        """Close the video, and the file below it, which PyAV leaves open."""
         with contextlib.closing(self._raw):
             self._file.close()
 

@@ -93,9 +93,9 @@ class LeRobotWriter:
 
     def _write_meta(self) -> None:
         fps, count = self._options.fps, len(self._stops)
-        said = {each.name: each.said for each in self._features if each.kind != "following"}
+        said = {each.name: each.info_entry for each in self._features if each.kind != "following"}
         for each in self._films.features:
-            said[each.name]["info"] = self._films.said(each)
+            said[each.name]["info"] = self._films.info_entry(each)
         said |= {name: {"dtype": d, "shape": [1], "names": None} for name, d in OWN.items()}
         info = {
             "codebase_version": layout.VERSION,
@@ -146,7 +146,7 @@ class _DataFiles:
     def write(
         self, piece: Rows, own: Mapping[str, np.ndarray], begins: np.ndarray
     ) -> dict[int, tuple[int, int]]:
-        """Write rows, and return the chunk and file of each episode that begins."""
+        """Write rows. Return the chunk and file of each episode that begins, by its first row."""
         batch, first = self._batch(piece, own), int(begins[0]) if len(begins) else -1
         if first >= 0 and self._path().stat().st_size >= layout.DATA_MB * 2**20:
             if first:
@@ -191,7 +191,7 @@ class _DataFiles:
 
 
 class _Episodes:
-    """The table of episodes, with the statistics of each episode and of all."""
+    """The table of episodes, with the statistics of each episode and of all episodes."""
 
     def __init__(self, place: Path, features: list[LeRobotFeature], task: str, rows: int) -> None:
         self._path = place / filled(layout.EPISODES, chunk_index=0, file_index=0)

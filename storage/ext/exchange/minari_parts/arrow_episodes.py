@@ -39,8 +39,8 @@ class ArrowEpisodes:
 
     Args:
         data: the folder.
-        kind: one of `KINDS`.
-        spaces: the spaces of values by their paths in a table. They have the shapes, which tables
+        kind: the file format, one of `KINDS`.
+        spaces: the spaces of values, by path in a table. They declare the shapes, which tables
             lack.
         pictures: the shapes of JPEG images.
         opened: a function that opens a file by its path. None opens files without a wrapper.
@@ -76,7 +76,7 @@ class ArrowEpisodes:
     def _plain(self, path: Path) -> IO[bytes]:
         return open(self._inside.open(path, os.O_RDONLY), "rb")
 
-    def said(self, number: int) -> dict[str, Any]:
+    def metadata(self, number: int) -> dict[str, Any]:
         """Return the metadata of an episode, such as its number, steps and seed."""
         path = self._data / str(number) / "metadata.json"
         if not os.path.lexists(path):
@@ -111,14 +111,14 @@ class ArrowEpisodes:
         return table.to_batches()[0] if len(table) else batches[0]
 
     def _of_arrow(self, file: IO[bytes], name: str) -> Iterator[Any]:
-        """Yield the record batches of a file, one message at a time; the footer may be missing."""
+        """Yield the record batches of a file, one message at a time. The footer may be missing."""
         arrow = self._arrow
         with file as raw:
             nbytes = os.fstat(raw.fileno()).st_size
             require_memory_for(2 * nbytes, name)
             content = raw.read()
         if not content.startswith(MAGIC):
-            raise InvalidDataset(f"{name} is no file of Arrow")
+            raise InvalidDataset(f"{name} is not an Arrow file")
         source = arrow.BufferReader(arrow.py_buffer(content).slice(len(MAGIC)))
         messages = arrow.ipc.MessageReader.open_stream(source)
         schema = arrow.ipc.read_schema(messages.read_next_message())
@@ -128,7 +128,10 @@ class ArrowEpisodes:
             except StopIteration:
                 return
             if message.type != "record batch" or is_compressed(message.metadata.to_pybytes()):
-                raise InvalidDataset(f"{name} is compressed, or has dictionaries: Minari's are not")
+                raise InvalidDataset(
+                    f"{name}: expected plain record batches, as Minari writes them, got compressed "
+                    "ones or dictionaries"
+                )
             batch = arrow.ipc.read_record_batch(message, schema)
             batch.validate(full=True)
             yield batch
@@ -138,8 +141,8 @@ class TableColumns:
     """The columns in the table of an episode.
 
     Args:
-        kind: one of `KINDS`.
-        spaces: the spaces of values by their paths in a table. They have the shapes, which tables
+        kind: the file format, one of `KINDS`.
+        spaces: the spaces of values, by path in a table. They declare the shapes, which tables
             lack.
         pictures: the shapes of JPEG images.
     """
@@ -167,7 +170,10 @@ class TableColumns:
                     yield path, array.slice(0, rows), shape
 
     def values(self, path: Key, array: Any, shape: tuple[int, ...] | None) -> Any:
-        """Return the values [rows, ...] of such an array. Raises the errors of `damage_of`."""
+        """Return the values [rows, ...] of an array that `leaves` yields.
+
+        Damaged values raise one of the errors of `damage_of`.
+        """
         arrow = self.arrow
         if (picture := self._pictures.get(path)) is not None:
             return Jpegs(array, picture)
@@ -186,13 +192,16 @@ class TableColumns:
 
 
 def is_compressed(message: bytes) -> bool:
-    """Return True if a record batch message has the compression field, its flatbuffer's fourth."""
+    """Return True if a record batch message is compressed.
+
+    The fourth field of a record batch's flatbuffer declares the compression.
+    """
     header = _field(message, _number(message, 0, 4), 2)
     return _field(message, header + _number(message, header, 4), 3) != 0
 
 
 def body_nbytes(message: bytes) -> int:
-    """Return the size in bytes of a message's body, its flatbuffer's fourth field."""
+    """Return the size in bytes of a message's body, which the message's fourth field holds."""
     at = _field(message, _number(message, 0, 4), 3)
     return _number(message, at, 8) if at else 0
 

@@ -12,7 +12,7 @@ FLAGS: Final = {REWARD: "rewards", TERMINATED: "terminations", TRUNCATED: "trunc
 
 
 def key_of(path: Key) -> Key | None:
-    """Return the column for a dataset of an episode, or None if it has no counterpart."""
+    """Return the key of the column for a dataset, or None if no column corresponds to it."""
     match path:
         case ("observations", *rest):
             return tuple(rest) or ("observation",)

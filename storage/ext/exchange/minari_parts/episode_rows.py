@@ -44,7 +44,7 @@ class MinariEpisodes(Protocol):
     def columns(self, number: int) -> Mapping[Key, Any]:
         """Return the arrays [rows, ...] of an episode, by path. Raises `InvalidDataset`."""
 
-    def said(self, number: int) -> Mapping[str, Any]:
+    def metadata(self, number: int) -> Mapping[str, Any]:
         """Return the metadata of an episode, such as its seed. Raises `InvalidDataset`."""
 
 
@@ -52,7 +52,7 @@ class Hdf5Episodes:
     """The episodes of an HDF5 file, one group each.
 
     Args:
-        file: the file.
+        file: the open HDF5 file.
         place: the dataset, for messages.
         pictures: the shapes of JPEG images, by their paths in a group.
     """
@@ -63,7 +63,7 @@ class Hdf5Episodes:
         for path, data in datasets_in(file, place).items():
             number = re.fullmatch(r"episode_([0-9]{1,18})", path[0])
             if number is None:
-                raise refused(place, f"{path[0]!r:.80} is no episode")
+                raise refused(place, f"{path[0]!r:.80} is not an episode")
             shape = pictures.get(path[1:])
             found = Jpegs(data, shape) if shape and data.shape else data
             self._groups.setdefault(int(number[1]), {})[path[1:]] = found
@@ -73,12 +73,12 @@ class Hdf5Episodes:
         """Return the datasets of an episode."""
         return self._groups[number]
 
-    def said(self, number: int) -> Mapping[str, Any]:
+    def metadata(self, number: int) -> Mapping[str, Any]:
         """Return the attributes of an episode's group."""
         try:
             found: Mapping[str, Any] = self._groups[number][_REWARDS].parent.attrs
         except DAMAGE as error:
-            raise refused(self._place, f"an episode has no rewards ({error})") from error
+            raise refused(self._place, f"episode {number} has no rewards ({error})") from error
         return found
 
 
@@ -86,20 +86,20 @@ class EpisodesIn:
     """The rows of episodes.
 
     Args:
-        episodes: the episodes.
+        episodes: the episodes of the dataset.
         place: the dataset, for messages.
-        said: the columns that the export recorded, or None.
+        said: the columns that the export recorded, or None for a dataset of another program.
     """
 
     def __init__(self, episodes: MinariEpisodes, place: Path, said: Schema | None) -> None:
         self._episodes, self._place, self._said = episodes, place, said
         self._at: dict[Key, tuple[Key, Column]] = {}
-        """The path of each column in a group, and the column."""
+        """For each key, the path of the dataset in an episode, and the column."""
 
     def incoming(self, about: Any, version: str) -> Incoming:
         """Check the columns and count the rows of all episodes."""
         if not self._episodes.numbers and self._said is None:
-            raise refused(self._place, "it has no episode")
+            raise refused(self._place, "it has no episodes")
         roles, schema, lost = self._ours() if self._said is not None else self._theirs()
         counts = [self._count(self._group(number)) for number in self._episodes.numbers]
         numbers = schema if self._said is not None else numbered(schema)
@@ -128,7 +128,7 @@ class EpisodesIn:
         for path, data in first.items():
             key = key_of(path)
             if path[0] == INFOS and data.shape and data.shape[0] == steps + 1:
-                key = (NEXT, *path)  # drop the entry of the reset
+                key = (NEXT, *path)  # the first entry, of the reset, is dropped
             column = None if key is None else column_of(key, data)
             if column is None or any(column.key == other for other in self._at):
                 lost += 1
@@ -149,14 +149,14 @@ class EpisodesIn:
 
     def _attributes(self, number: int) -> Mapping[str, Any]:
         try:
-            return self._episodes.said(number)
+            return self._episodes.metadata(number)
         except InvalidDataset as error:
             raise refused(self._place, str(error)) from error
 
     def _count(self, group: Mapping[Key, Any]) -> int:
         shape = group[_REWARDS].shape if _REWARDS in group else ()
         if not shape or shape[0] < 1:
-            raise refused(self._place, "an episode has no rewards, or no step")
+            raise refused(self._place, "an episode has no rewards or no steps")
         return int(shape[0])
 
     def _blocks(self, roles: Roles, counts: list[int]) -> Iterator[Block]:
@@ -186,7 +186,7 @@ class EpisodesIn:
     def _read(self, group: Mapping[Key, Any], path: Key, column: Column, count: int) -> np.ndarray:
         data, name = group.get(path), "/".join(path)
         if data is None or not data.shape or data.shape[0] != count:
-            raise refused(self._place, f"an episode has not {count} {name}")
+            raise refused(self._place, f"an episode does not have {count} values of {name}")
         require_memory_for(2 * data.size * data.dtype.itemsize, f"an episode's {name}")
         try:
             values = np.asarray(data[()])

@@ -1,4 +1,4 @@
-"""JPEG images of Minari: find their columns, and decode their pixels, which JPEG has changed."""
+"""JPEG images of Minari: find their columns, and decode them. Their compression is lossy."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _MOST_ACTIONS: Final = 2**16
 _TOPS: Final = {"observation_space": "observations", "action_space": "actions"}
 
 
-# --- out ------------------------------------------------------------------------------------------
+# --- export ---------------------------------------------------------------------------------------
 
 
 class Spaces:
@@ -43,7 +43,7 @@ class Spaces:
         """The number of known spaces that the export replaces by wider ones."""
 
     def _left_by_rows(self, roles: Roles) -> set[Key]:
-        """Return the columns with values outside their spaces, which would mislead readers."""
+        """Return the columns whose spaces would mislead readers, because values are outside."""
         observed = [each.key for each in roles.observations]
         of = {key: key for key in self._said} | {(NEXT, *key): key for key in observed}
         spaces = {key: space_of(self._said[of[key]]) for key in of if of[key] in self._said}
@@ -99,18 +99,18 @@ def _declared(said: Mapping[str, Any], column: Column) -> Any:
             return spaces.MultiDiscrete(high - low + 1, start=low)
         case "MultiBinary" if space.shape:
             return spaces.MultiBinary(list(space.shape))
-    raise ValueError(f"Gymnasium has no {space.kind} of {dtype}")
+    raise ValueError(f"Gymnasium has no space {space.kind} of {dtype}")
 
 
 def _acted(rows: ExportRows, column: Column) -> Any:
-    """Return the space of an action for which no run declares one."""
+    """Return a space for an action column for which no run declares a space."""
     whole = not column.shape and column.numpy_dtype.kind in "iu"
     span = _span(rows, column) if whole else None
     return _box(column) if span is None else _discrete(*span)
 
 
 def _span(rows: ExportRows, column: Column) -> tuple[int, int] | None:
-    """Return the minimum and maximum of whole numbers, or None if they are too far apart."""
+    """Return the minimum and maximum of a column, or None if they are too far apart."""
     least, most = 2**63, -(2**63)
     for block in rows.blocks([column.key]):
         values = block[column.key]
@@ -150,7 +150,7 @@ def _as_spaces(values: Mapping[str, Any], kind: Any) -> Any:
     return kind(inner)
 
 
-# --- in -------------------------------------------------------------------------------------------
+# --- import ---------------------------------------------------------------------------------------
 
 
 def spaces_in(metadata: Mapping[str, Any]) -> dict[Key, Mapping[str, Any]]:
@@ -174,7 +174,7 @@ def known_in(said: Mapping[Key, Mapping[str, Any]]) -> dict[Key, Space]:
 
 
 def entry_of(said: Mapping[Key, Mapping[str, Any]], schema: Schema) -> dict[str, Any]:
-    """Return the fields of a run's entry for the spaces of columns."""
+    """Return the fields of a run's manifest entry that record the spaces of columns."""
     columns, found = {each.key: each for each in schema.columns}, dict[str, Any]()
     for place, space in known_in(said).items():
         column = columns.get(key_of(place) or ())

@@ -78,5 +78,5 @@ def features_in(content: bytes) -> dict[str, Any]:
     try:
         example.ParseFromString(content)
     except errors.DecodeError as error:
-        raise InvalidDataset(f"a record is no tf.train.Example ({error!s:.200})") from error
+        raise InvalidDataset(f"a record is not a tf.train.Example ({error!s:.200})") from error
     return {entry.key: entry.value for entry in example.features.feature}

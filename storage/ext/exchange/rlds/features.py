@@ -83,7 +83,7 @@ def features_of(schema: Schema, roles: Roles) -> list[RldsFeature]:
 
 
 def _flat(column: Column) -> Column:
-    """Return a reward column of one number per row without its dimension, as RLDS expects it."""
+    """Drop the dimension of a reward column of shape (1,), because RLDS expects scalar rewards."""
     one = column.key == REWARD and column.shape == (1,)
     return Column(column.key, column.dtype, ()) if one else column
 
@@ -92,7 +92,7 @@ def _flat(column: Column) -> Column:
 
 
 def features_json(features: Iterable[RldsFeature]) -> dict[str, Any]:
-    """Return ``features.json`` of an export: the columns, and the step flags of RLDS."""
+    """Return the content of ``features.json``: the columns, and the step flags of RLDS."""
     steps: dict[str, Any] = {}
     for each in features:
         *above, last = each.name.split("/")[1:]
@@ -103,13 +103,13 @@ def features_json(features: Iterable[RldsFeature]) -> dict[str, Any]:
     for name in (FIRST, LAST, TERMINAL):
         steps[name] = feature_of(name, Column((name,), torch.bool, ()))
     steps[DISCOUNT] = feature_of(DISCOUNT, Column((DISCOUNT,), torch.float32, ()))
-    inner = {"feature": _said(steps), "length": "-1"}
+    inner = {"feature": _feature_json(steps), "length": "-1"}
     return _dictionary({STEPS: {"pythonClassName": _DATASET, "sequence": inner}})
 
 
-def _said(value: RldsFeature | Mapping[str, Any]) -> dict[str, Any]:
+def _feature_json(value: RldsFeature | Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(value, RldsFeature):
-        return _dictionary({name: _said(each) for name, each in value.items()})
+        return _dictionary({name: _feature_json(each) for name, each in value.items()})
     if value.picture is not None:
         shape = (value.picture.height, value.picture.width, value.picture.channels)
         image = {"shape": _shape(shape), "dtype": "uint8", "encodingFormat": "png"}

@@ -55,7 +55,7 @@ _WHOLE: Final = {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32",
 
 
 def leaves_of(said: Any) -> tuple[dict[Key, Mapping[str, Any]], dict[Key, Mapping[str, Any]]]:
-    """Return the features of a step and those of an episode, by path.
+    """Return the features of steps and the features of episodes, by path.
 
     Raises:
         InvalidDataset: ``features.json`` has no steps.
@@ -65,7 +65,7 @@ def leaves_of(said: Any) -> tuple[dict[Key, Mapping[str, Any]], dict[Key, Mappin
     inner = steps.get("sequence") if isinstance(steps, dict) else None
     step = inner.get("feature") if isinstance(inner, dict) else None
     if top is None or _dictionary(step) is None:
-        raise InvalidDataset("its features have no steps: it is no dataset of RLDS")
+        raise InvalidDataset("its features have no steps, as RLDS requires")
     rest = {name: each for name, each in top.items() if name != STEPS}
     return dict(_leaves(_dictionary(step), ())), dict(_leaves(rest, ()))
 
@@ -78,7 +78,7 @@ def _dictionary(said: Any) -> dict[str, Any] | None:
 
 def _leaves(features: Any, above: Key) -> Iterator[tuple[Key, Mapping[str, Any]]]:
     if len(above) > _DEEPEST or len(features) > _MOST_FEATURES:
-        raise InvalidDataset("its features are nested too deep, or are too many")
+        raise InvalidDataset("its features are nested too deep, or there are too many")
     for name, each in features.items():
         below = _dictionary(each)
         if below is not None:
@@ -88,10 +88,10 @@ def _leaves(features: Any, above: Key) -> Iterator[tuple[Key, Mapping[str, Any]]
 
 
 def declared_features(said: Any) -> tuple[list[RldsFeature], int]:
-    """Return the features that a storage can hold, and the number of the others.
+    """Return the features that a storage can hold, and the number of all other features.
 
     Raises:
-        InvalidDataset: the features are not those of an RLDS dataset.
+        InvalidDataset: the features do not describe an RLDS dataset.
     """
     found, groups, lost = dict[Key, RldsFeature](), set[Key](), 0
     for feature in _all_declared(said):
@@ -109,7 +109,7 @@ def declared_features(said: Any) -> tuple[list[RldsFeature], int]:
 
 
 def _all_declared(said: Any) -> Iterator[RldsFeature | None]:
-    """Yield the features of steps, without their flags, and those of episodes.
+    """Yield the features of steps, except the step flags, and the features of episodes.
 
     None stands for a feature that no storage can hold.
     """
@@ -123,7 +123,7 @@ def _all_declared(said: Any) -> Iterator[RldsFeature | None]:
 
 
 def key_of(path: Key) -> Key:
-    """Return the column for a feature of a step."""
+    """Return the key of the column for a feature of a step."""
     if path == (REWARDS,):
         return REWARD
     if path == (DISCOUNT,):
@@ -179,21 +179,21 @@ def _shape(said: Mapping[str, Any]) -> tuple[int, ...]:
     inner = said.get("shape", {})
     sizes = inner.get("dimensions", []) if isinstance(inner, dict) else None
     if not isinstance(sizes, list):
-        raise ValueError("it is no shape")
+        raise ValueError("it is not a shape")
     found = tuple(int(size) for size in sizes if type(size) in (int, str))
     if len(found) < len(sizes) or min(found, default=1) < 1:
-        raise ValueError("a size is not known")
+        raise ValueError("a size is unknown")
     return found
 
 
 class TheirRows:
     """Reads the rows of a dataset of another program, and adds the columns that it derives.
 
-    The derived columns are next observations, ends, and trajectory numbers. Of n + 1 steps, n are
-    transitions; the last step holds the final observation.
+    The derived columns are next observations, ends, and trajectory numbers. An episode of
+    n + 1 steps has n transitions. Its last step holds the final observation.
 
     Raises:
-        InvalidDataset: ``features.json`` is not that of an RLDS dataset.
+        InvalidDataset: ``features.json`` does not describe an RLDS dataset.
     """
 
     def __init__(self, said: Any) -> None:
@@ -235,7 +235,7 @@ class TheirRows:
         return block
 
     def _flags(self, steps: Steps, name: str) -> np.ndarray | None:
-        """Return a flag of the steps of an episode, bool [steps], or None without such a flag."""
+        """Return a step flag of an episode, bool [steps], or None if the flag is missing."""
         column = next((each.column for each in self.read if each.name == name), None)
         if column is None or (values := steps.get(name)) is None:
             return None

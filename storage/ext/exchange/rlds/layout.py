@@ -21,7 +21,7 @@ _VERSION: Final = "1.0.0"
 _MOST_SHARDS, _MOST_SPLITS = 2**16, 2**10
 _MOST_COUNT: Final = 2**48
 SHARD: Final = re.compile(r".*\.tfrecord(-[0-9]+(-of-[0-9]+)?)?")
-"""The names that writers give to record files."""
+"""The pattern of the names that writers give to record files."""
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 
 
@@ -53,15 +53,16 @@ class RldsInfo:
                 out of the folder.
         """
         if not isinstance(said, dict):
-            raise InvalidDataset(f"{INFO} is no dictionary")
+            raise InvalidDataset(f"{INFO} is not a JSON object")
         name, version = said.get("name"), said.get("version", "")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise InvalidDataset(f"its name is {name!r:.80}")
+            raise InvalidDataset(f"its name {name!r:.80} is invalid")
         if not isinstance(version, str):
-            raise InvalidDataset(f"its version is {version!r:.80}")
+            raise InvalidDataset(f"its version is {version!r:.80}, expected a text")
         if (form := said.get("fileFormat", _FORMAT)) != _FORMAT:
             raise InvalidDataset(
-                f"its files are {form!r:.40}, expected {_FORMAT}: convert it by TensorFlow Datasets"
+                f"its fileFormat is {form!r:.40}, expected {_FORMAT}. Convert the dataset with "
+                "TensorFlow Datasets"
             )
         splits = said.get("splits")
         if not isinstance(splits, list) or not splits or len(splits) > _MOST_SPLITS:
@@ -73,16 +74,16 @@ class RldsInfo:
         names = [each.name for each in found]
         files = [file for each in found for file in each.files]
         if len({*names}) < len(names) or len({*files}) < len(files):
-            raise InvalidDataset("a split is there twice")
+            raise InvalidDataset("a split is listed twice")
         return cls(version, found)
 
 
 def _split(dataset: str, said: Any) -> Split:
     if not isinstance(said, dict):
-        raise InvalidDataset("a split is no dictionary")
+        raise InvalidDataset("a split is not a JSON object")
     name, lengths = said.get("name"), said.get("shardLengths", [])
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidDataset(f"the name of a split is {name!r:.80}")
+        raise InvalidDataset(f"the name {name!r:.80} of a split is invalid")
     if not isinstance(lengths, list):
         raise InvalidDataset(f"the split {name} has no list of shards")
     nbytes = said.get("numBytes")
@@ -95,7 +96,7 @@ def _count(said: Any, what: str) -> int:
     """Return a 64-bit number, which JSON stores as a string."""
     text = str(said) if type(said) in (int, str) else ""
     if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) >= _MOST_COUNT:
-        raise InvalidDataset(f"{what} is {said!r:.40}")
+        raise InvalidDataset(f"{what} is {said!r:.40}, expected a count")
     return int(text)
 
 
@@ -125,7 +126,7 @@ def name_of(title: str) -> str:
 
 
 def info_json(name: str, lengths: Sequence[int], nbytes: int) -> dict[str, Any]:
-    """Return ``dataset_info.json`` of an export with one split."""
+    """Return the content of ``dataset_info.json`` for an export with one split."""
     split = {
         "filepathTemplate": _TEMPLATE,
         "name": SPLIT,

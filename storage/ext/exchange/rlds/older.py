@@ -1,7 +1,8 @@
 """Convert ``features.json`` of TensorFlow Datasets 4.2 to 4.5 to the current form. Pure.
 
-Until 4.4, a feature is the name of its class and a dictionary. In 4.5, it is the current message
-inside a JSON string. Class names are only compared with known names; nothing is imported.
+Up to version 4.4, a feature is described by the name of its class and a dictionary. Version 4.5
+stores the current message inside a JSON string. Class names are only compared with known names.
+Nothing is imported.
 """
 
 from __future__ import annotations

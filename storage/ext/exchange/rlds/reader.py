@@ -67,7 +67,7 @@ class RldsSource:
                         raise InvalidDataset(f"{name}, episode {count}: {error}") from error
                     count += 1
             if count != wanted:
-                raise InvalidDataset(f"{name} has {count:,} episodes, and should have {wanted:,}")
+                raise InvalidDataset(f"{name} has {count:,} episodes, expected {wanted:,}")
 
 
 def steps_in(found: Mapping[str, Any], values: Iterable[RldsValues]) -> int:
@@ -80,7 +80,7 @@ def steps_in(found: Mapping[str, Any], values: Iterable[RldsValues]) -> int:
     for each in values:
         name = each.feature.name
         if name not in found:
-            raise InvalidDataset(f"there is no {name}")
+            raise InvalidDataset(f"the feature {name} is missing")
         count = each.count(found[name])
         if each.feature.of_episode:
             if count != 1:
@@ -88,7 +88,7 @@ def steps_in(found: Mapping[str, Any], values: Iterable[RldsValues]) -> int:
         elif steps < 0:
             steps, first = count, name
         elif count != steps:
-            raise InvalidDataset(f"{name} has {count:,} steps, and {first} has {steps:,}")
+            raise InvalidDataset(f"{name} has {count:,} steps, but {first} has {steps:,}")
     return steps
 
 

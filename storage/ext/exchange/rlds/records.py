@@ -70,8 +70,8 @@ def write_record(file: IO[bytes], content: bytes) -> int:
 def records(file: IO[bytes]) -> Iterator[bytes | Damage]:
     """Yield the records of a file. A `Damage` takes the place of records that cannot be read.
 
-    After a record with a damaged length, the search for the next record uses the checksum of its
-    length.
+    If the length of a record is damaged, the function searches for the next position at which a
+    length is followed by its checksum.
 
     Raises:
         NotEnoughMemory: a record does not fit into memory.
@@ -91,7 +91,9 @@ def records(file: IO[bytes]) -> Iterator[bytes | Damage]:
         (length,) = _LENGTH.unpack_from(head)
         if _COPIES * length > BLOCK_NBYTES:  # the check takes longer than a small read
             require_memory(
-                _COPIES * length, f"a record of {length:,} bytes", "Use another machine."
+                _COPIES * length,
+                f"a record of {length:,} bytes",
+                "Use a machine with more memory.",
             )
         content = _read(file, length + _CRC.size)
         at += length + FRAME_NBYTES
@@ -101,15 +103,15 @@ def records(file: IO[bytes]) -> Iterator[bytes | Damage]:
         elif _CRC.unpack_from(content, length)[0] == _masked(crc32c, content[:length]):
             yield content[:length]
         else:
-            yield Damage("the checksum of a record differs", at - length - FRAME_NBYTES)
+            yield Damage("the checksum of a record does not match", at - length - FRAME_NBYTES)
 
 
 def _damage(crc32c: Any, head: bytes, left: int) -> str:
-    """Return why ``head`` is not the length of a record in the file; empty if it is."""
+    """Return why ``head`` is not a valid record length, or an empty string if it is valid."""
     if len(head) < _LENGTH.size + _CRC.size:
         return "the disk cannot read a record's length"
     if _CRC.unpack_from(head, _LENGTH.size)[0] != _masked(crc32c, head[: _LENGTH.size]):
-        return "the checksum of a record's length differs"
+        return "the checksum of a record's length does not match"
     over = _LENGTH.unpack_from(head)[0] > left - FRAME_NBYTES
     return "the file ends within a record" if over else ""
 
@@ -125,18 +127,18 @@ def _read(file: IO[bytes], nbytes: int) -> bytes:
 
 
 def next_record(file: IO[bytes], at: int, size: int) -> int:
-    """Return the offset, from ``at`` on, of the next record; ``size`` if there is none."""
+    """Return the offset of the first record at or after ``at``, or ``size`` if there is none."""
     more = _LENGTH.size + _CRC.size - 1
     while at < size:
         begin, _ = next(data_in(file.fileno(), at), (size, size))
-        at = max(at, begin - more)  # a head may start with zeros in a hole
+        at = max(at, begin - more)  # a length may start with zeros in a hole
         file.seek(at)
         content = _read(file, min(_SEARCHED, size - at))
         for found in _heads(content).tolist():
             (length,) = _LENGTH.unpack_from(content, found)
             if length <= size - at - found - FRAME_NBYTES:
                 return at + int(found)
-        # Skip the bytes that were searched, except those of a head that continues past their end.
+        # Skip the searched bytes, except the last ones: a length and its checksum may begin there.
         at += max(1, len(content) - more) if content else _BLOCK - at % _BLOCK
     return size
 

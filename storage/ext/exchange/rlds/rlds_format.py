@@ -33,8 +33,8 @@ from tallyroll.storage.rows.schema import Schema
 class RldsFormat(ExchangeFormat):
     """A folder that TensorFlow Datasets opens. Neither reading nor writing needs TensorFlow.
 
-    Each observation is stored once, from the first to the final one. Columns without a name in RLDS
-    become infos of a step.
+    Each observation is stored once, from the first to the final one. Columns for which RLDS has no
+    name become infos of a step.
     """
 
     name, extra, sorted, compressed = "rlds", "rlds", True, True
@@ -100,7 +100,7 @@ def rows_of(features: Any, said: Schema | None) -> OurRows | TheirRows:
         said: the columns that a Tallyroll export recorded; None for a foreign dataset.
 
     Raises:
-        InvalidDataset: the features are not those of an RLDS dataset.
+        InvalidDataset: the features do not describe an RLDS dataset.
     """
     return TheirRows(features) if said is None else OurRows(said)
 

@@ -77,7 +77,7 @@ class RldsValues:
             require_memory(
                 2 * count * column.row_nbytes,
                 f"{count:,} steps of an episode",
-                "Use another machine.",
+                "Use a machine with more memory.",
             )
         match self.feature.kind:
             case "floats":
@@ -96,7 +96,7 @@ class RldsValues:
         dtype = self.feature.column.numpy_dtype
         found = values.astype(dtype)
         if (found.astype(np.int64) != values).any():
-            raise InvalidDataset(f"{self.feature.name} has numbers that are none of {dtype}")
+            raise InvalidDataset(f"{self.feature.name} has numbers that do not fit {dtype}")
         return found
 
     def _content(self, content: bytes) -> bytes:
@@ -113,7 +113,7 @@ class RldsValues:
                 f"{self.feature.name} has a value of {len(content):,} bytes, expected {size:,}"
             )
         if self.feature.column.dtype is torch.bool and max(content) > 1:
-            raise InvalidDataset(f"{self.feature.name} has a byte that is no bool")
+            raise InvalidDataset(f"{self.feature.name} has a byte that is not a bool")
         return content
 
     def image(self, content: bytes) -> np.ndarray:

@@ -96,8 +96,8 @@ class RldsWriter:
             each.put(add_feature(example, each.feature.name), said[each.feature.column.key[0]])
         if (nbytes := example.ByteSize()) > _MOST_RECORD:
             raise InvalidSchema(
-                f"a trajectory of {count:,} rows takes {nbytes:,} bytes; an episode of RLDS has "
-                f"at most {_MOST_RECORD:,}. Export it to another format, or in parts."
+                f"a trajectory of {count:,} rows takes {nbytes:,} bytes, but an RLDS episode has "
+                f"at most {_MOST_RECORD:,}. Export the trajectory to another format, or in parts."
             )
         content: bytes = example.SerializeToString()
         return content
@@ -108,7 +108,7 @@ def _zero(column: Column) -> np.ndarray:
 
 
 class _Shards:
-    """The record files. Their names include their number, which is known only at the end."""
+    """The record files. Their final names include the number of files, known only at the end."""
 
     def __init__(self, place: Path) -> None:
         self._place = place

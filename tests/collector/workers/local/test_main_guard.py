@@ -55,7 +55,7 @@ def test_a_script_without_a_guard_is_told_what_to_write(tmp_path: Path, method: 
     assert run.returncode == 1
     assert run.stdout == ""
     assert 'expected the collector to be made under `if __name__ == "__main__":`' in run.stderr
-    assert "worker 0 came to it too" in run.stderr or "worker 1 came to it too" in run.stderr
+    assert "in worker 0 too. Write" in run.stderr or "in worker 1 too. Write" in run.stderr
     assert run.stderr.count("Traceback") == 1
     # Once by the script, and by each worker before it reached the collector.
     assert 2 <= (tmp_path / "came here").read_text().count("again") <= 3
@@ -78,7 +78,7 @@ def test_a_fork_server_outlives_a_script_without_a_guard(tmp_path: Path) -> None
     (tmp_path / "script.py").write_text(script)
     run = ran(tmp_path, "script.py")
     assert run.returncode == 1
-    assert "came to it too" in run.stderr
+    assert "got a collector in worker" in run.stderr
     assert run.stderr.count("Traceback") == 1
 
 
@@ -96,7 +96,7 @@ def test_a_program_from_stdin_is_refused(tmp_path: Path) -> None:
     """Workers would look for a file named "<stdin>"."""
     run = ran(tmp_path, "-", stdin=SCRIPT.format(guard="if True:", method="spawn"))
     assert run.returncode == 1
-    assert "read from stdin; save it in a file" in run.stderr
+    assert "read from stdin. Save the program in a file" in run.stderr
     assert (tmp_path / "came here").read_text() == "again "
 
 
@@ -114,7 +114,8 @@ if __name__ == "__main__":
         try:
             MultiprocessCollector(create, frames_per_batch=5, total_frames=5, num_workers=1)
         except Exception as error:
-            print(type(error).__name__, "what modules register when they are" in str(error))
+            known = "the ids that imported modules register, but not"
+            print(type(error).__name__, known in str(error))
 """
 
 
@@ -146,7 +147,7 @@ def test_an_environment_that_starts_processes_without_a_guard(tmp_path: Path, co
     run = ran(tmp_path, "script.py")
     assert run.returncode == 1
     assert "the environment's own processes ended while it was made" in run.stderr
-    assert "came to the collector itself: make environment and collector under" in run.stderr
+    assert "ran the code of the main module: make environment and collector under" in run.stderr
     guard = 'if __name__ == "__main__":'
     (tmp_path / "script.py").write_text(ASYNC.format(guard=guard, context=context))
     run = ran(tmp_path, "script.py")
@@ -156,7 +157,7 @@ def test_an_environment_that_starts_processes_without_a_guard(tmp_path: Path, co
 # --- the same, without their own processes --------------------------------------------------------
 
 RUN: dict[str, Any] = {"frames_per_batch": 5, "total_frames": 5}
-HINT = "a worker process has what modules register when they are imported"
+HINT = "a worker process knows the ids that imported modules register"
 
 
 @pytest.mark.parametrize("worker", [True, False])
@@ -191,7 +192,7 @@ def test_a_factory_of_an_id_that_is_unknown_has_a_hint() -> None:
     [
         (EOFError(), False, "the environment's own processes ended while it was made"),
         (ConnectionResetError(), False, "the environment's own processes ended while it was made"),
-        (RuntimeError("an attempt"), True, "came to the collector itself: make environment and"),
+        (RuntimeError("an attempt"), True, "ran the code of the main module: make environment and"),
         (RuntimeError("of its own"), False, None),
     ],
     ids=str,

@@ -148,7 +148,7 @@ def test_a_worker_that_raised_is_replaced(mode: Any) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_exit_ends_the_worker_alone(mode: Any) -> None:
-    with pytest.raises(WorkerDied, match=r"ended by SystemExit\(3\)"):
+    with pytest.raises(WorkerDied, match=r"ended with SystemExit\(3\)"):
         collect_all(threaded(two(7, exits), mode=mode, **BUDGET))
 
 
@@ -163,7 +163,9 @@ def test_a_hang_ends_the_run_and_says_that_it_goes_on(
     try:
         with (
             pytest.warns(RuntimeWarning, match=r"worker-1 is still in its environment after 0\.3"),
-            pytest.raises(WorkerHung, match=r'goes on in its environment[^!]*transport="process"'),
+            pytest.raises(
+                WorkerHung, match=r'continues in its environment[^!]*transport="process"'
+            ),
         ):
             collect_all(collector)
         assert time.monotonic() - began < 15
@@ -214,7 +216,7 @@ def test_what_closing_raises_is_said() -> None:
     def make() -> SyncVectorEnv:
         return SyncVectorEnv([partial(Closing, 0, LENGTHS)], autoreset_mode=AutoresetMode.DISABLED)
 
-    with pytest.warns(RuntimeWarning, match="worker-0 ended by ValueError.'still connected'"):
+    with pytest.warns(RuntimeWarning, match="worker-0 ended with ValueError.'still connected'"):
         collect_all(threaded([make], **BUDGET))
 
 

@@ -121,7 +121,7 @@ def test_more_than_there_is_is_refused_and_takes_nothing() -> None:
     arena.array([10], np.uint8)
     with pytest.raises(ValueError, match=r"expected 40 bytes from byte 64 on"):
         arena.tensor([5, 2], torch.float32)
-    with pytest.raises(ValueError, match=r"got an arena of 100 bytes; carve in the order"):
+    with pytest.raises(ValueError, match=r"got an arena of 100 bytes\. Carve in the order"):
         arena.array([37], np.uint8)
     assert arena.end == 10
     assert arena.array([36], np.uint8).shape == (36,)
@@ -432,6 +432,6 @@ def test_sizes_that_are_too_large_are_refused_beforehand(monkeypatch: pytest.Mon
     with pytest.raises(ArgumentError) as caught:
         require(3 * MIB + 6, "the slabs of 4 workers")
     assert str(caught.value) == (
-        "expected 4 MiB of shared memory for the slabs of 4 workers, got 3 MiB available; make "
-        "frames_per_batch smaller, or use fewer lanes or workers"
+        "expected 4 MiB of shared memory for the slabs of 4 workers, got 3 MiB available. Make "
+        "frames_per_batch smaller, or use fewer lanes or workers."
     )

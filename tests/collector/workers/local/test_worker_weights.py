@@ -164,7 +164,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
             weights.publish(nn.Linear(2, 2), 0)
         assert str(caught.value) == (
             "expected a module with the weights weight [2, 3] of torch.float32, got weight [2, 2] "
-            "of torch.float32; give one of the same structure as at the start"
+            "of torch.float32. Pass a module with the same structure as at the start."
         )
         with pytest.raises(ArgumentError, match=r"bias .* of torch.float32, got nothing more"):
             weights.publish(nn.Linear(3, 2, bias=False), 0)
@@ -177,7 +177,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         ):
             weights.publish(nn.Linear(3, 2), -1)
         with pytest.raises(
-            StateError, match="expected shared weights, got none: publish them first"
+            StateError, match=r"expected shared weights, got none\. Publish weights first"
         ):
             weights.load_into(nn.Linear(3, 2))
         assert weights.version == -1
@@ -399,12 +399,12 @@ def test_the_holder_of_the_lock_is_named(kind: str) -> None:
                 weights.publish(source, 4)
             assert time.monotonic() - began < 20
             assert str(caught.value) == (
-                "expected the shared weights for writing, got no turn within 0.05 s: process "
+                "expected the shared weights for writing within 0.05 s, got no access: process "
                 f"{pid} "
-                "(stopped) holds the lock; let that process go on, or kill it"
+                "(stopped) holds the lock. Let that process continue, or kill it."
             )
             if kind == "writing":
-                with pytest.raises(SharedMemoryBusy, match=f"for reading, .* process {pid} "):
+                with pytest.raises(SharedMemoryBusy, match=f"for reading within .* process {pid} "):
                     weights.load_into(target)
             else:
                 assert weights.load_into(target) == 3, "readers do not wait for each other"

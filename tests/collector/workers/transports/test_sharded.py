@@ -283,7 +283,7 @@ def test_a_lost_shard_is_collected_again(how: str, tmp_path: Path) -> None:
         open_storage(path, accept_copy=True)
     assert lost.name in str(verify(path, accept_copy=True).findings)
     options |= {"resume": True, "seed": None}
-    with pytest.warns(UserWarning, match="1 shards are lost, whose rows are collected again"):
+    with pytest.warns(UserWarning, match="1 shards are lost, and their rows are collected again"):
         collector = sharded(factories(SAME, 2, LANES), path, total_frames=400, **options)
     with collector:
         assert collector.ledger.stored == 400 - gone
@@ -412,10 +412,10 @@ def test_a_reader_has_the_rows_that_counted_when_it_was_opened(tmp_path: Path) -
     ("options", "said"),
     [
         ({"mode": "sync"}, 'mode="async"'),
-        ({"storage": None}, "give storage="),
+        ({"storage": None}, "Pass a path as storage="),
         ({"init_random_frames": 5}, "init_random_frames"),
         ({"layout": "lanes"}, "no batch is yielded"),
-        ({"total_frames": None, "total_episodes": 3}, "give total_frames"),
+        ({"total_frames": None, "total_episodes": 3}, "Give total_frames"),
         ({"shard": "0/2"}, "shard"),
         ({"postproc": len}, "postproc"),
     ],

@@ -327,7 +327,7 @@ def test_the_command_replaces_nothing(
     assert page == str(export_card(tmp_path / "out.npz", "npz"))
     out.write_text("mine")
     assert main(words) == 1
-    assert "is there already, and is not replaced" in capsys.readouterr().err
+    assert "already exists, and is not replaced" in capsys.readouterr().err
     assert out.read_text() == "mine"
     assert main([*words, "--force", "--quiet"]) == 0
     assert (out.read_text(), capsys.readouterr().out) == (page, "")
@@ -355,5 +355,5 @@ def test_words_that_are_wrong(made: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["card", str(made.with_name("nothing"))]) == 1
     assert "does not exist" in capsys.readouterr().err
     assert main(["card", f"npz:{made}"]) == 1
-    assert "it is no file" in capsys.readouterr().err
+    assert "it is not a file" in capsys.readouterr().err
     assert main(["card", f"rlds_of_others:{made}"]) == 1

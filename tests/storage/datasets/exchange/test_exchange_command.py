@@ -71,14 +71,18 @@ def test_the_loss_is_said(rows: Path, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        (["export", "ROWS", "OUT"], 2, "expected KIND:PATH, as parquet:rows.parquet"),
-        (["export", "ROWS", "zip:OUT"], 2, "kind is one of d4rl, hf, lerobot, minari"),
+        (["export", "ROWS", "OUT"], 2, "expected KIND:PATH, such as parquet:rows.parquet"),
+        (["export", "ROWS", "zip:OUT"], 2, "kind: expected one of d4rl, hf, lerobot, minari"),
         (["export", "ROWS", "npz:OUT", "--columns", "x,"], 2, "expected columns"),
         (["export", "ROWS", "npz:OUT", "--columns", "x"], 1, "got x"),
         (["export", "ROWS", "npz:OUT", "--where", "x >"], 2, "--where"),
-        (["export", "ROWS", "npz:ROWS"], 1, "is there already"),
-        (["export", "ROWS", "npz:OUT", "--fps", "5"], 2, "npz takes no options"),
-        (["export", "ROWS", "lerobot:OUT", "--crf", "99"], 2, "crf is a whole number of 0 to 51"),
+        (["export", "ROWS", "npz:ROWS"], 1, "already exists"),
+        (["export", "ROWS", "npz:OUT", "--fps", "5"], 2, "npz accepts no options"),
+        (
+            ["export", "ROWS", "lerobot:OUT", "--crf", "99"],
+            2,
+            "crf: expected a whole number from 0 to 51",
+        ),
         (["import", "npz:OUT", "BACK"], 1, "does not exist"),
         (["import", "npz:ROWS", "BACK"], 1, "ROWS"),
         (["import", "npz:ROWS", "BACK.h5", "--format", "zarr"], 2, "suffix of hdf5"),

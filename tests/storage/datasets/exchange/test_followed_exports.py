@@ -177,6 +177,26 @@ def test_the_text_is_of_the_rows_that_are_written(
     assert text["rows"]["copied_from"]["rows"] == [0, 19]
 
 
+def test_rows_added_as_a_version_begins_are_exported_once(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that a version already has do not cause another version."""
+    reports: list[ExportReport] = []
+    with MemmapStorage(source, mode="append") as storage:
+
+        def late(*given: Any, **options: Any) -> tuple[ExportReport, int]:
+            if not reports:
+                storage.extend(rows(20, 10))
+            return dataset_export.export_with_head(*given, **options)
+
+        monkeypatch.setattr(followed_export, "export_with_head", late)
+        looks = iter([False, False, False, True])
+        options = Follow(every=0.0, stop=lambda: next(looks), on_version=reports.append)
+        with open_storage(source) as reader:
+            reader.export(tmp_path / "out", "torchrl", follow=options)
+    assert [each.rows for each in reports] == [30]
+
+
 def append(path: Path, told: Told) -> None:
     """Append rows forever."""
     with MemmapStorage(path) as storage:
@@ -441,7 +461,10 @@ def test_rows_that_are_taken_back_meanwhile(source: Path, tmp_path: Path) -> Non
 
 def test_two_at_once(source: Path, tmp_path: Path) -> None:
     def again(_: int) -> None:
-        with open_storage(source) as other, pytest.raises(StorageLocked, match="kept up by"):
+        with (
+            open_storage(source) as other,
+            pytest.raises(StorageLocked, match="adding versions to this export"),
+        ):
             other.export(tmp_path / "out", "npz", follow=NOW)
 
     growing = Growing(source, 2, again)
@@ -462,7 +485,7 @@ def test_two_processes_at_once(source: Path, tmp_path: Path) -> None:
     child = forked(lambda: held(told))
     wait_until(lambda: told.head == 1)
     with open_storage(source) as storage:
-        with pytest.raises(StorageLocked, match="by another process"):
+        with pytest.raises(StorageLocked, match="another process is adding versions"):
             storage.export(tmp_path / "out", "npz", follow=NOW)
         killed(child)
         assert storage.export(tmp_path / "out", "npz", follow=NOW).rows == 20
@@ -549,24 +572,24 @@ def test_what_is_there_is_kept(source: Path, tmp_path: Path) -> None:
     place.mkdir()
     (place / "mine").write_text("mine")
     with open_storage(source) as storage:
-        with pytest.raises(PathIsTaken, match="has files already"):
+        with pytest.raises(PathIsTaken, match="got other files"):
             storage.export(place, "npz", follow=NOW)
         assert names_in(place) == {"mine"}
         (place / "mine").unlink()
         storage.export(place, "npz", follow=NOW)
-        with pytest.raises(PathIsTaken, match="no versions of this storage as torchrl"):
+        with pytest.raises(PathIsTaken, match="expected versions of this storage as torchrl"):
             storage.export(place, "torchrl", follow=NOW)
         with MemmapStorage(tmp_path / "other") as other:
             other.extend(rows(0, 3))
         with (
             open_storage(tmp_path / "other") as reader,
-            pytest.raises(PathIsTaken, match="no versions of this storage as npz"),
+            pytest.raises(PathIsTaken, match="expected versions of this storage as npz"),
         ):
             reader.export(place, "npz", follow=NOW)
         assert rows_in(newest(place, "npz"), "npz") == 20
         (place / "current.npz").unlink()
         (place / "current.npz").write_text("mine")
-        with pytest.raises(PathIsTaken, match="is no link to a version"):
+        with pytest.raises(PathIsTaken, match="expected a link to a version"):
             storage.export(place, "npz", follow=NOW)
         assert (place / "current.npz").read_text() == "mine"
         (tmp_path / "file").write_text("mine")
@@ -583,7 +606,7 @@ def test_a_link_that_leads_elsewhere(source: Path, tmp_path: Path, target: str) 
         storage.export(place, "npz", follow=NOW)
         (place / "current.npz").unlink()
         (place / "current.npz").symlink_to(target)
-        with pytest.raises(PathIsTaken, match="is no link to a version"):
+        with pytest.raises(PathIsTaken, match="expected a link to a version"):
             storage.export(place, "npz", follow=NOW)
     assert os.readlink(place / "current.npz") == target
 
@@ -591,12 +614,12 @@ def test_a_link_that_leads_elsewhere(source: Path, tmp_path: Path, target: str) 
 def test_what_cannot_be_followed(source: Path, tmp_path: Path) -> None:
     with open_storage(source) as storage:
         view = storage.trajectories.where("length > 3")
-        with pytest.raises(ValueError, match="not one storage"):
+        with pytest.raises(ValueError, match="expected one storage"):
             view.export(tmp_path / "out", "npz", follow=NOW)
         with pytest.raises(NotWritable, match="is inside the storage"):
             storage.export(source / "out", "npz", follow=NOW)
         assert not (source / "out").exists()
-    with open_storage([source]) as union, pytest.raises(ValueError, match="not one storage"):
+    with open_storage([source]) as union, pytest.raises(ValueError, match="expected one storage"):
         union.export(tmp_path / "out", "npz", follow=NOW)
     with (
         MemmapStorage(source, mode="append") as writer,

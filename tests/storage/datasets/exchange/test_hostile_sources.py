@@ -47,7 +47,7 @@ def header(shape: Any, dtype: str = "<f4") -> bytes:
 def test_pickles_in_an_archive(tmp_path: Path) -> None:
     objects = np.array([Bomb(tmp_path / "harm")], object)
     np.savez(tmp_path / "rows.npz", x=objects, allow_pickle=True)
-    refused("npz", tmp_path / "rows.npz", "pickled objects are not read")
+    refused("npz", tmp_path / "rows.npz", "Pickled objects are not read")
     with zipfile.ZipFile(tmp_path / "raw.npz", "w") as archive:
         archive.writestr("x.npy", pickle.dumps(Bomb(tmp_path / "harm")))
     refused("npz", tmp_path / "raw.npz")
@@ -55,7 +55,7 @@ def test_pickles_in_an_archive(tmp_path: Path) -> None:
         file = io.BytesIO()
         np.lib.format.write_array(file, objects, allow_pickle=True)
         archive.writestr("tallyroll.npy", file.getvalue())
-    refused("npz", tmp_path / "text.npz", "its text cannot be read")
+    refused("npz", tmp_path / "text.npz", "its metadata cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_member_that_is_locked_or_there_twice(tmp_path: Path) -> None:
         zipfile.ZipFile(tmp_path / "rows.npz", "a") as archive,
     ):
         archive.writestr("x.npy", header((1,)) + bytes(4))
-    refused("npz", tmp_path / "rows.npz", "two arrays of one name")
+    refused("npz", tmp_path / "rows.npz", "two arrays with the same name")
 
 
 def theirs(place: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_text_that_is_nested_too_deep(tmp_path: Path) -> None:
     text = b"[" * 100_000
     with h5py.File(tmp_path / "rows.hdf5", "r+") as file:
         file["metadata/tallyroll"] = np.frombuffer(text, np.uint8)
-    refused("d4rl", tmp_path / "rows.hdf5", "text cannot be read")
+    refused("d4rl", tmp_path / "rows.hdf5", "metadata cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -239,12 +239,12 @@ def test_a_parquet_that_claims_too_much(tmp_path: Path) -> None:
     content = bytearray((tmp_path / "rows.parquet").read_bytes())
     content[-8:-4] = (2**31 - 1).to_bytes(4, "little")
     (tmp_path / "rows.parquet").write_bytes(content)
-    refused("parquet", tmp_path / "rows.parquet", "no footer")
+    refused("parquet", tmp_path / "rows.parquet", "no Parquet footer")
 
 
 def test_an_unknown_kind(tmp_path: Path) -> None:
     kinds = "d4rl, hf, lerobot, minari, npz, parquet, rlds, torchrl"
-    with pytest.raises(ValueError, match=f"kind is one of {kinds}"):
+    with pytest.raises(ValueError, match=f"kind: expected one of {kinds}"):
         import_dataset(tmp_path, tmp_path / "back", "csv")
 
 
@@ -252,16 +252,16 @@ def test_a_column_that_a_format_lacks(tmp_path: Path) -> None:
     with MemmapStorage(tmp_path / "source") as storage:
         storage.extend({("tallyroll",): np.zeros(3)})
         for kind, match in (
-            ("npz", "has the name of the text beside it"),
+            ("npz", "has the name of the archive's metadata"),
             ("d4rl", "have no next/reward, no next/terminated"),
             ("minari", "have no next/reward, no next/terminated"),
         ):
             with pytest.raises(StorageError, match=match):
                 storage.export(tmp_path / kind, kind)
             assert not (tmp_path / kind).exists()
-        with pytest.raises(StorageError, match="by which trajectories are found"):
+        with pytest.raises(StorageError, match="so its trajectories are unknown"):
             storage.export(tmp_path / "rows", "torchrl", cuts="drop")
-        with pytest.raises(ValueError, match="cuts is one of"):
+        with pytest.raises(ValueError, match="cuts: expected 'drop', 'truncate' or 'keep'"):
             storage.export(tmp_path / "rows", "torchrl", cuts="no")  # type: ignore[arg-type]
         with pytest.raises(StorageError, match="is inside the storage"):
             storage.export(tmp_path / "source" / "rows", "torchrl")

@@ -319,11 +319,11 @@ def test_rows_wait_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"video": "gif"}, "video is one of 'av1', 'h264', 'h264-lossless', 'ffv1' and None"),
-        ({"fps": 0}, "fps is a whole number of 1 to 1000, got 0"),
-        ({"fps": 29.97}, "fps is a whole number"),
-        ({"crf": 52}, "crf is a whole number of 0 to 51, got 52"),
-        ({"task": "x" * 5000}, "task is a text of at most 4096 characters"),
+        ({"video": "gif"}, "video: expected one of 'av1', 'h264', 'h264-lossless', 'ffv1' or None"),
+        ({"fps": 0}, "fps: expected a whole number from 1 to 1000, got 0"),
+        ({"fps": 29.97}, "fps: expected a whole number"),
+        ({"crf": 52}, "crf: expected a whole number from 0 to 51, got 52"),
+        ({"task": "x" * 5000}, "task: expected a text of at most 4096 characters"),
     ],
 )
 def test_options_that_are_wrong(options: dict[str, Any], said: str) -> None:
@@ -334,8 +334,8 @@ def test_options_that_are_wrong(options: dict[str, Any], said: str) -> None:
 def test_options_of_another_format(tmp_path: Path) -> None:
     with MemmapStorage(tmp_path / "rows") as storage:
         storage.extend(pictured(3, 3))
-        with pytest.raises(ValueError, match="npz takes no options"):
+        with pytest.raises(ValueError, match="npz accepts no options"):
             storage.export(tmp_path / "out", "npz", options=LeRobotOptions())
-        with pytest.raises(ValueError, match="lerobot takes LeRobotOptions"):
+        with pytest.raises(ValueError, match="lerobot accepts LeRobotOptions"):
             storage.export(tmp_path / "out", "lerobot", options="av1")  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()

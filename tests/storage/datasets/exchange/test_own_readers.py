@@ -108,7 +108,7 @@ def test_a_table_of_arrow(tmp_path: Path) -> None:
         assert rows["action"].dtype is torch.float64
     ragged = arrow.table({"x": arrow.array([[1.0], [1.0, 2.0]], arrow.list_(arrow.float32()))})
     parquet.write_table(ragged, tmp_path / "ragged.parquet")
-    with pytest.raises(Exception, match="rows of several lengths"):
+    with pytest.raises(Exception, match="rows of different lengths"):
         import_dataset(tmp_path / "ragged.parquet", tmp_path / "other", "parquet")
     holes = arrow.table({"x": arrow.array([1.0, None])})
     parquet.write_table(holes, tmp_path / "holes.parquet")

@@ -150,7 +150,7 @@ def test_rows_that_are_no_transitions(key: Key) -> None:
 @pytest.mark.parametrize("key", [TERMINATED, TRUNCATED])
 def test_flags_that_are_no_flags(key: Key) -> None:
     for flag in (np.zeros((2, 1), np.uint8), np.zeros((2, 3), bool)):
-        with pytest.raises(InvalidSchema, match=f"{format_key(key)}: expected one bool a row"):
+        with pytest.raises(InvalidSchema, match=f"{format_key(key)}: expected one bool per row"):
             Roles.of(columns(**{format_key(key): flag}), "minari")
 
 
@@ -391,7 +391,7 @@ def test_sources_that_are_not_as_they_say(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(dataset_import, "BLOCK_NBYTES", 1)
     first, wide = {ROW: np.zeros(2)}, {ROW: np.zeros((2, 3))}
     faults: dict[str, tuple[list[Block], int]] = {
-        r"has -1 rows\. Nothing was written": ([first], -1),
+        r"declares -1 rows, expected 0 or more\. Nothing was written": ([first], -1),
         "cannot be imported: .*observation": ([first, wide], 4),
     }
     for match, (blocks, rows) in faults.items():

@@ -57,7 +57,7 @@ def lists_in(place: Path) -> list[dict[str, Any]]:
     return [features_in(content) for content in found]
 
 
-# --- ours -----------------------------------------------------------------------------------------
+# --- exports of Tallyroll -------------------------------------------------------------------------
 
 
 def test_tensorflow_datasets_read_what_we_write(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_an_episode_of_two_gigabytes_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-# --- theirs ---------------------------------------------------------------------------------------
+# --- datasets of other programs -------------------------------------------------------------------
 
 
 LOST = {
@@ -189,7 +189,7 @@ def test_a_writer_that_was_killed(tmp_path: Path) -> None:
     assert report.lost[0].place.episode == 1
     assert verify(tmp_path / "less").sound
     (place / "features.json").unlink()
-    with pytest.raises(InvalidDataset, match=r"Put features.json of a sound dataset"):
+    with pytest.raises(InvalidDataset, match=r"Copy features.json from an intact dataset"):
         repair(place, tmp_path / "none", "rlds")
 
 
@@ -212,7 +212,7 @@ def test_our_export_is_repaired_by_its_own_text(tmp_path: Path) -> None:
     (tmp_path / "out" / layout.INFO).write_text(info)
     report = repair(tmp_path / "out", tmp_path / "theirs")
     assert (report.rows, len(report.lost)) == (17, 2)
-    assert str(report.lost[1]).endswith("it has 4 of 9: a file of records has fewer episodes")
+    assert str(report.lost[1]).endswith("it has 4 of 9: a file of records lacks episodes")
 
 
 def test_flags_that_are_missing_or_early(tmp_path: Path) -> None:

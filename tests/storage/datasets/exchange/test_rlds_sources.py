@@ -75,8 +75,8 @@ LISTS: dict[str, tuple[dict[str, Any], str]] = {
     "no such kind": ({"steps/observation": np.arange(8)}, "has 0 steps|has 4 steps"),
     "another width": ({"steps/observation": np.ones(7, "f4")}, "7 numbers, expected 2 for each"),
     "fewer": ({"steps/action": np.arange(3)}, "steps"),
-    "beyond its dtype": ({"steps/action": np.arange(4) * 300}, "none of uint8"),
-    "no flag": ({"steps/is_last": np.array([0, 0, 0, 7])}, "none of bool"),
+    "beyond its dtype": ({"steps/action": np.arange(4) * 300}, "do not fit uint8"),
+    "no flag": ({"steps/is_last": np.array([0, 0, 0, 7])}, "do not fit bool"),
     "no image": ({"steps/camera": [b"GIF89a"] * 4}, "cannot be decoded"),
     "a bomb of zlib": ({"steps/packed": [zlib.compress(bytes(2**24))] * 4}, "of 9 bytes, expected"),
     "no zlib": ({"steps/packed": [b"12345678"] * 4}, "cannot be unpacked"),
@@ -96,13 +96,16 @@ def test_values_that_cannot_be(fault: str, tmp_path: Path) -> None:
 RECORDS = {
     "a length of terabytes": (kit.framed(b"", 2**44), "ends within a record"),
     "a length beyond 63 bits": (kit.framed(b"", 2**64 - 1), "ends within a record"),
-    "a length that is another": (b"\1" + kit.framed(b"1234")[1:], "record's length differs"),
-    "no example": (kit.framed(b"\xff" * 9), "is no tf.train.Example"),
-    "a name that is no text": (kit.framed(kit.part(1, kit.part(1, kit.part(1, b"\xff")))), "no tf"),
-    "groups in groups": (kit.framed(b"\x0b" * 100_000), "is no tf.train.Example"),
-    "nothing": (kit.framed(b""), "there is no steps/"),
-    "no record": (b"", "0 episodes, and should have 1"),
-    "two records": (kit.framed(kit.example(episode())) * 2, "2 episodes, and should have 1"),
+    "a length that is another": (b"\1" + kit.framed(b"1234")[1:], "record's length does not match"),
+    "no example": (kit.framed(b"\xff" * 9), "is not a tf.train.Example"),
+    "a name that is no text": (
+        kit.framed(kit.part(1, kit.part(1, kit.part(1, b"\xff")))),
+        "not a tf",
+    ),
+    "groups in groups": (kit.framed(b"\x0b" * 100_000), "is not a tf.train.Example"),
+    "nothing": (kit.framed(b""), r"the feature steps/\S+ is missing"),
+    "no record": (b"", "0 episodes, expected 1"),
+    "two records": (kit.framed(kit.example(episode())) * 2, "2 episodes, expected 1"),
 }
 
 
@@ -141,18 +144,21 @@ def test_damage_under_right_checksums(tmp_path: Path) -> None:
 
 
 INFOS: dict[str, tuple[dict[str, Any], str]] = {
-    "another format": ({"fileFormat": "array_record"}, "convert it by TensorFlow Datasets"),
-    "no name": ({"name": "../walk"}, "its name is"),
+    "another format": (
+        {"fileFormat": "array_record"},
+        "Convert the dataset with TensorFlow Datasets",
+    ),
+    "no name": ({"name": "../walk"}, "its name .* is invalid"),
     "no splits": ({"splits": []}, "has no splits"),
     "many splits": ({"splits": [{}] * 2000}, "has no splits"),
-    "no list": ({"splits": [3]}, "is no dictionary"),
-    "a way out": ({"filepathTemplate": "../../{SPLIT}"}, "leads elsewhere"),
-    "an absolute path": ({"filepathTemplate": "/etc/passwd"}, "leads elsewhere"),
-    "an attribute": ({"filepathTemplate": "{SPLIT.__class__}"}, "leads elsewhere"),
-    "a name that there is not": ({"filepathTemplate": "{HOME}"}, "which it may not"),
+    "no list": ({"splits": [3]}, "is not a JSON object"),
+    "a way out": ({"filepathTemplate": "../../{SPLIT}"}, "leads out of the dataset"),
+    "an absolute path": ({"filepathTemplate": "/etc/passwd"}, "leads out of the dataset"),
+    "an attribute": ({"filepathTemplate": "{SPLIT.__class__}"}, "leads out of the dataset"),
+    "a name that there is not": ({"filepathTemplate": "{HOME}"}, "unknown field HOME"),
     "one file for all": (
         {"filepathTemplate": SHARD, "shardLengths": ["1", "1"]},
-        "a split is there twice",
+        "a split is listed twice",
     ),
     "a negative length": ({"shardLengths": ["-1"]}, "a shard's length"),
     "a long length": ({"shardLengths": ["9" * 5000]}, "a shard's length"),
@@ -188,8 +194,11 @@ def older(name: str, content: Any) -> dict[str, Any]:
 
 
 FEATURES: dict[str, tuple[Any, str]] = {
-    "none": ([], "no dataset of RLDS"),
-    "no steps": (kit.dictionary(image=kit.picture(8, 8, 3)), "no dataset of RLDS"),
+    "none": ([], "features have no steps, as RLDS requires"),
+    "no steps": (
+        kit.dictionary(image=kit.picture(8, 8, 3)),
+        "features have no steps, as RLDS requires",
+    ),
     "no observation": (kit.dictionary(steps=kit.dataset(kit.dictionary())), "has no observation"),
     "a huge shape": (said(observation=kit.tensor("float32", 2**40, 2**40)), "has no observation"),
     "a negative shape": (said(observation=kit.tensor("float32", -3)), "has no observation"),
@@ -199,10 +208,10 @@ FEATURES: dict[str, tuple[Any, str]] = {
     ),
     "no dtype": (said(observation=kit.tensor("object")), "has no observation"),
     "nested too deep": (said(observation=deep(30)), "nested too deep"),
-    "older, and no steps": (older("FeaturesDict", {}), "no dataset of RLDS"),
+    "older, and no steps": (older("FeaturesDict", {}), "features have no steps, as RLDS requires"),
     "older, of a module of theirs": (
         {"type": "harm.FeaturesDict", "content": {"steps": older("Dataset", {})}},
-        "no dataset of RLDS",
+        "features have no steps, as RLDS requires",
     ),
     "a text that is no JSON": (older("FeaturesDict", "{"), "a text in its features"),
     "older, and nested too deep": (
@@ -283,7 +292,7 @@ def test_a_text_of_ours_of_other_columns(tmp_path: Path) -> None:
     ]
     text = json.dumps({"tallyroll_exchange": 1, "columns": columns})
     (place / "tallyroll.json").write_text(text)
-    refused(place, "there is no steps/reward")
+    refused(place, "the feature steps/reward is missing")
     (place / "tallyroll.json").write_text(text.replace("float32", "object"))
     with pytest.raises(StorageError):
         import_dataset(place, tmp_path / "back", "rlds")

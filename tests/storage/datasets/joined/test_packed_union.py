@@ -128,7 +128,7 @@ def test_all_members_have_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for start in range(0, 1200, 50):
             union.reader.column(("pixels",)).slice(start, start + 50)
             union.get(np.arange(start, start + 50))
-        kept = [each.kept_nbytes for each in joined._arrays.values()]
+        kept = [each.max_nbytes for each in joined._arrays.values()]
         assert sum(kept) <= max(40_000, most)
         assert all(each.reader._arrays[0]._slab is None for each in union.reader.members)
         loads = sum(each.loads for each in joined._arrays.values())

@@ -166,9 +166,11 @@ def test_ids_that_clash_are_moved(three: Path) -> None:
             float(1000 + number) for number in range(10, 15)
         ]
         assert union.column(("collector", "traj_ids"))[20:25].tolist() == [4] * 5
-    with pytest.raises(TrajectoryIdTaken, match=r"4 trajectory ids of .*b are .* as 0 of .*a\. Op"):
+    with pytest.raises(
+        TrajectoryIdTaken, match=r"4 trajectory ids of .*b also .* as 0 in .*a\. Op"
+    ):
         open_storage([three / "a", three / "b"], ids="keep")
-    with pytest.raises(ValueError, match="ids is one of"):
+    with pytest.raises(ValueError, match="ids: expected 'offset' or 'keep', got"):
         open_storage([three / "a"], ids="moved")
 
 
@@ -195,7 +197,10 @@ def test_ids_beyond_their_dtype_are_refused(tmp_path: Path) -> None:
         rows["collector", "traj_ids"] = torch.tensor([0] * 5 + [250] * 5, dtype=torch.uint8)
         with MemmapStorage(tmp_path / name) as storage:
             storage.extend(rows)
-    with open_storage(tmp_path / "?") as union, pytest.raises(TrajectoryIdTaken, match="uint8 doe"):
+    with (
+        open_storage(tmp_path / "?") as union,
+        pytest.raises(TrajectoryIdTaken, match="uint8 cannot"),
+    ):
         union.get([0])
 
 
@@ -206,7 +211,9 @@ def test_columns_that_differ_are_named(tmp_path: Path) -> None:
     for name, each in (("a", rows), ("b", extra), ("c", other)):
         with MemmapStorage(tmp_path / name) as storage:
             storage.extend(each)
-    with pytest.raises(SchemaMismatch, match=r"pixels is not in .*a\. Give columns= .* 9 that all"):
+    with pytest.raises(
+        SchemaMismatch, match=r"pixels is not in .*a\. Pass columns= .* 9 columns that all"
+    ):
         open_storage([tmp_path / "a", tmp_path / "b"])
     with pytest.raises(
         SchemaMismatch, match=r"observation is float32 \[1\] in .*c has float32 \[2\]"
@@ -279,7 +286,7 @@ def test_it_has_the_rows_of_its_opening(three: Path) -> None:
                 lambda: later.trajectories.table,
                 lambda: later.reader.column(("observation",)).slice(0, 3),
             ):
-                with pytest.raises(StateMismatch, match="taken back since this union was opened"):
+                with pytest.raises(StateMismatch, match="was rewound since this union was opened"):
                     read()
 
 
@@ -331,7 +338,7 @@ def test_priorities_are_kept_elsewhere(three: Path, tmp_path: Path) -> None:
     assert drawn == [1013.0, 1013.0]
     with (
         open_storage([three / "b", three / "a"]) as other,
-        pytest.raises(StateMismatch, match="of another storage"),
+        pytest.raises(StateMismatch, match="belongs to another storage"),
     ):
         PrioritizedSampler(other).load_state_dict(state)
 

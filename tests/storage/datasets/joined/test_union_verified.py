@@ -63,10 +63,10 @@ def test_findings_say_of_which_storage_they_are(tmp_path: Path) -> None:
 def test_rows_that_are_there_twice(tmp_path: Path) -> None:
     a, b = made(tmp_path / "a", 0), made(tmp_path / "b", 1000)
     shutil.copytree(a, tmp_path / "c")
-    assert "are the same storage, or copies of one" in messages([a, tmp_path / "c"])[0]
+    assert "are the same storage, or copies of the same one" in messages([a, tmp_path / "c"])[0]
     made(tmp_path / "again", 0)  # as from the same seed
     (found,) = messages([a, b, tmp_path / "again"])
-    assert found.startswith(f"members: trajectories of {tmp_path / 'again'} have the rows")
+    assert found.startswith(f"members: trajectories of {tmp_path / 'again'} have the same rows")
     with open_storage(a) as storage:
         storage.copy_to(tmp_path / "copied")
     (found,) = messages([a, tmp_path / "copied"])
@@ -118,12 +118,12 @@ def test_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     again = made(tmp_path / "again", 700, shard=shard(1))
     other = made(tmp_path / "other", 800, shard=shard(1, run="x"))
     plain = made(tmp_path / "plain", 900)
-    assert messages([paths[0], plain, *paths[1:]]) == [f"members: {plain} is no shard of run r"]
+    assert messages([paths[0], plain, *paths[1:]]) == [f"members: {plain} is not a shard of run r"]
     assert messages([paths[0], paths[1], again, other, plain]) == [
         "members: run r: shards 2 of 3 are missing",
-        f"members: run r: shard 1 of 3 is there more than once: {paths[1]}, {again}",
+        f"members: run r: shard 1 of 3 occurs more than once: {paths[1]}, {again}",
         "members: run x: shards 0, 2 of 3 are missing",
-        f"members: {plain} is no shard",
+        f"members: {plain} is not a shard",
     ]
     rest = [made(tmp_path / f"x-{i}", 1000 + 100 * i, shard=shard(i, run="x")) for i in (0, 2)]
     runs = [rest[0], *paths, other, rest[1]]  # each is complete, in any order
@@ -132,9 +132,7 @@ def test_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(capsys.readouterr().out)["shards"]
     assert (facts["complete"], [each["run"] for each in facts["runs"]]) == (True, ["x", "r"])
     short = made(tmp_path / "short", 600, rows=25, shard=shard(2))
-    assert messages([*paths[:2], short]) == [
-        "members: the shards have 85 rows, and 90 were asked of them"
-    ]
+    assert messages([*paths[:2], short]) == ["members: the shards have 85 rows, expected 90"]
     assert main(["inspect", str(tmp_path / "s-0"), str(again), str(plain)]) == 0
     out = capsys.readouterr().out.splitlines()
     assert "Shards of run r" in out

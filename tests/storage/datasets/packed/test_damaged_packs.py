@@ -31,7 +31,7 @@ from tallyroll.storage.errors import (
     StorageFull,
     StorageLocked,
 )
-from tallyroll.storage.ext.atomic_create import written_aside
+from tallyroll.storage.ext.atomic_create import atomic_creation
 from tallyroll.storage.ext.packed import codecs
 from tallyroll.storage.ext.packed.codecs import BadChunk, Codec, crc32c
 from tallyroll.storage.ext.testing.reader_contract import assert_same_rows, collected
@@ -101,12 +101,16 @@ def test_verify_names_the_column_and_the_rows(packed: Path) -> None:
     report = verify(packed)
     found = next(each for each in report.findings if each.check == "checksums")
     assert found.places[0].column == "action"
-    assert "rows 0 to 140 of action; those in other chunks are safe" in found.places[0].what
+    said = found.places[0].what
+    assert "the chunk with rows 0 to 140 of action cannot be read" in said
+    assert "Rows in other chunks are intact" in said
     assert "checksums" in report.checked
     assert report.skipped["observations"] == "rows are damaged"
     with open_storage(packed) as storage:
         storage.get([0], ["observation"])
-        with pytest.raises(CorruptStorage, match="its checksum does not fit, of the chunk"):
+        with pytest.raises(
+            CorruptStorage, match=r"action cannot be read \(its checksum does not match"
+        ):
             storage.get([0])
 
 
@@ -145,9 +149,12 @@ def linked(path: Path) -> None:
     ("spoil", "said"),
     [
         (cut, "index|cut short|damaged"),
-        (Path.unlink, "c.0 is missing, which has rows 0 to 140 of action"),
+        (Path.unlink, "c.0, with rows 0 to 140 of action, is missing"),
         (linked, "a link"),
-        (lambda path: path.write_bytes(b""), "cut short. It has rows 0 to 140 of action"),
+        (
+            lambda path: path.write_bytes(b""),
+            "was cut short to 0 bytes, .* It contains rows 0 to 140 of action",
+        ),
     ],
     ids=["cut", "gone", "linked", "empty"],
 )
@@ -164,7 +171,7 @@ def test_an_hdf5_file_that_is_cut_short_or_links_elsewhere(packed_file: Path) ->
     with h5py.File(packed_file, "r+") as file:
         del file["action"]
         file["action"] = h5py.ExternalLink(other.name, "/action")
-    with pytest.raises(CorruptStorage, match="action is not there, or is a link"):
+    with pytest.raises(CorruptStorage, match="action is missing, or is a link"):
         open_storage(packed_file)
     packed_file.write_bytes(other.read_bytes()[:9000])
     with pytest.raises(CorruptStorage, match="damaged"):
@@ -175,7 +182,7 @@ def test_an_hdf5_file_that_says_too_much(packed_file: Path) -> None:
     """Rows that do not exist take no memory and are reported."""
     with h5py.File(packed_file, "r+") as file:
         file["action"].resize(2**40, axis=0)
-    with pytest.raises(CorruptStorage, match="action is not as the manifest says"):
+    with pytest.raises(CorruptStorage, match="action does not match the manifest"):
         open_storage(packed_file)
     with h5py.File(packed_file, "r+") as file:
         manifest = json.loads(file["tallyroll/manifest"][()].tobytes())
@@ -186,7 +193,7 @@ def test_an_hdf5_file_that_says_too_much(packed_file: Path) -> None:
         content = np.frombuffer(json.dumps(sealed(manifest)).encode(), np.uint8)
         del file["tallyroll/manifest"]
         file["tallyroll/manifest"] = content
-    with pytest.raises(CorruptStorage, match="is not that of its column"):
+    with pytest.raises(CorruptStorage, match="has the wrong rows, dtype or shape"):
         open_storage(packed_file)
 
 
@@ -269,7 +276,7 @@ def test_states_that_cannot_be(base: Path, tmp_path: Path) -> None:
     shard.write_bytes(stored + index + crc32c(index).to_bytes(4, "little"))
     with (
         open_storage(tmp_path / "packed") as storage,
-        pytest.raises(CorruptStorage, match="breaks are not rows in their order"),
+        pytest.raises(CorruptStorage, match="breaks are not ascending row numbers"),
     ):
         storage.get([0])
 
@@ -304,12 +311,12 @@ def test_a_destination_that_is_taken(base: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("nowhere")
     with open_storage(base / "rows") as storage:
         for name in ("file", "folder", "link"):
-            with pytest.raises(PathIsTaken, match="there already"):
+            with pytest.raises(PathIsTaken, match="already exists"):
                 storage.pack(tmp_path / name)
         for inner in (base / "rows", base / "rows" / "inner"):
             with pytest.raises(PathIsTaken):
                 storage.pack(inner)
-        with contextlib.suppress(KeyboardInterrupt), written_aside(tmp_path / "new"):
+        with contextlib.suppress(KeyboardInterrupt), atomic_creation(tmp_path / "new"):
             with pytest.raises(StorageLocked):
                 storage.pack(tmp_path / "new")
             raise KeyboardInterrupt
@@ -334,13 +341,16 @@ def test_arguments_that_are_wrong(base: Path, tmp_path: Path) -> None:
         ({"format": "npz"}, "expected 'zarr' or 'hdf5', got 'npz'"),
         ({"codecs": "lz4"}, "expected one of zstd, shuffle, none, got 'lz4'"),
         ({"codecs": "zstd:99"}, "expected a level from 1 to 22, got 99"),
-        ({"codecs": "none:1"}, "none has no level"),
-        ({"codecs": "gzip"}, "HDF5 is packed with gzip:1 to gzip:9"),
-        ({"codecs": "zstd", "format": "hdf5"}, "HDF5 is packed with gzip:1 to gzip:9"),
-        ({"codecs": {"nobody": "zstd"}}, "there is no column nobody"),
-        ({"stacks": [FrameStack("nobody")]}, "there is no column nobody"),
-        ({"stacks": [FrameStack("pixels", axis=3)]}, "of which none is axis 3"),
-        ({"stacks": [FrameStack("pixels", 3)]}, "3 frames cannot be stacked along axis 0"),
+        ({"codecs": "none:1"}, "expected \"none\" without a level, got 'none:1'"),
+        ({"codecs": "gzip"}, "expected gzip:1 to gzip:9 for HDF5, .*, got gzip:"),
+        ({"codecs": "zstd", "format": "hdf5"}, "expected gzip:1 to gzip:9 for HDF5, .*, got zstd:"),
+        ({"codecs": {"nobody": "zstd"}}, "codecs: expected some of .*, got nobody"),
+        ({"stacks": [FrameStack("nobody")]}, "stacks: expected some of .*, got nobody"),
+        ({"stacks": [FrameStack("pixels", axis=3)]}, "expected an axis of pixels, .*, got axis 3"),
+        (
+            {"stacks": [FrameStack("pixels", 3)]},
+            "frames that divide the shape .* of pixels along axis 0, got 3",
+        ),
     ]
     with open_storage(base / "rows") as storage:
         for arguments, said in wrong:

@@ -38,7 +38,9 @@ def test_the_suffix_says_the_format(rows: Path, name: str) -> None:
         assert rows.with_name(name).is_file() == is_file
         other = rows.with_name(f"other-{name}")
         if "." in name and name != "a.rows":
-            with pytest.raises(ValueError, match=r"format: expected .* by the suffix of .*other-a"):
+            with pytest.raises(
+                ValueError, match=r"format: expected .* from the suffix of .*other-a"
+            ):
                 storage.pack(other, format="zarr" if is_file else "hdf5")
             assert not other.exists()
         else:
@@ -82,10 +84,14 @@ def test_its_options(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("options", "status", "said"),
     [
         (["--codec", "lz4"], 1, "expected one of zstd, shuffle, none, got 'lz4'"),
-        (["--codec", "zstd", "--codec", "action=none"], 1, "expected one for all, or some"),
+        (
+            ["--codec", "zstd", "--codec", "action=none"],
+            1,
+            "expected one codec for all columns, or a codec for each",
+        ),
         (["--codec", "action="], 2, "expected CODEC, or COLUMN=CODEC, got 'action='"),
-        (["--stack", "pixels:x"], 2, "as pixels:4:-1, got 'pixels:x'"),
-        (["--stack", "pixels", "--rows-as-they-are"], 1, "leave out one"),
+        (["--stack", "pixels:x"], 2, "such as pixels:4:-1, got 'pixels:x'"),
+        (["--stack", "pixels", "--rows-as-they-are"], 1, "Leave one of them out"),
     ],
 )
 def test_words_that_are_wrong(
@@ -102,4 +108,4 @@ def test_words_that_are_wrong(
 
 def test_a_destination_that_is_there(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pack", str(rows), str(rows)]) == 1
-    assert f"{rows} is there already" in capsys.readouterr().err
+    assert f"{rows} already exists" in capsys.readouterr().err

@@ -237,7 +237,7 @@ def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
             raise OSError(28, "no space")
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(storage.writer.files.inside), "write_aside", full)
+            patch.setattr(type(storage.writer.files.inside), "write_atomically", full)
             check(storage, storage.statistics())
         assert not storage.writer.files.statistics_path.exists()
 
@@ -300,7 +300,7 @@ def test_wrong_columns(tmp_path: Path) -> None:
         storage.extend(rows_of(10))
         with pytest.raises(ColumnsMissing, match=r"got wid; did you mean wide\?"):
             storage.statistics(["wid"])
-        with pytest.raises(ValueError, match="complex is complex64"):
+        with pytest.raises(ValueError, match="got complex of dtype complex64"):
             storage.statistics("complex")
 
 

@@ -196,23 +196,23 @@ def test_a_word_of_python_is_a_column() -> None:
     ("text", "fault", "says"),
     [
         ("", "", "got nothing"),
-        (" return > ", "", "no condition"),
-        ("(return > 1", "(", "no condition"),
+        (" return > ", "", "not a condition"),
+        ("(return > 1", "(", "not a condition"),
         ("retrun > 5", "retrun", "did you mean return?"),
-        ("RETURN > 5", "RETURN", "there is no RETURN"),
+        ("RETURN > 5", "RETURN", "there is no column RETURN"),
         ("  gravity > 1", "gravity", "did you mean context.gravity?"),
-        ("lane.x > 1", "lane.x", "there is no lane.x"),
+        ("lane.x > 1", "lane.x", "there is no column lane.x"),
         ("'é' != 'a' and retrun > 5", "retrun", "did you mean return?"),
         (
             "return > 'a'",
             "'a'",
-            "a number and a text cannot be compared: expected a number after >",
+            "a number and a string cannot be compared: expected a number after >",
         ),
-        ("end == 5", "5", "expected a text after =="),
+        ("end == 5", "5", "expected a string after =="),
         ("end == 'terminted'", "'terminted'", "'open', 'terminated', 'truncated' or 'cut'"),
         ("end in ('cut', 'x')", "'x'", "got 'x'"),
-        ("end > 'cut'", "'cut'", "expected == or != between texts"),
-        ("end is 'cut'", "end", "compared with =="),
+        ("end > 'cut'", "'cut'", "expected == or != between text values"),
+        ("end is 'cut'", "end", "a comparison by =="),
         ("whole > 1", "1", "expected a condition after >"),
         ("whole + 1 > 1", "whole", "expected a number, got a condition"),
         ("lane and whole", "lane", "expected a condition, such as return > 5, got a number"),
@@ -220,21 +220,21 @@ def test_a_word_of_python_is_a_column() -> None:
         ("shares > 1", "shares", r"shares[0] to shares[1]"),
         ("shares[2] > 1", "2", r"shares[0] to shares[1]"),
         ("shares[True] > 1", "True", r"shares[0] to shares[1]"),
-        ("lane[0] > 1", "lane", "one value each"),
+        ("lane[0] > 1", "lane", "one value per trajectory"),
         ("lane in 'abc'", "'abc'", "expected values after in"),
         ("lane in ()", "()", "expected values after in"),
-        ("lane in (1, lane)", "lane)", "written out"),
-        ("lane in (1, 'a')", "'a'", "expected a number, as before in"),
+        ("lane in (1, lane)", "lane)", "must be literals"),
+        ("lane in (1, 'a')", "'a'", "expected a number, as on the left side"),
         ("return ** 2 > 1", "**", "powers"),
         ("lane = 3", "=", "Compare with =="),
         ("lane & whole", "&", "Write and"),
         ("lane > 1 # rest", "#", "cannot be part"),
-        ("end == 'cut", "'cut", "no end"),
+        ("end == 'cut", "'cut", "no closing quote"),
         ("f'a' == end", "'a'", "expected an operator"),
         ("'a' 'b' == end", "'b'", "expected an operator"),
         (r"end == 'a\n'", r"'a\n'", "cannot be part"),
         ("lane > \x00", "\x00", "cannot be part"),
-        ("lane / (lane - 1) > 1", "lane - 1", "divided by 0"),
+        ("lane / (lane - 1) > 1", "lane - 1", "division by 0"),
         ("length * 4611686018427387904 > 1", "length", "2**63"),
         ("9223372036854775808 > lane", "9223", "below 2**63"),
         ("5in lane", "5in", "expected a number"),
@@ -256,7 +256,7 @@ def test_a_fault_is_shown_at_its_place(text: str, fault: str, says: str) -> None
 
 
 def test_the_error_is_a_wrong_value_and_one_of_storages() -> None:
-    with pytest.raises(ValueError, match="there is no"):
+    with pytest.raises(ValueError, match="there is no column nothing"):
         select("nothing > 1")
     assert issubclass(InvalidExpression, StorageError)
     with pytest.raises(TypeError, match="got int"):

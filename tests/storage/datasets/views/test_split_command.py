@@ -64,7 +64,7 @@ def test_the_parts_are_those_of_the_storage(
             assert verify(path).sound
     assert [each.name for each in tmp_path.iterdir()] == ["parts"]
     assert main(command) == 1
-    assert "is there already, and is not replaced" in capsys.readouterr().err
+    assert "already exists and is not replaced" in capsys.readouterr().err
 
 
 def test_some_trajectories_and_an_empty_part(
@@ -92,7 +92,7 @@ def test_some_trajectories_and_an_empty_part(
         (["--part", "a/b=0.5"], "expected NAME=SHARE"),
         (["--train", "0.5", "--part", "train=0.5"], "different names"),
         (["--train", "0.5", "--seed", "-1"], "expected a whole number"),
-        (["--train", "0.5", "--where", "lane >"], "no condition"),
+        (["--train", "0.5", "--where", "lane >"], "not a condition"),
     ],
 )
 def test_wrong_arguments(
@@ -131,7 +131,7 @@ def test_a_part_that_fails_leaves_nothing(
         with pytest.raises(PathIsTaken):
             write_parts(parts, tmp_path / "parts")
         for wrong in ({"": parts["one"]}, {"..": parts["one"]}):
-            with pytest.raises(ValueError, match="expected names of folders"):
+            with pytest.raises(ValueError, match="expected a name that a folder can have"):
                 write_parts(wrong, tmp_path / "others")
 
         def all_but_full(*args: Any, **more: Any) -> Any:

@@ -146,13 +146,13 @@ def test_files_that_are_not_used(tmp_path: Path) -> None:
     assert "is damaged, or rows have changed. Delete it" in finding.message
     file.write_bytes((other / file.name).read_bytes())
     assert found(path) == []
-    assert "of other rows" in verify(path).skipped["statistics"]
+    assert "the stored statistics are of other rows" in verify(path).skipped["statistics"]
     with MemmapStorage(path, mode="append") as storage:
         take_back(storage.writer, 3 * COUNT, None)
     file.write_bytes(whole)
-    assert "of other rows" in verify(path).skipped["statistics"]
+    assert "the stored statistics are of other rows" in verify(path).skipped["statistics"]
     file.unlink()
-    assert "no statistics are kept" in verify(path).skipped["statistics"]
+    assert "no statistics are stored" in verify(path).skipped["statistics"]
 
 
 @pytest.mark.parametrize("name", ["packed", "packed.h5"])
@@ -163,7 +163,7 @@ def test_packed_rows_keep_theirs(
     with open_storage(made(tmp_path / "rows")) as storage:
         wanted = storage.statistics()
         storage.pack(path, format="hdf5" if name.endswith("h5") else "zarr")
-    assert "no statistics are kept" in verify(path).skipped["statistics"]
+    assert "no statistics are stored" in verify(path).skipped["statistics"]
     for again in (False, True):
         with open_storage(path) as packed:
             have = packed.statistics(progress=lambda done, _: read.append(done))

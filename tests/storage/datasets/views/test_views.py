@@ -254,7 +254,7 @@ def test_rows_that_are_gone_are_refused(tmp_path: Path) -> None:
         take_back(storage.writer, 80, None)
         storage.extend(collected()[:41], ids="renumber")
         assert len(low.get(slice(None))) == len(low)
-        with pytest.raises(StateMismatch, match="this view has 100 rows that are not those"):
+        with pytest.raises(StateMismatch, match="this view has 100 rows that no longer match"):
             high.get([0])
 
 
@@ -285,7 +285,7 @@ def test_without_the_columns(tmp_path: Path) -> None:
     with MemmapStorage(tmp_path / "rows") as storage:
         storage.extend(rows)
         for name in ("return", "policy_version", "context.gravity"):
-            with pytest.raises(InvalidExpression, match=f"there is no {name}"):
+            with pytest.raises(InvalidExpression, match=f"there is no column {name}"):
                 storage.trajectories.where(f"{name} > 0")
     with MemmapStorage(tmp_path / "bare") as storage:
         storage.extend(TensorDict({"x": torch.arange(3)}, [3]))
@@ -380,7 +380,7 @@ def test_a_split_of_a_view(path: Path) -> None:
     ("shares", "error", "says"),
     [
         ({}, TypeError, "such as train=0.9"),
-        ({"train": 0.9, "val": 0.2}, ValueError, r"at most 1 together, got 0.9 \+ 0.2 = 1.1"),
+        ({"train": 0.9, "val": 0.2}, ValueError, r"add up to at most 1, got 0.9 \+ 0.2 = 1.1"),
         ({"train": 0}, ValueError, "expected train above 0 and at most 1, got 0"),
         ({"train": 1.5}, ValueError, "got 1.5"),
         ({"train": float("nan")}, ValueError, "got nan"),

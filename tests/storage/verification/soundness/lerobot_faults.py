@@ -63,7 +63,7 @@ def feature(place: Path, name: str, **more: Any) -> None:
     change_json(place / INFO, change)
 
 
-# --- both -----------------------------------------------------------------------------------------
+# --- both versions --------------------------------------------------------------------------------
 
 
 @both("files", file="meta/info.json")

@@ -58,7 +58,7 @@ def test_columns_that_were_never_written(
     _columns(path, TERABYTE // 24, make)
     assert path.stat().st_size < 2**20
     assert claims_in(path, "d4rl") == {*COLUMNS}
-    with pytest.raises(InvalidDataset, match="nothing of observation, action, reward, terminated"):
+    with pytest.raises(InvalidDataset, match="no readable observation, action, reward, terminated"):
         repair(path, tmp_path / "saved", "d4rl")
     assert not (tmp_path / "saved").exists()
 
@@ -69,7 +69,7 @@ def test_memory_is_there_before_rows_are_looked_up(
     path = tmp_path / "rows.hdf5"
     _columns(path, 64, lambda file, name, shape: file.create_dataset(name, data=np.ones(shape)))
     monkeypatch.setattr("tallyroll.storage.engine.available_memory.available_bytes", lambda: 1000)
-    with pytest.raises(NotEnoughMemory, match="the 64 rows that it claims to have"):
+    with pytest.raises(NotEnoughMemory, match="the 64 rows that the file claims to have"):
         repair(path, tmp_path / "saved", "d4rl")
     assert not (tmp_path / "saved").exists()
 

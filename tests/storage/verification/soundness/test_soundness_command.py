@@ -57,7 +57,7 @@ def test_repair_and_its_status(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (status, found["rows"], found["lost_rows"], found["whole"]) == (1, 20, ROWS - 20, False)
     assert found["lost"][0]["place"] == {"file": "rows.hdf5", "row": 20}
     status, _, err = run(capsys, "repair", place, tmp_path / "part")
-    assert (status, "is there already" in err) == (2, True)
+    assert (status, "already exists" in err) == (2, True)
     status, _, err = run(capsys, "repair", tmp_path, tmp_path / "none")
     assert (status, (tmp_path / "none").exists()) == (2, False)
 

@@ -184,7 +184,7 @@ def test_a_cut_file_of_minari_keeps_its_first_episodes(tmp_path: Path) -> None:
     assert sound(tmp_path / "out")
 
 
-# --- ours -----------------------------------------------------------------------------------------
+# --- Tallyroll ------------------------------------------------------------------------------------
 
 
 def stored(path: Path, *, finalize: bool) -> Path:
@@ -246,7 +246,7 @@ def test_a_column_that_is_too_short(tmp_path: Path) -> None:
 def test_refusals_write_nothing(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.hdf5").write_bytes(b"not HDF5" * 99)
-    with pytest.raises(InvalidDataset, match="do not say of which library"):
+    with pytest.raises(InvalidDataset, match="do not identify its library"):
         repair(tmp_path / "empty", tmp_path / "out")
     with pytest.raises(InvalidDataset, match="HDF5 cannot open it"):
         repair(tmp_path / "text.hdf5", tmp_path / "out", "d4rl")
@@ -254,7 +254,9 @@ def test_refusals_write_nothing(tmp_path: Path) -> None:
         repair(tmp_path / "empty", tmp_path / "out", "lerobot")
     with pytest.raises(StorageMissing):
         repair(tmp_path / "nothing", tmp_path / "out")
-    with pytest.raises(ValueError, match="kind is one of d4rl, lerobot, minari, rlds, tallyroll"):
+    with pytest.raises(
+        ValueError, match="kind: expected one of d4rl, lerobot, minari, rlds, tallyroll"
+    ):
         repair(tmp_path / "empty", tmp_path / "out", "csv")
     d4rl_faults.sound(tmp_path / "rows.hdf5")
     with pytest.raises(PathIsTaken):

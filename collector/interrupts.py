@@ -1,18 +1,32 @@
-"""Defer signal handlers that may raise, Ctrl-C's among them, until nothing is half done.
+"""Interrupts: signal handlers, and exceptions that may be raised at any instruction.
 
-Python runs a signal handler between any two instructions of the main thread. If a handler raised
-after a worker's answer arrived and before it was counted, transitions in the middle of a trajectory
-would be lost while later ones are stored. A step that an exception interrupts cannot continue
-either. So handlers are deferred while a batch is made. While a :class:`pausable` environment or
-policy runs, the driver is asked to finish the step, and the handlers are called after it
-(:func:`call_waiting`): the run can continue even if one of them raises. In :class:`admitted` code
-handlers are called immediately.
+Ctrl-C, a cluster's SIGTERM and a timeout of SIGALRM run a handler between any two instructions of
+the main thread, and the handler may raise. Another thread can inject an exception in the same way.
+Neither may lose or duplicate a row. There are four rules, each with one owner:
 
-`fast_collect` needs none of this, because one C call does everything that must stay together.
+1. **Handlers run between steps.** A collecting call defers them (:class:`defer_signals`, the base
+   of `CollectGuard`): an exception between a worker's reply and its count would lose transitions in
+   the middle of a trajectory, and an interrupted step of an environment cannot continue. While an
+   environment or a policy runs, a signal makes the driver pause after the step
+   (:class:`pause_on_signal`). The run loop then balances the counts and calls the handler
+   (:func:`call_waiting`). If the handler raises, nothing is lost and the next call continues. Code
+   that waits for something else lets handlers run immediately (:class:`allow_signals`). A handler
+   that has waited for a second runs wherever the program is, because an environment may never
+   return.
+2. **An exception at any other instruction ends the run** (`CollectGuard.__exit__`), unless the loop
+   is at a safe point (`RunState.at_safe_point`). Complete transitions are stored first, and later
+   calls raise `StateError`.
+3. **The fast path for few slots needs no deferral**: one C call numbers, stores and commits the
+   rows. If an exception is raised before or after that call, `FastCollect` keeps the exception, the
+   slots and the batch until the run loop takes them over (`PendingCall`).
+4. **A context may be left before it is entered.** An injected exception can be raised before the
+   interpreter calls ``__enter__`` or after it calls ``__exit__``. So the callers of `CollectGuard`
+   and `FastCollect` catch the exception once more and call ``leave``. The tests of random
+   interrupts (``test_going_on``, ``test_plain_slots``) fail if either ``leave`` is missing.
 
-From the first batch of a run to its end (:func:`keep_for`), a stand-in replaces each handler. It
-defers signals during a batch, and forwards them between batches. Only Python's own handler of
-Ctrl-C is restored between batches, because asyncio looks for it and replaces it.
+From the first batch of a run to its end (:func:`keep_stand_ins`), a stand-in replaces each handler.
+The stand-in defers signals during a call, and forwards them between calls. Only Python's own
+handler of Ctrl-C is restored between calls, because asyncio looks for it and replaces it.
 """
 
 import os
@@ -29,17 +43,17 @@ from tallyroll.collector.compat import get_handler, set_handler
 _CTRL_C = int(signal.SIGINT)
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _NUMBERS = (*map(int, _ENDS), int(signal.SIGALRM))
-"""The signals by which people and clusters end or limit a computation."""
+"""The signals with which people and clusters end or limit a computation."""
 _LIMITS = int(signal.SIGALRM)
-"""The signal by which code limits its own time; that code catches the handler's exception."""
+"""The signal with which code limits its own time. That code catches the handler's exception."""
 _DEFAULT = signal.default_int_handler
 """Python's own handler of Ctrl-C."""
 _PATIENCE_SECONDS = 1.0
 """Seconds after which a deferred signal is handled wherever the program is."""
 
 
-class _Stand:
-    """A stand-in for a handler, which defers it."""
+class _StandIn:
+    """A stand-in that defers a signal handler."""
 
     __slots__ = ("handler",)
 
@@ -51,30 +65,31 @@ class _Stand:
         _arrived(self, number, frame)
 
 
-_standing: dict[int, Any] = dict.fromkeys(_NUMBERS)
-"""The last handler of each signal that was found or installed; None at first."""
+_stand_ins: dict[int, Any] = dict.fromkeys(_NUMBERS)
+"""The last handler that was found or installed for each signal; None at first."""
 _runs: set[int] = set()
-"""The runs, by id, that keep handlers where they are between batches."""
-_calling: dict[int, _Stand] = {}
+"""The ids of the runs that keep the stand-ins installed between batches."""
+_calling: dict[int, _StandIn] = {}
 """Signals whose handlers are running."""
-_waiting: dict[int, tuple[_Stand, threading.Timer, list[None]]] = {}
-"""Deferred signals: stand-in, the timer that sends it again, an item for each further arrival."""
-_again: set[int] = set()
+_waiting: dict[int, tuple[_StandIn, threading.Timer, list[None]]] = {}
+"""Deferred signals, as (stand-in, timer that sends the signal again, list of further arrivals)."""
+_resent: set[int] = set()
 """Signals that were sent again."""
 _main = main_thread().ident
 _holder: int | None = None
-"""The thread that is inside a :class:`deferred`, always the main one."""
+"""The thread inside a :class:`defer_signals`, always the main thread; None if there is none."""
 _admitting = False
 _pause: Callable[[], None] | None = None
-"""Asks the driver to finish a step; None if admitted handlers are called immediately."""
+"""Asks the driver to pause after the step; None if admitted handlers are called immediately."""
 
-# Each of these changes in one instruction, so that a handler's exception leaves them consistent.
+# Each of these variables changes in one instruction, so that a handler's exception leaves them
+# consistent.
 
 
-class deferred:
+class defer_signals:
     """A context that defers handlers until its end, or until :func:`call_waiting`.
 
-    Handlers run in the main thread only: in another thread it does nothing.
+    Handlers run only in the main thread, so in another thread the context does nothing.
     """
 
     __slots__ = ("_before", "_inner", "_outer")
@@ -94,7 +109,7 @@ class deferred:
             self._before = _admitting, _pause
             _admitting, _pause = False, None
         elif self._outer:
-            _again.clear()
+            _resent.clear()
             _admitting, _pause = False, None
             _holder = thread
             try:
@@ -118,7 +133,7 @@ class deferred:
             _holder = None
             try:
                 _restore()
-            except BaseException:  # of a handler that was restored before the others are
+            except BaseException:  # a restored handler raised before the others were restored
                 _restore()
                 raise
             finally:
@@ -126,8 +141,8 @@ class deferred:
                     call_waiting()
 
 
-class admitted:
-    """A context in which handlers are called immediately, also those that wait."""
+class allow_signals:
+    """A context in which handlers are called immediately, including those that wait."""
 
     __slots__ = ("_before", "_mine")
 
@@ -163,8 +178,8 @@ class admitted:
             _admitting, _pause = self._before
 
 
-class pausable(admitted):
-    """A context that defers handlers until :func:`call_waiting`, and asks for that call.
+class pause_on_signal(allow_signals):
+    """A context that defers handlers until :func:`call_waiting`, and requests that call.
 
     Handlers of SIGALRM are called immediately.
 
@@ -184,25 +199,25 @@ class pausable(admitted):
             self.asks()
 
 
-def later() -> None:
-    """Do nothing: an ``asks`` of :class:`pausable` that defers handlers until the context ends."""
+def until_exit() -> None:
+    """Do nothing. As the ``asks`` of a :class:`pause_on_signal`, it defers handlers to the end."""
 
 
-def waits() -> bool:
-    """Return whether a handler waits for this thread."""
+def signal_waits() -> bool:
+    """Return True if a handler waits for this thread."""
     return bool(_waiting) and get_ident() == _holder
 
 
-def are_deferred() -> bool:
-    """Return whether handlers are deferred."""
+def signals_are_deferred() -> bool:
+    """Return True if handlers are deferred."""
     return _holder is not None
 
 
-def keep_for(run: object) -> bool:
-    """Keep the stand-ins that :class:`deferred` installed, and return True.
+def keep_stand_ins(run: object) -> bool:
+    """Keep the stand-ins that :class:`defer_signals` installed, and return True.
 
-    They stay until :func:`let_go`, or until ``run`` is garbage-collected. In a thread that does not
-    defer handlers, do nothing and return False.
+    They stay until :func:`release_stand_ins`, or until ``run`` is garbage-collected. In a thread
+    that does not defer handlers, do nothing and return False.
     """
     if get_ident() != _holder:
         return False
@@ -212,38 +227,38 @@ def keep_for(run: object) -> bool:
     return True
 
 
-def let_go(run: object) -> None:
-    """End :func:`keep_for` of ``run``; restore handlers after the last run. Idempotent."""
+def release_stand_ins(run: object) -> None:
+    """End :func:`keep_stand_ins` of ``run``; restore handlers after the last run. Idempotent."""
     _forget(id(run))
 
 
 def _forget(run: int) -> None:
     _runs.discard(run)
-    # Another thread may not set handlers. A stand-in does no harm until a signal or batch comes.
+    # Another thread may not set handlers. An installed stand-in only forwards the next signal.
     if _holder is None and get_ident() == _main:
         _restore()
 
 
 def _install() -> None:
-    for number, stand in _standing.items():
+    for number, stand in _stand_ins.items():
         found = get_handler(number)
         if found is stand:
             continue
-        if type(stand) is _Stand and stand.handler is found:
+        if type(stand) is _StandIn and stand.handler is found:
             set_handler(number, stand)
-        elif callable(found) and type(found) is not _Stand:
-            _standing[number] = stand = _Stand(found)
+        elif callable(found) and type(found) is not _StandIn:
+            _stand_ins[number] = stand = _StandIn(found)
             set_handler(number, stand)
         else:
-            _standing[number] = found
+            _stand_ins[number] = found
 
 
 def _restore() -> None:
-    """Restore handlers; while there are runs, only Python's own."""
+    """Restore handlers; while there are runs, restore only Python's own handler."""
     for number in (_CTRL_C,) if _runs else _NUMBERS:
-        stand = _standing[number]
+        stand = _stand_ins[number]
         if (
-            type(stand) is _Stand
+            type(stand) is _StandIn
             and (stand.handler is _DEFAULT or not _runs)
             and get_handler(number) is stand
         ):
@@ -258,14 +273,14 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def _arrived(stand: _Stand, number: int, frame: FrameType | None) -> None:
+def _arrived(stand: _StandIn, number: int, frame: FrameType | None) -> None:
     calling = _calling.get(number)
-    if calling is not None:  # a handler calls the one that it found, which was this
+    if calling is not None:  # the handler calls the previous handler, which was this stand-in
         if calling is not stand:
             stand.handler(number, frame)
         return
-    again = number in _again
-    _again.discard(number)
+    again = number in _resent
+    _resent.discard(number)
     if again and number not in _waiting:
         return  # it was handled in between
     if number in _waiting and not again:
@@ -287,12 +302,12 @@ def _arrived(stand: _Stand, number: int, frame: FrameType | None) -> None:
 
 def _send_again(number: int, thread: int) -> None:
     if number in _waiting:
-        _again.add(number)
+        _resent.add(number)
         signal.pthread_kill(thread, number)
 
 
 def call_waiting(only: int | None = None) -> None:
-    """Call the handlers that wait, or ``only`` one, then raise their first exception."""
+    """Call all waiting handlers, or the one of the signal ``only``; raise the first exception."""
     raised: BaseException | None = None
     for number, (stand, *_) in [*_waiting.items()]:
         if only not in (None, number):
@@ -305,7 +320,7 @@ def call_waiting(only: int | None = None) -> None:
         raise raised
 
 
-def _call(stand: _Stand, number: int, frame: FrameType | None) -> None:
+def _call(stand: _StandIn, number: int, frame: FrameType | None) -> None:
     global _admitting
     before, _admitting = _admitting, False
     waited = _waiting.pop(number, None)

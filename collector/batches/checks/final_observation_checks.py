@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tallyroll.collector.batches.rows.rows import Part
-from tallyroll.collector.batches.rows.slab_rows import SlabPart
+from tallyroll.collector.batches.rows.rows import ArrayBatch
+from tallyroll.collector.batches.rows.slab_rows import SlabBatch
 from tallyroll.collector.errors import SilentReset
 from tallyroll.storage.rows.keys import DONE, LANE, NEXT, NEXT_VALID, STEP, TERMINATED, Key
 from tallyroll.storage.trajectories.self_resets import (
@@ -19,17 +19,17 @@ from tallyroll.storage.trajectories.self_resets import (
 
 
 class FinalsWarning(UserWarning):
-    """Final observations look as if the environment reset itself; this is not certain."""
+    """The final observations suggest, but do not prove, that the environment resets itself."""
 
 
 class FinalsWatch:
-    """Compares rows of a run until it is decided whether the environment resets itself.
+    """Compares rows of a run until they show whether the environment resets itself.
 
     Args:
         lanes: the lanes of this collector, numbered over the run.
-        keys: observations, at the root and under ``"next"``, that distinguish states; if there
-            are none, nothing is compared.
-        valid: columns that mark lost next observations of agents.
+        keys: keys of the observations, at the root and under ``"next"``, that distinguish states;
+            without keys, nothing is compared.
+        valid: keys of the columns that mark lost next observations of agents.
     """
 
     def __init__(self, lanes: range, keys: tuple[Key, ...], valid: Sequence[Key] = ()) -> None:
@@ -41,11 +41,11 @@ class FinalsWatch:
 
     @property
     def undecided(self) -> bool:
-        """True if rows between the ends of episodes are compared, too."""
+        """True if rows in mid-episode are compared too."""
         return self._resets is not None and self._resets.undecided
 
-    def look(self, part: Part | SlabPart) -> None:
-        """Compare the rows of ``part``, which follow those of the last call."""
+    def look(self, part: ArrayBatch | SlabBatch) -> None:
+        """Compare the rows of ``part``, which follow the rows of the last call."""
         if self._resets is None:
             return
         step, ended = _flat(part, STEP), _flat(part, DONE)
@@ -65,8 +65,8 @@ class FinalsWatch:
         if self._resets.verdict is Verdict.FINE:
             self._resets, self.looks = None, False
 
-    def _valid_of(self, part: Part | SlabPart) -> NDArray[np.bool_] | None:
-        """Return the rows with a complete next observation; None if all have one."""
+    def _valid_of(self, part: ArrayBatch | SlabBatch) -> NDArray[np.bool_] | None:
+        """Return marks of the rows with a complete next observation; None if all rows have one."""
         found = [part.array(key) for key in (NEXT_VALID, *self._valid) if key in part]
         each = [column.reshape(len(column), -1).all(axis=1) for column in found]
         return np.logical_and.reduce(each) if each else None
@@ -82,26 +82,27 @@ class FinalsWatch:
         ``committed`` returns a sentence that says which rows of the run are stored.
 
         Raises:
-            SilentReset: it resets itself.
+            SilentReset: the environment resets itself.
         """
         resets = self._resets
         if resets is None:
             return
         if resets.verdict is Verdict.SELF_RESET:
-            raise SilentReset(f"{_seen(resets)}. {_WAY_OUT}. {committed()}")
+            raise SilentReset(f"{_describe_resets(resets)}. {_WAY_OUT}. {committed()}")
         if resets.verdict is Verdict.KNOWN_START and not self._warned:
             self._warned = True
-            warnings.warn(f"{_seen(resets)}. {_UNCERTAIN}", FinalsWarning, stacklevel=2)
+            warnings.warn(f"{_describe_resets(resets)}. {_UNCERTAIN}", FinalsWarning, stacklevel=2)
 
     def warn_at_end(self, committed: Callable[[], str]) -> None:
-        """Warn if all ends of episodes point to a self-reset, but are too few to be certain."""
+        """Warn if all ends of episodes suggest a self-reset, but are too few to prove it."""
         resets, self._resets, self.looks = self._resets, None, False
         if resets is not None and resets.likely:
-            text = f"{_seen(resets)}; these are too few to be certain. {_WAY_OUT}. {committed()}"
+            found = _describe_resets(resets)
+            text = f"{found}; these are too few to be certain. {_WAY_OUT}. {committed()}"
             warnings.warn(text, FinalsWarning, stacklevel=2)
 
 
-def _seen(resets: SelfResets) -> str:
+def _describe_resets(resets: SelfResets) -> str:
     seen = resets.seen
     return (
         "expected the final observation of each episode, got the first observation of the next "
@@ -112,20 +113,19 @@ def _seen(resets: SelfResets) -> str:
 
 
 _WAY_OUT = (
-    "So the environment resets itself within step, without saying so. Return the final "
-    "observation from step and leave resets to the caller (with an environment that resets "
-    "itself, copy the observation before its reset), or let Gymnasium do it: a vector with "
-    'AutoresetMode.DISABLED over an environment that does not reset itself; or pass finals="lost", '
-    "which stores collector/next_valid False at ends, so that no learner bootstraps from them. If "
-    'a reset of this task keeps the state, these are right: pass finals="kept"'
+    "So the environment resets itself within step and does not declare this. Return the final "
+    "observation from step and leave resets to the caller, such as a Gymnasium vector with "
+    "AutoresetMode.DISABLED. An environment that has to reset itself can copy the observation "
+    'before its reset. Otherwise pass finals="lost": it marks ends with collector/next_valid '
+    "False, so that no learner bootstraps from them. If a reset of this task keeps the state, the "
+    'final observations are right: pass finals="kept"'
 )
 _UNCERTAIN = (
-    "As far as was seen, it may be known beforehand where episodes begin: a task that ends where "
-    "the next one begins looks like this, and so does an environment that resets itself within "
-    'step. If it is such a task, pass finals="kept"; if it resets itself, pass finals="lost", or '
-    "return the final observation from step"
+    "Two kinds of environment look like this: a task whose episodes end in the state in which the "
+    "next one begins, and an environment that resets itself within step. For the first, pass "
+    'finals="kept". For the second, pass finals="lost", or return the final observation from step'
 )
 
 
-def _flat(part: Part | SlabPart, key: Key) -> NDArray[Any]:
+def _flat(part: ArrayBatch | SlabBatch, key: Key) -> NDArray[Any]:
     return part.array(key).reshape(-1)

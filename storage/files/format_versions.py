@@ -1,4 +1,9 @@
-"""Format versions that this Tallyroll writes and reads."""
+"""Format versions that this version of Tallyroll writes and reads.
+
+`create_new` writes the version to the header, and `new_manifest` to the manifest. Readers check it
+with `require_readable` and `refuse_newer`. Packed copies (``VERSION`` in ``ext/packed/layout.py``)
+and overlays (``_VERSION`` in ``ext/overlays/header.py``) have versions of their own.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,13 @@ from tallyroll.storage.errors import CorruptStorage, FormatVersionMismatch
 FORMAT_VERSION = 3
 """The version of new storages. Appending to an older storage does not change its version."""
 
-READABLE = (2, 3)
+ONCE_VERSION = 4
+"""The version of new storages that have columns stored once."""
+
+READABLE = (2, 3, 4)
 """The versions that can be read and appended to.
 
+Version 4 stores each frame of some columns once, in pools beside the rows (see `once_columns`).
 Version 3 records three facts in the header: the mark of a storage that is open for writing, the
 identity of the header's file, and the number of rows at the last clean close (see `header_words`).
 Version 2 has zeros there.
@@ -23,21 +32,21 @@ _MOST = 2**16
 
 
 def is_newer(version: object) -> bool:
-    """Return True if ``version`` may be that of a later Tallyroll's format."""
-    return type(version) is int and FORMAT_VERSION < version < _MOST
+    """Return True if ``version`` may be a format version of a later version of Tallyroll."""
+    return type(version) is int and max(READABLE) < version < _MOST
 
 
 def require_readable(version: object, path: Path) -> int:
-    """Return the version in ``path``, if this Tallyroll can read it.
+    """Return ``version``, which the file ``path`` declares, if this version of Tallyroll reads it.
 
     Raises:
-        FormatVersionMismatch: another Tallyroll wrote the file.
+        FormatVersionMismatch: another version of Tallyroll wrote the file.
         CorruptStorage: the value is not a version.
     """
     if type(version) is not int or not 1 <= version < _MOST:
         raise CorruptStorage(
-            f"{path} says that it is of format version {version!r:.80}, which is no version: it is "
-            "damaged. Restore it from a copy."
+            f"{path} has the impossible format version {version!r:.80}: the file is damaged. "
+            "Restore it from a copy."
         )
     if version not in READABLE:
         raise mismatch(version, path)
@@ -45,11 +54,11 @@ def require_readable(version: object, path: Path) -> int:
 
 
 def mismatch(version: object, path: Path) -> FormatVersionMismatch:
-    """Return the error for a version that another Tallyroll wrote."""
-    known = " and ".join(map(str, READABLE))
+    """Return the error for a file of another version of Tallyroll."""
+    known = ", ".join(map(str, READABLE))
     return FormatVersionMismatch(
-        f"{path} is of format version {version}, and this Tallyroll reads versions {known}. Use "
-        "the Tallyroll that wrote it."
+        f"{path} has format version {version}, but this Tallyroll reads versions {known}. Use the "
+        "Tallyroll that wrote it."
     )
 
 

@@ -3,11 +3,12 @@
 The file can be lost without losing rows. Its first line contains its name and version. Its second
 line contains the length and the CRC-32 of the third line, both in hexadecimal. The third line is
 JSON: the ``id`` of the storage, the slots of its ``ring``, the number of ``rows`` that the index
-covers, the number of ``rewinds`` by then, the numbers of ``blocks``, ``lanes`` and ``cells``, and
-an entry of ``shelves`` for each shelf: the key of `ShelfState` and the lengths of its arrays.
+covers, the number of ``rewinds`` at that time, the numbers of ``blocks``, ``lanes`` and ``cells``,
+and an entry of ``shelves`` for each shelf: the key of `ShelfState` and the lengths of its arrays.
 
-The arrays of `BlockState` follow in their order, little-endian. The first is aligned to 64 bytes,
-the others to 8. The file ends with a mark of 4 bytes and the CRC-32 of everything before it.
+The arrays of `BlockState` follow in their order, little-endian. The first array is aligned to 64
+bytes, and each other array to 8 bytes. The file ends with a mark of 4 bytes and the CRC-32 of
+everything before it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ _PIECE: Final = 2**24
 _MOST_EACH: Final = 2**7
 """Upper bound of the length of a shelf's array, per row and cell."""
 CHECKED: Final = 2**24
-"""Larger files are mapped without comparing their checksum, which `verify` does: it is slow."""
+"""The size in bytes above which a file is mapped without the slow comparison of its checksum.
+`verify` always compares the checksum."""
 
 
 class UnusableIndex(Exception):
@@ -96,7 +98,7 @@ def write_index(
     }
     line = json.dumps(says).encode() + b"\n"
     if _BEGIN + len(line) <= _MOST_HEAD:
-        inside.write_aside(path, _content(line, state), synced=synced)
+        inside.write_atomically(path, _content(line, state), synced=synced)
 
 
 def _content(line: bytes, state: BlockState) -> Iterator[Any]:
@@ -145,13 +147,13 @@ def read_index(
             if says.rewinds != owner.rewinds and says.id == owner.id:
                 return None
             if (says.id, says.ring) != (owner.id, owner.ring):
-                raise ValueError("it is of another storage")
+                raise ValueError("it belongs to another storage")
             if says.rows > (rows := head()):
-                raise ValueError(f"it is of {says.rows} rows, and there are {rows}")
+                raise ValueError(f"it covers {says.rows} rows, but the storage has {rows}")
             says.require_possible()
             size = os.fstat(file).st_size
             if (needed := says.nbytes(begin)) != size:
-                raise ValueError(f"it has {size} bytes, and {needed} are needed")
+                raise ValueError(f"it has {size} bytes, expected {needed}")
             region = map_file(file, size, "read")
         if whole or size <= CHECKED:
             _compare(region)
@@ -176,7 +178,7 @@ class _Head:
     shelves: Sequence[tuple[tuple[int, ...], Sequence[int]]]
 
     def arrays(self) -> Iterator[tuple[np.dtype[Any], tuple[int, ...], bool]]:
-        """Yield the dtype and shape of each array, and True if it is short."""
+        """Yield the dtype and the shape of each array, and whether it is a short array."""
         yield _INT64, (BY_BLOCK, self.blocks), True
         yield _INT64, (BY_LANE, self.lanes), True
         for dtype in BY_CELL:
@@ -210,7 +212,7 @@ class _Head:
         return begin + _END
 
     def state(self, region: Region, begin: int) -> BlockState:
-        """Return the arrays of a file. Short ones are copied."""
+        """Return the arrays of a file. Short arrays are copied."""
         found = []
         for dtype, shape, few in self.arrays():
             array = region.array(dtype, shape, begin)
@@ -235,28 +237,28 @@ def _head(file: int) -> tuple[_Head, int]:
     if not start.startswith(_MAGIC):
         if start.startswith(_NAME):
             version = start[len(_NAME) :].partition(b"\n")[0].decode("latin1")
-            raise ValueError(f"it is of version {version}, and this Tallyroll reads {_VERSION}")
-        raise ValueError("it is no index of trajectories")
+            raise ValueError(f"it has version {version}, but this Tallyroll reads {_VERSION}")
+        raise ValueError("it is not an index of trajectories")
     length, told = (int(each, 16) for each in start[len(_MAGIC) :].split())
     if not 0 < length <= _MOST_HEAD:
-        raise ValueError(f"its head has {length} bytes")
+        raise ValueError(f"its header has an impossible length of {length} bytes")
     line = os.pread(file, length, _BEGIN)
     if len(line) != length or zlib.crc32(line) != told:
-        raise ValueError("the checksum of its head does not fit")
+        raise ValueError("the checksum of its header does not match")
     try:
         says = json.loads(line)
         head = _Head(
             **{**says, "shelves": [(tuple(key), tuple(each)) for key, each in says["shelves"]]}
         )
     except (TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"its head does not say what it has ({error})") from error
+        raise ValueError(f"its header is incomplete ({error})") from error
     numbers = [head.ring, head.rows, head.rewinds, head.blocks, head.lanes, head.cells]
     for key, lengths in head.shelves:
         numbers += [*key, *lengths]
     if any(type(each) is not int or not 0 <= each < 2**48 for each in numbers):
-        raise ValueError("what its head says cannot be")
+        raise ValueError("its header has impossible numbers")
     if any(not key for key, _ in head.shelves):
-        raise ValueError("a shelf is of no kind")
+        raise ValueError("a shelf has no kind")
     begin = _BEGIN + length
     return head, begin + -begin % _HEAD_STEP
 
@@ -268,4 +270,4 @@ def _compare(region: Region) -> None:
     for at in range(0, len(octets) - 4, _PIECE):
         told = zlib.crc32(octets[at : min(at + _PIECE, len(octets) - 4)].data, told)
     if octets[-_END:].tobytes() != _MARK + told.to_bytes(4, "little"):
-        raise ValueError("its checksum does not fit")
+        raise ValueError("its checksum does not match")
