@@ -243,21 +243,34 @@ class RowCopies:
     def _take_checked(
         self, index: np.ndarray, seen: HeaderCounts, only: Places | None
     ) -> tuple[list[np.ndarray], np.ndarray]:
-        """Copy rows, then read `reserve` again and repeat the copy of overwritten rows."""
+        """Copy rows, and repeat the copy of those that were overwritten meanwhile.
+
+        The count `reserve`, read after a copy, shows which rows of the copy are complete. After a
+        copy with overwritten rows, half as many rows are copied at a time, so that a fast writer
+        cannot overwrite a row of every copy.
+        """
         ring, flat = self._ring, index.reshape(-1)
-        deadline = time.monotonic() + _PATIENCE_SECONDS
         seen = self._valid(flat, seen)
         slots = slots_at(flat, seen.head, seen.reserve, ring, seen.floor)
         rows = rows_in(slots, seen.head, ring)
         found = self.gather(slots, only, seen.head)
-        while (torn := np.flatnonzero(rows < first_valid(self._header.reserve, ring))).size:
-            if time.monotonic() > deadline:
-                raise overrun(self._format.path, ring, f"these {len(flat)} rows")
-            seen = self._valid(flat[torn], self._counts.read())
-            slots = slots_at(flat[torn], seen.head, seen.reserve, ring, seen.floor)
-            rows[torn] = rows_in(slots, seen.head, ring)
+        left = np.flatnonzero(rows < first_valid(self._header.reserve, ring))
+        count, deadline = len(left), time.monotonic() + _PATIENCE_SECONDS
+        while left.size:
+            some, left = left[:count], left[count:]
+            seen = self._valid(flat[some], self._counts.read())
+            slots = slots_at(flat[some], seen.head, seen.reserve, ring, seen.floor)
+            rows[some] = rows_in(slots, seen.head, ring)
             for again, out in zip(self.gather(slots, only, seen.head), found, strict=True):
-                out[torn] = again
+                out[some] = again
+            torn = rows[some] < first_valid(self._header.reserve, ring)
+            if not torn.all():
+                deadline = time.monotonic() + _PATIENCE_SECONDS
+            elif time.monotonic() > deadline:
+                raise overrun(self._format.path, ring, f"these {len(flat)} rows")
+            if torn.any():
+                left = np.concatenate([some[torn], left])
+                count = max(1, len(some) // 2)
         shaped = [array.reshape(*index.shape, *array.shape[1:]) for array in found]
         return shaped, rows.reshape(index.shape)
 

@@ -6,7 +6,7 @@ The tests choose the moment, and no row may be torn.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tallyroll.storage import MemmapStorage, n_step, open_storage
 from tallyroll.storage.engine import row_copies
 from tallyroll.storage.engine.commit_engine import Engine
 from tallyroll.storage.engine.committed_counts import CommittedCounts
+from tallyroll.storage.engine.row_copies import RowCopies
 from tallyroll.storage.errors import Overrun
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.record_slots import RecordSlots
@@ -102,6 +103,22 @@ def after(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, use)
+        yield
+
+
+@contextmanager
+def during_copies(act: Callable[[], object], reader: DiskStorage) -> Iterator[None]:
+    """Call ``act`` in each copy of rows by ``reader``, between the first column and the others."""
+    mine, gather = reader.reader.engine.copies, RowCopies.gather
+
+    def torn(self: RowCopies, *args: Any) -> list[np.ndarray]:
+        first = gather(self, *args)[0]
+        if self is mine:
+            act()
+        return [first, *gather(self, *args)[1:]]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowCopies, "gather", torn)
         yield
 
 
@@ -211,22 +228,24 @@ def test_records_that_come_between_two_looks_hide_none(
 
 @pytest.mark.parametrize("laps", [1, 3])
 @pytest.mark.parametrize("count", [1, RING // 2, RING])
-@pytest.mark.parametrize("moment", ["the counts", "their numbers"])
+@pytest.mark.parametrize("moment", ["the counts", "their numbers", "a column"])
 def test_rows_overwritten_during_the_copy_are_copied_again(
     writer: Writer, reader: DiskStorage, laps: int, count: int, moment: str
 ) -> None:
-    """The overwrite comes after the reader read the counts, or after it knew the rows' numbers."""
-    index = torch.arange(RING).reshape(5, 12)
+    """The overwrite comes after the reader read the counts, rows' numbers, or the first column."""
+    index, oldest = torch.arange(RING).reshape(5, 12), writer.storage.span.start
     act = times(laps, lambda: writer.write(count))
-    where: tuple[Any, str] = (
-        (CommittedCounts, "read") if moment == "the counts" else (row_copies, "rows_in")
-    )
-    with after(*where, act):
+    where: dict[str, AbstractContextManager[None]] = {
+        "the counts": after(CommittedCounts, "read", act),
+        "their numbers": after(row_copies, "rows_in", act),
+        "a column": during_copies(act, reader),
+    }
+    with where[moment]:
         got = reader.get(index)
     numbers = got["observation"][..., 0].long()
     assert got.batch_size == index.shape
     assert (numbers % RING == index).all(), "another slot's row"
-    assert numbers.min() >= writer.storage.span.start, "it is no row that is there"
+    assert numbers.min() >= oldest, "the row was overwritten before it was read"
     want = MODEL.rows()[numbers.reshape(-1)]
     assert (got.reshape(-1) == want).all(), "a mixture of two rows"
 
@@ -250,6 +269,28 @@ def test_rows_that_a_writer_began_to_overwrite_give_way_to_others(
         got = reader.get(torch.arange(RING - begun))
     numbers = got["observation"][:, 0].long()
     assert head + begun - RING <= numbers.min() <= numbers.max() < head
+    assert (got == MODEL.rows()[numbers]).all()
+
+
+@pytest.mark.parametrize("rows_per_row", [1, 3, 10])
+def test_a_writer_that_overtakes_each_long_copy(
+    writer: Writer, reader: DiskStorage, monkeypatch: pytest.MonkeyPatch, rows_per_row: int
+) -> None:
+    """The writer appends rows in proportion to the length of a copy, so short copies succeed."""
+    mine, gather = reader.reader.engine.copies, RowCopies.gather
+
+    def slow(self: RowCopies, slots: Any, *args: Any) -> Any:
+        found = gather(self, slots, *args)
+        if self is mine:
+            assert writer.storage.head < 3000, "no copy succeeds"
+            writer.write(rows_per_row * len(slots))
+        return found
+
+    monkeypatch.setattr(RowCopies, "gather", slow)
+    before, index = writer.storage.span, torch.arange(RING)
+    got = reader.get(index[RING // 2 :])
+    numbers = got["observation"][:, 0].long()
+    assert before.stop - RING // 2 <= numbers.min() <= numbers.max() < writer.storage.head
     assert (got == MODEL.rows()[numbers]).all()
 
 
