@@ -20,6 +20,8 @@ class CollectGuard(defer_signals):
     """Defers signal handlers during a call, and ends the run if the call raises.
 
     An exception that is raised at a safe point (`RunState.at_safe_point`) does not change the run.
+    If an environment or a policy raised, `RunLoop._take` has already stored the complete rows
+    (`RunLoop._store_before`).
     """
 
     __slots__ = ("_fast_collect", "_kept", "_loop", "_release", "_run", "_thread")

@@ -7,6 +7,8 @@ SIGHUP. Some commands have a status of their own:
 ``repair``: 0 the storage is whole, 1 data was lost, 2 usage error, or nothing could be repaired.
 ``diff``: 0 the storages are equal, 1 they differ, 2 usage error, or they could not be compared.
 ``replay``: 0 all trajectories are equal, 1 one differs, 2 usage error, or one was not replayed.
+``report``: 0 all runs are in the report, 1 a run is left out, 2 usage error.
+``envs``: 0 all named systems are installed, 1 one is not installed, 2 usage error.
 """
 
 import atexit

@@ -10,6 +10,9 @@ SAME_STEP    ``info["final_obs"]``           all
 NEXT_STEP    returned by the step            all but the one after an end (a reset slot)
 ===========  ==============================  ===========================================
 
+`put_finals` (`collector/envs/stepping/ends.py`) writes a final observation to its row. The
+docstring of that module names the other places.
+
 `next_step_transitions` is the rule for NEXT_STEP. These apply it on their own:
 `ArrivingLanes._receive` for lanes that return in any order, `RecordedRun.after_step` for a
 `Recorder`, `SystemEnv._step` for TorchRL's steps, and `is_pending` in ``native/_store.c`` for small

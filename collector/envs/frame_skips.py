@@ -3,6 +3,9 @@
 An environment that skips frames, or a wrapper that repeats actions, stores the number in an
 attribute. The numbers of nested layers multiply. The result is unknown if the number is drawn for
 each step or differs between lanes.
+
+`DeliveredCounts` (`collector/batches/delivered_counts.py`) multiplies the number by the
+transitions. The ledger calls the result ``ticks``.
 """
 
 import re

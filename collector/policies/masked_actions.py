@@ -1,4 +1,8 @@
-"""Random legal actions from a mask and uniform numbers, the same in every process."""
+"""Random legal actions from a mask and uniform numbers, the same in every process.
+
+`nth_marked` in ``native/_kernel.c`` repeats `_nth`. If `Choices` cannot list the actions of a spec,
+TorchRL draws them (`RandomActions._by_torch`).
+"""
 
 from dataclasses import dataclass
 from math import prod

@@ -5,7 +5,8 @@ A worker may end, hang or raise at any instruction. The parent then does the fol
 1. `local/processes.py` and `local/threads.py` detect that a worker ended, and `Link.hear` returns
    `Gone` (`transport.py`). An exception arrives as an `ExceptionReport` (`messages.py`). A worker
    that hangs sends nothing: `pool.py` detects that its board (`collector/slab/progress.py`) makes
-   no progress, and ends it.
+   no progress, and ends it. With Ray, an actor that misses five heartbeats counts as ended
+   (`ext/ray/heartbeat.py`).
 2. `failures.py` makes an error that reports the cause, the lanes, their seeds and their last
    actions. `pool.py` stores it in `Member.failed` (`member.py`), and `WorkerPool.events` returns
    it instead of an answer.

@@ -10,6 +10,9 @@ A writer empties a ring by storing ``head + size`` as ``reserve``. No row is val
 become valid one by one, until there are ``size`` of them. The row at which the ring was last
 emptied is the ``floor``. No row below the floor is valid. Indices are counted from the floor, as in
 a new ring: row r has index ``(r - floor) % size``.
+
+Several modules write ``row % ring`` themselves, such as `storage/readers/file_reader.py`,
+`storage/rows/indexing.py`, `storage/ext/sampling/priorities.py` and, in C, ``_sum_tree.c``.
 """
 
 from __future__ import annotations

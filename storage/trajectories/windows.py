@@ -3,6 +3,10 @@
 A stretch consists of consecutive stored steps of a trajectory. A trajectory is one stretch unless
 rows in between were never stored. A stretch of ``n`` rows has ``n - slice_len + 1`` windows. A
 stretch of fewer than ``slice_len`` rows has no window, or is itself one padded window.
+
+`RowIndex` finds the rows of a window. It never crosses the end of a trajectory, a gap or the oldest
+row of a ring. All samplers use it. `Starts` (`storage/ext/sampling/starts.py`) checks again that a
+sequence is complete.
 """
 
 from __future__ import annotations

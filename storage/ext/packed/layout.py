@@ -34,7 +34,7 @@ _MOST_ROWS: Final = 2**48
 _DTYPES: Final = frozenset(dtype.name for dtype in NUMPY.values())
 
 
-def chunk_rows_of(row_nbytes: int) -> int:
+def packed_chunk_rows(row_nbytes: int) -> int:
     """Return the number of rows per chunk.
 
     It is 64, but more for rows of at most 128 bytes, and fewer for rows of more than 128 KiB.
@@ -80,7 +80,7 @@ class ArrayLayout:
         """Return the layout of an array, with suitable chunk and shard sizes."""
         dtype = np.dtype(dtype)
         nbytes = dtype.itemsize * math.prod(shape)
-        chunk = chunk_rows_of(nbytes)
+        chunk = packed_chunk_rows(nbytes)
         codec.require(chunk * nbytes)
         shard = shard_rows_of(chunk, nbytes, rows)
         return cls(path, dtype.name, shape, rows, chunk, shard, codec)

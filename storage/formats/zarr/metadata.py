@@ -64,7 +64,8 @@ def chunk_rows_of(column: Column, capacity: int) -> int:
     A chunk is a whole number of pages, of 64 KiB if possible, so that chunks can be mapped
     contiguously. If ``capacity`` is known, a chunk has about a 64th of the column, between 256 KiB
     and 64 MiB. Otherwise it has about 1024 rows, but its size is between 1 and 16 MiB. Rows of an
-    odd size may need larger chunks.
+    odd size may need larger chunks. Packed rows have smaller chunks: see `packed_chunk_rows`
+    (`storage/ext/packed/layout.py`).
     """
     nbytes = column.row_nbytes
     if capacity:
