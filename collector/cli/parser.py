@@ -14,6 +14,7 @@ from tallyroll.collector.cli.datasets import card, exchange, pack, repair, split
 from tallyroll.collector.cli.datasets import copy as copying
 from tallyroll.collector.cli.inspection import view
 from tallyroll.collector.cli.output import emit, shortened, visible
+from tallyroll.collector.cli.selection import add_where
 from tallyroll.storage.package.near_names import did_you_mean, in_words
 
 _CHECKS = (
@@ -376,7 +377,6 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "match the checkpoint; keep: keep them (default: rewind)"),
     "--runs": (None, "", "show only the runs, with their host, commit, policy hashes and returns"),
     "--trajectories": (None, "", "show only the trajectories, one per line"),
-    "--where": (str, "EXPR", stats.WHERE),
     "--rows": (_count, "R", "number of rows to show (default: 5)"),
     "--skip": (_checks, "A,B",
         f"checks to skip because the data violates them on purpose: {_CHECKS}; of datasets of "
@@ -494,7 +494,8 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     _add_paths(parser)
     _add(parser.add_mutually_exclusive_group(), "--runs", "--trajectories")
     _add(parser, "--rows", default=5)
-    _add(parser, "--where")
+    add_where(parser)
+    parser.set_defaults(usage_error=parser.error)
     _add(parser, "--hash", "--accept-copy")
     _add_output(parser, "--json")
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tallyroll.collector.cli.selection import add_where, chosen_rows
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -149,7 +151,12 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
             name, help=about, usage=usage, description=description, epilog=examples
         )
         parser.set_defaults(
-            usage_error=parser.error, where=None, drop=[], sort=name == "sort", follow=False
+            usage_error=parser.error,
+            where=None,
+            flags=None,
+            drop=[],
+            sort=name == "sort",
+            follow=False,
         )
         parser.set_defaults(upgrade=name == "upgrade")
         several = name in ("copy", "merge")
@@ -206,13 +213,11 @@ def _add_options(parser: Any, name: str) -> None:
     else:
         parser.set_defaults(columns=None)
     if name in ("copy", "select"):
-        parser.add_argument(
-            "--where",
-            metavar="EXPR",
-            required=name == "select",
-            help="copy only the trajectories that match, such as: return > 5 and end == "
-            "'terminated' and policy_version >= 3",
+        text = (
+            "copy only the trajectories that match, such as: return > 5 and end == 'terminated' "
+            "and policy_version >= 3"
         )
+        add_where(parser, text, required=name == "select")
     if name == "copy":
         parser.add_argument("--drop", type=_keys, metavar="A,B", help="all columns except these")
         parser.add_argument(
@@ -299,7 +304,7 @@ def run(args: argparse.Namespace) -> int:
                 emit(f"{storage.path} is of format version {newest}, the newest: nothing to do\n")
             return 0
         try:
-            rows = storage if args.where is None else storage.trajectories.where(args.where)
+            rows = chosen_rows(storage, args)
             report = rows.copy_to(
                 args.destination,
                 columns=args.columns,

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from tallyroll.collector.cli.selection import add_where, chosen_rows
+
 # Lines have at most 78 columns.
 
 _KINDS = """
@@ -102,7 +104,7 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     added.complete = complete
     out.add_argument("--columns", type=_keys, metavar="A,B", help="only these, such as next/reward")
     text = "only the trajectories that match, such as: return > 5 and end == 'terminated'"
-    out.add_argument("--where", metavar="EXPR", help=text)
+    add_where(out, text)
     out.add_argument("--cuts", choices=("drop", "truncate", "keep"), default="keep", help=_CUTS)
     out.add_argument("--follow", action="store_true", help=_FOLLOW)
     text = "with --follow: seconds between versions, if rows were added (default: 30)"
@@ -203,7 +205,7 @@ def _exported(args: argparse.Namespace, progress: Any) -> Any:
     options = {"columns": args.columns, "cuts": args.cuts, "follow": _follow(args, reports.append)}
     options["options"] = _of_lerobot(args)
     with open_storage(source, accept_copy=args.accept_copy) as storage:
-        rows = storage if args.where is None else storage.trajectories.where(args.where)
+        rows = chosen_rows(storage, args)
         try:
             return rows.export(place, kind, progress=progress, **options)
         except KeyboardInterrupt:

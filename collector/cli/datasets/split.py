@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from tallyroll.collector.cli.selection import add_where, chosen_rows
+
 # Lines have at most 78 columns.
 
 _ABOUT = "split the trajectories of a storage into several storages"
@@ -35,8 +37,6 @@ _NAMES = ("train", "val", "test")
 
 def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     """Add the command to ``commands``. ``path`` parses paths; ``complete`` marks them for shtab."""
-    from tallyroll.collector.cli.datasets.stats import WHERE
-
     parser = commands.add_parser(
         "split", help=_ABOUT, usage=_USAGE, description=_DESCRIPTION, epilog=_EXAMPLES
     )
@@ -55,7 +55,7 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     )
     text = "random seed; the same seed gives the same parts (default: 0)"
     parser.add_argument("--seed", type=_seed, default=0, metavar="S", help=text)
-    parser.add_argument("--where", metavar="EXPR", help=WHERE)
+    add_where(parser)
     text = "format of the parts (default: memmap)"
     parser.add_argument("--format", choices=("memmap", "hdf5", "zarr"), default="memmap", help=text)
     text = "print what would be done and write nothing"
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
         open_storage(args.path, accept_copy=args.accept_copy) as storage,
         shown_progress("copied", args.quiet or args.json or args.dry_run) as progress,
     ):
-        chosen = storage if args.where is None else storage.trajectories.where(args.where)
+        chosen = chosen_rows(storage, args)
         try:
             views = chosen.split(seed=args.seed, **shares)
         except ValueError as error:

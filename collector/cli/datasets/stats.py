@@ -5,6 +5,8 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tallyroll.collector.cli.selection import add_where, chosen_rows
+
 if TYPE_CHECKING:
     from tallyroll.storage.ext.statistics.statistics import ColumnStatistics, Statistics
     from tallyroll.storage.storages import DiskStorage
@@ -34,11 +36,6 @@ exit status:
   1  no result: no storage, or no such column
   2  invalid argument, or invalid --where condition
 """
-WHERE = (
-    'only trajectories that match a condition, such as "return > 5 and run == 1". Fields: id, '
-    "run, lane, length, return, end, whole, policy_version, reset_seed, context.NAME"
-)
-"""Help text for options that select trajectories."""
 
 
 def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
@@ -50,13 +47,14 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     parser.add_argument("path", type=path, metavar="PATH", help=text).complete = complete
     text = "only this column, such as next/reward; may be given several times"
     parser.add_argument("--column", action="append", metavar="K", help=text)
-    parser.add_argument("--where", metavar="EXPR", help=WHERE)
+    add_where(parser)
     parser.add_argument("--by-run", action="store_true", help="also show statistics for each run")
     text = "read a copy that was made while a writer had the storage open"
     parser.add_argument("--accept-copy", action="store_true", help=text)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     output.add_argument("--traceback", action="store_true", help="print the traceback of an error")
+    parser.set_defaults(usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     from tallyroll.storage import open_storage
 
     with open_storage(args.path, accept_copy=args.accept_copy) as storage:
-        chosen = storage.trajectories.where(args.where) if args.where is not None else storage
+        chosen = chosen_rows(storage, args)
         with shown_progress("counted", args.json) as progress:
             found = chosen.statistics(args.column, progress=progress)
         if args.json:

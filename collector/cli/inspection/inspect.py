@@ -19,6 +19,7 @@ from tallyroll.collector.cli.inspection.trajectories import (
 )
 from tallyroll.collector.cli.output import as_json, emit
 from tallyroll.collector.cli.page import Page
+from tallyroll.collector.cli.selection import chosen_rows, chosen_trajectories
 from tallyroll.collector.counting.ledger import known_ticks, show_ledger
 from tallyroll.collector.ext.progress import shown_progress
 from tallyroll.collector.ext.report.stored_runs import (
@@ -71,10 +72,9 @@ def run(args: argparse.Namespace) -> int:
         with contextlib.suppress(ColumnsMissing, CorruptStorage):  # show as much as can be read
             count_rows(storage)
         if args.trajectories:
-            show(storage, as_object=args.json, where=args.where)
+            show(storage, chosen_trajectories(storage, args), as_object=args.json)
             return 0
-        if args.where is not None:
-            storage = storage.trajectories.where(args.where)
+        storage = chosen_rows(storage, args)
         facts = examine(storage, args.rows, hosts=args.runs)
         if args.hash:
             with shown_progress("hashed", args.json) as progress:

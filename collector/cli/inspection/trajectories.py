@@ -79,11 +79,13 @@ def _spread(values: Table) -> dict[str, Any] | None:
     return {name: as_json(value) for name, value in found.items()}
 
 
-def show(storage: DiskStorage, *, as_object: bool, where: str | None = None) -> None:
-    """Write one line per trajectory to stdout, or one JSON object, in chunks."""
+def show(storage: DiskStorage, chosen: np.ndarray | None, *, as_object: bool) -> None:
+    """Write one line per trajectory to stdout, or one JSON object, in chunks.
+
+    ``chosen`` is a part of ``storage.trajectories.table``; None stands for all trajectories.
+    """
     span = storage.span
-    matching = None if where is None else storage.trajectories.matching(where)
-    found = lines_of(storage, span) if matching is None else table_of(matching, span)
+    found = lines_of(storage, span) if chosen is None else table_of(chosen, span)
     if found is None:
         raise ColumnsMissing(
             f"{storage.path}: its rows have no trajectory ids, or the ids are damaged. "

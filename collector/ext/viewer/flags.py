@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from tallyroll.collector.errors import ArgumentError
+from tallyroll.storage.ext.views.flag_file import read_flags
 
 MOST_CHARACTERS: Final = 1000
-_MOST_NBYTES: Final = 2**28
 
 
 class Flags:
@@ -32,7 +32,7 @@ class Flags:
     def __init__(self, path: str, storages: list[str]) -> None:
         self.path = Path(path)
         self._lock = threading.Lock()
-        self._flags: dict[tuple[str, int], str] = {}
+        self._flags: dict[str, dict[int, str]] = {}
         place = self.path.resolve()
         for each in map(Path, storages):
             if each.exists() and place.is_relative_to(each.resolve()):
@@ -43,25 +43,15 @@ class Flags:
         if not place.parent.is_dir():
             raise ArgumentError(f"--flags {path}: {place.parent} is not a folder. Create it first.")
         if self.path.exists():
-            self._load()
-
-    def _load(self) -> None:
-        if not self.path.is_file() or self.path.stat().st_size > _MOST_NBYTES:
-            raise ArgumentError(f"--flags {self.path}: expected a regular file of at most 256 MiB.")
-        for number, line in enumerate(self.path.read_bytes().splitlines(), 1):
             try:
-                said = json.loads(line)
-                self._note(str(said["storage"]), int(said["trajectory"]), str(said["flag"]))
-            except (ValueError, TypeError, KeyError, RecursionError):
-                raise ArgumentError(
-                    f"--flags {self.path}: line {number} is not a flag. Give the path of a file "
-                    "that this command wrote, or of a new one."
-                ) from None
+                self._flags = read_flags(path)
+            except ValueError as error:
+                raise ArgumentError(f"--flags {error}") from None
 
     def of(self, storage: str) -> dict[int, str]:
         """Return the flags of a storage by trajectory."""
         with self._lock:
-            return {id: flag for (name, id), flag in self._flags.items() if name == storage}
+            return dict(self._flags.get(storage, {}))
 
     def set(self, storage: str, path: str, trajectory: int, flag: str) -> None:
         """Set a flag, or remove it if ``flag`` is empty. When the call returns, it is on disk.
@@ -81,10 +71,8 @@ class Flags:
                 file.write(json.dumps(line).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-            self._note(storage, trajectory, flag)
-
-    def _note(self, storage: str, trajectory: int, flag: str) -> None:
-        if flag:
-            self._flags[storage, trajectory] = flag
-        else:
-            self._flags.pop((storage, trajectory), None)
+            flags = self._flags.setdefault(storage, {})
+            if flag:
+                flags[trajectory] = flag
+            else:
+                flags.pop(trajectory, None)

@@ -25,6 +25,7 @@ MOST_DEEP: Final = 50
 """Maximum nesting depth of parentheses and operations."""
 _MOST_NUMBER: Final = 40
 _SHOWN: Final = 100
+_MOST_NAMES: Final = 8
 _CONTEXT: Final = 60
 
 _TOKEN: Final = re.compile(
@@ -466,7 +467,10 @@ class _Evaluation:
     def _place(self, names: tuple[str, ...], node: ast.expr, word: str) -> int:
         """Return the index of a word among those that a column may contain."""
         if word not in names:
-            known, near = in_words([*map(repr, names)]), did_you_mean(word, names)
+            several = [*map(repr, names)]
+            if len(several) > _MOST_NAMES:
+                several[_MOST_NAMES:] = [f"one of {len(names) - _MOST_NAMES:,} others"]
+            known, near = in_words(several), did_you_mean(word, names)
             raise self._fault.at(node, f"expected {known}, got {word!r}{near}")
         return names.index(word)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -11,6 +12,7 @@ from tallyroll.storage.ext.notebook.figures import trajectories_figure
 from tallyroll.storage.ext.notebook.film import Video, film
 from tallyroll.storage.ext.notebook.tables import trajectories_as_html
 from tallyroll.storage.ext.views.expression import Expression
+from tallyroll.storage.ext.views.flag_file import flags_of_storage
 from tallyroll.storage.ext.views.trajectory_columns import TrajectoryColumns
 from tallyroll.storage.ext.views.view_reader import ViewReader, view_of
 from tallyroll.storage.readers.row_reader import RowReader
@@ -86,7 +88,7 @@ class StoredTrajectories(Trajectories, Generic[View]):
             self._rows_reader, lambda: film(self._rows_reader, rows, column, rate)
         )
 
-    def where(self, expression: str) -> View:
+    def where(self, expression: str, *, flags: str | os.PathLike[str] | None = None) -> View:
         """Return the rows of the trajectories that satisfy an expression, as a read-only storage.
 
         The view contains the rows that exist now. It does not grow when open trajectories continue
@@ -99,16 +101,21 @@ class StoredTrajectories(Trajectories, Generic[View]):
         ``length`` (in rows), ``return`` (the sum of rewards; ``return[i]`` if a row has several
         rewards), ``end`` ("terminated", "truncated", "cut" or "open"), ``whole``, ``first_row``,
         ``last_row``, ``first_step``, ``reset_seed`` (-1 if unknown), ``policy_version`` (at the
-        last row; ``version_first`` at the first row), ``policy_id``, and ``context.NAME``. See
+        last row; ``version_first`` at the first row), ``policy_id``, ``context.NAME``, and with
+        ``flags`` also ``flag``, the text of a trajectory's flag ("" if it has none). See
         `Expression` for the operations.
 
         Args:
             expression: such as ``"return > 5 and end == 'terminated' and run in (1, 2)"``.
+            flags: a file of flags that `tallyroll view --flags` wrote for this storage; None: there
+                are no flags.
 
         Raises:
             InvalidExpression: the text is not a condition on trajectories. The message shows the
                 position.
             ColumnsMissing: the rows have no trajectory ids.
+            ValueError: the file has no flags of this storage, or other contents.
+            OSError: the file cannot be read.
 
         Examples:
             >>> from tallyroll.collector import SyncCollector
@@ -128,7 +135,7 @@ class StoredTrajectories(Trajectories, Generic[View]):
             >>> storage.close()
         """
         condition = Expression(expression)
-        found = self.parts(lambda table: {"": self._holds(condition, table)})
+        found = self.parts(lambda table: {"": self._holds(condition, table, flags)})
         return self._over(found[""])
 
     def parts(
@@ -149,16 +156,22 @@ class StoredTrajectories(Trajectories, Generic[View]):
 
         return read_consistently(self._rows_reader, made)
 
-    def matching(self, expression: str) -> np.ndarray:
+    def matching(
+        self, expression: str, *, flags: str | os.PathLike[str] | None = None
+    ) -> np.ndarray:
         """Return the lines of `table` that satisfy an expression of `where`.
 
         Raises:
-            InvalidExpression, ColumnsMissing: as for `where`.
+            InvalidExpression, ColumnsMissing, ValueError, OSError: as for `where`.
         """
         condition, table = Expression(expression), self.table
-        found: np.ndarray = table[self._holds(condition, table)]
+        found: np.ndarray = table[self._holds(condition, table, flags)]
         return found
 
-    def _holds(self, condition: Expression, table: np.ndarray) -> np.ndarray:
-        columns = TrajectoryColumns(self._rows_reader, table)
+    def _holds(
+        self, condition: Expression, table: np.ndarray, path: str | os.PathLike[str] | None
+    ) -> np.ndarray:
+        reader = self._rows_reader
+        flags = None if path is None else flags_of_storage(path, str(reader.id or reader.path))
+        columns = TrajectoryColumns(reader, table, flags)
         return condition.select(columns, len(table))

@@ -47,13 +47,19 @@ class TrajectoryColumns(Mapping[str, Column]):
     Args:
         reader: the reader of the rows.
         table: the trajectories of the rows; see `episodes`.
+        flags: the flags of trajectories by id, for the column ``flag``, which is ``""`` for other
+            trajectories; None: there is no such column.
     """
 
-    def __init__(self, reader: RowReader, table: np.ndarray) -> None:
-        self._reader, self._table = reader, table
+    def __init__(
+        self, reader: RowReader, table: np.ndarray, flags: Mapping[int, str] | None = None
+    ) -> None:
+        self._reader, self._table, self._flags = reader, table, flags
         schema = reader.schema
         self._of_rows = {".".join(each.key[1:]): each for each in _constant(schema)}
         self._names = [*_FIELDS, "run", "whole"]
+        if flags is not None:
+            self._names.append("flag")
         if REWARD in schema:
             self._names.append("return")
         if POLICY_VERSION in schema:
@@ -72,6 +78,8 @@ class TrajectoryColumns(Mapping[str, Column]):
         table = self._table
         if name == "end":
             return Words(table["end"], END_NAMES)
+        if name == "flag":
+            return _words([(self._flags or {}).get(id, "") for id in table["id"].tolist()])
         if name == "run":
             return run_of(self._reader.runs, table["first_row"])
         if name == "whole":
@@ -90,6 +98,12 @@ class TrajectoryColumns(Mapping[str, Column]):
             found = floats_of(found)
         one_each = math.prod(column.shape) == 1
         return found.reshape(len(found)) if one_each else found.reshape(len(found), -1)
+
+
+def _words(texts: Sequence[str]) -> Words:
+    """Return the column with one of ``texts`` per line. Conditions may also name ``""``."""
+    codes = {text: code for code, text in enumerate(dict.fromkeys(["", *texts]))}
+    return Words(np.array([codes[text] for text in texts], np.int64), tuple(codes))
 
 
 def _constant(schema: Schema) -> Iterator[StoredColumn]:
