@@ -3,8 +3,10 @@
 import argparse
 import contextlib
 import json
+import os
+import tempfile
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # Lines have at most 78 columns.
@@ -17,7 +19,9 @@ and its ledger, returns and ends over transitions, a table of episodes, and each
 episode with its frames and curves. Histograms, and the findings of verify with
 links to their episodes, are computed on request. Several paths are shown side
 by side; a quoted pattern is read as one storage. Nothing is written to a
-storage. Needs the extra: pip install 'tallyroll[view]'. Ctrl-C ends it.
+storage. A dataset of another library is given as KIND:PATH, as in tallyroll
+import, and is imported into a temporary storage, which is deleted at the end.
+Needs the extra: pip install 'tallyroll[view]'. Ctrl-C ends it.
 """
 _EXAMPLES = """\
 examples:
@@ -25,6 +29,8 @@ examples:
   tallyroll view runs/pole-0 runs/pole-1 --port 8000 --no-browser
   keep flags on episodes in a file:
     tallyroll view runs/pole --flags flags.jsonl
+  look at a dataset of another library:
+    tallyroll view minari:datasets/pole-v0
   write one self-contained page, without the extra:
     tallyroll view runs/pole --export page.html
 
@@ -42,7 +48,8 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     parser = commands.add_parser(
         "view", help=_ABOUT, usage=_USAGE, description=_DESCRIPTION, epilog=_EXAMPLES
     )
-    text = "a storage of any format, a quoted pattern, or an address"
+    parser.set_defaults(usage_error=parser.error)
+    text = "a storage of any format, a quoted pattern, an address, or KIND:PATH of a dataset"
     parser.add_argument(
         "paths", nargs="+", type=path, metavar="PATH", help=text
     ).complete = complete
@@ -86,8 +93,9 @@ def run(args: argparse.Namespace) -> int:
     flags = Flags(args.flags, args.paths) if args.flags else None
     with contextlib.ExitStack() as opened:
         datasets = []
-        for path in args.paths:
-            dataset = Dataset(path, flags, accept_copy=args.accept_copy)
+        for name in args.paths:
+            path = opened.enter_context(_as_storage(name, args))
+            dataset = Dataset(path, flags, name, accept_copy=args.accept_copy)
             opened.callback(dataset.close)
             datasets.append(dataset)
         if args.export:
@@ -97,6 +105,29 @@ def run(args: argparse.Namespace) -> int:
         _print_address(viewer.url, args)
         viewer.serve()
     return 0
+
+
+@contextlib.contextmanager
+def _as_storage(name: str, args: argparse.Namespace) -> Iterator[str]:
+    """Yield the path of the storage ``name``, or of a temporary import of a dataset."""
+    from tallyroll.collector.ext.progress import shown_progress
+    from tallyroll.storage import import_dataset
+    from tallyroll.storage.ext.exchange.registry import kinds
+
+    kind, _, place = name.partition(":")
+    if not place or kind not in kinds():
+        yield name
+        return
+    if args.flags:
+        args.usage_error(
+            f"--flags: expected storages, got the dataset {name}. Import it first, so that its "
+            "flags keep their storage"
+        )
+    with tempfile.TemporaryDirectory(prefix="tallyroll-view-") as folder:
+        path = os.path.join(folder, "rows")
+        with shown_progress("imported", args.json) as progress:
+            import_dataset(place, path, kind, progress=progress)
+        yield path
 
 
 def _print_address(url: str, args: argparse.Namespace) -> None:

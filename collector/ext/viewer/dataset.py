@@ -73,11 +73,14 @@ class Dataset:
     Args:
         path: the path, address or pattern of the storage.
         flags: the flags that a person sets, if any.
+        name: the name on the page; None: ``path``.
         options: options of `open_storage`.
     """
 
-    def __init__(self, path: str, flags: Flags | None = None, **options: Any) -> None:
-        self.path, self._flags, self._options = path, flags, options
+    def __init__(
+        self, path: str, flags: Flags | None = None, name: str | None = None, **options: Any
+    ) -> None:
+        self.path, self.name, self._flags, self._options = path, name or path, flags, options
         self._lock = threading.RLock()
         self._closing = False
         self._verifying: threading.Thread | None = None
@@ -158,7 +161,7 @@ class Dataset:
         columns = schema.columns if schema else ()
         found: dict[str, Any] = plain(
             {
-                "path": self.path,
+                "path": self.name,
                 "format": manifest["format"],
                 "id": manifest["id"],
                 "created": manifest["created"],

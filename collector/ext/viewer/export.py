@@ -52,7 +52,7 @@ def export_page(
         OSError: the file cannot be written.
     """
     page = _Page(MOST_NBYTES - sum(len(_file(name)) for name in FILES) - _REST_NBYTES)
-    page.add("api", {"datasets": [each.path for each in datasets], "version": None})
+    page.add("api", {"datasets": [each.name for each in datasets], "version": None})
     chosen = []
     for number, dataset in enumerate(datasets):
         while not (counted := dataset.counted()).complete:
@@ -147,7 +147,7 @@ def _add_facts(page: _Page, number: int, dataset: Dataset, episodes: int) -> Non
         shown["left_out"] = f"The storage has {total:,} episodes; this page omits the others."
     if not page.add(f"{base}/summary", facts) or not page.add(f"{base}/episodes", shown):
         raise ArgumentError(
-            f"{dataset.path}: its facts do not fit in an exported page of 20 MB. View it without "
+            f"{dataset.name}: its facts do not fit in an exported page of 20 MB. View it without "
             "--export, or give fewer storages."
         )
     page.add(f"{base}/course", dataset.course())

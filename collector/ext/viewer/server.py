@@ -208,7 +208,7 @@ def _application(datasets: Sequence[Dataset]) -> App:
     route = needs("starlette.routing", "view", _USER).Route
 
     def start(request: Any) -> Any:
-        names = [each.path for each in datasets]
+        names = [each.name for each in datasets]
         return _json({"datasets": names, "version": versions()["tallyroll"]})
 
     def answering(answer: Callable[[Dataset, Any], Any]) -> Callable[[Any], Any]:

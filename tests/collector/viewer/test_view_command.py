@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from html.parser import HTMLParser
 from http.cookiejar import CookieJar
@@ -18,7 +19,7 @@ import pytest
 
 from tallyroll.collector.cli import main
 from tallyroll.collector.ext.viewer import export
-from tallyroll.storage import open_storage
+from tallyroll.storage import import_dataset, open_storage
 
 from viewer_kit import coded
 
@@ -166,6 +167,25 @@ def test_a_page_that_is_full_leaves_episodes_out(
         assert f"The storage has {len(storage.trajectories):,}" in found["left_out"]
 
 
+@pytest.mark.parametrize("kind", ["npz", "parquet", "torchrl"])
+def test_a_dataset_of_another_library_is_shown_as_its_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    coded(tmp_path / "rows", 100)
+    with open_storage(tmp_path / "rows") as storage:
+        storage.export(tmp_path / "data", kind)
+    import_dataset(tmp_path / "data", tmp_path / "imported", kind)
+    (scratch := tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    name = f"{kind}:{tmp_path / 'data'}"
+    data = exported(tmp_path, name, str(tmp_path / "imported")).data
+    assert data["api"]["datasets"] == [name, str(tmp_path / "imported")]
+    assert data["api/0/episodes"]["lines"] == data["api/1/episodes"]["lines"]
+    assert data["api/0/episode/first"] == data["api/1/episode/first"]
+    assert data["api/0/summary"]["path"] == name
+    assert not [*scratch.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -174,6 +194,8 @@ def test_a_page_that_is_full_leaves_episodes_out(
         ("rows --export none/page.html", "is not a folder"),
         ("rows --export rows/manifest.json", "exists and is not a report"),
         ("rows --flags rows/flags", "expected a file outside the storage"),
+        ("npz:none.npz", "none.npz"),
+        ("npz:rows", "rows"),
     ],
 )
 def test_errors_are_one_line(
@@ -191,6 +213,14 @@ def test_errors_are_one_line(
     (line,) = said.err.splitlines()
     assert line.startswith("tallyroll: error: ")
     assert message in line
+
+
+def test_flags_are_for_storages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    coded(tmp_path / "rows", 20)
+    with pytest.raises(SystemExit) as end:
+        main(["view", "npz:rows.npz", "--flags", str(tmp_path / "flags"), "--no-browser"])
+    assert end.value.code == 2
+    assert "--flags: expected storages, got the dataset npz" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("port", ["65536", "-1", "x", "1e3", "", "٣"])
