@@ -16,7 +16,8 @@
 #   ./check.sh --newest       run the tests with the newest torch and the next TorchRL, without
 #                             constraints, in .venv-newest
 #   ./check.sh --browser      check the pages of the site, of a report and of the viewer, in Debian's chromium
-#                             (CHROMIUM names another browser); --shots FOLDER saves screenshots there
+#                             (CHROMIUM names another browser), the last two with axe-core too, if npm is there;
+#                             --shots FOLDER saves screenshots there
 #   ./check.sh -k ring        any of these: pass the remaining arguments to pytest;
 #                             --seconds-of-files 20 lists the slowest test files
 #
@@ -183,8 +184,13 @@ look_at_pages() { # use a separate environment with only playwright, which drive
     if [[ ! -x .venv-browser/bin/python ]]; then "$python" -m venv .venv-browser; fi
     .venv-browser/bin/python -m pip install -qq -c constraints.txt playwright || return
     $bin/python docs/report_page.py "$venv/report.html" || return
-    .venv-browser/bin/python docs/browser.py "$venv/pages" --page "$venv/report.html" "$@" || return
-    $bin/python docs/viewed.py .venv-browser/bin/python docs/browser.py "$@" --viewer
+    local axe=.venv-browser/package/axe.min.js look=(.venv-browser/bin/python docs/browser.py "$@")
+    if [[ ! -f $axe ]] && command -v npm >/dev/null; then
+        (cd .venv-browser && npm pack --silent axe-core@4.14.1 | xargs tar xzf) || return
+    fi
+    if [[ -f $axe ]]; then look+=(--axe "$axe"); else echo "axe: skipped, npm is not installed"; fi
+    "${look[@]}" "$venv/pages" --page "$venv/report.html" || return
+    $bin/python docs/viewed.py "${look[@]}" --viewer
 }
 if [[ $browser ]]; then
     step "pages" pages

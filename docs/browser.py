@@ -3,7 +3,9 @@
 Also checks the report page that `report_page.py` makes, and the pages of `tallyroll view` for the
 storages of `viewed.py`. At the widths of a phone and of a desktop, in light and dark mode, it looks
 for errors, for resources that are missing or come from the network, for content that is cut off,
-too small to read or not drawn, and for a search without results. Needs playwright.
+too small to read or not drawn, and for a search without results. With `--axe` it also reports what
+axe-core finds serious or critical on our own pages; the site has those of its theme. Needs
+playwright.
 """
 
 from __future__ import annotations
@@ -53,9 +55,18 @@ FAULTS = """([desk, smallest]) => {
     return found
 }"""
 
+AXE = """async () => {
+    const rules = {region: {enabled: false}}  // parts of a page outside of landmarks: not serious
+    const {violations} = await axe.run(document, {rules, preload: false})
+    return violations
+        .filter((each) => ["critical", "serious"].includes(each.impact))
+        .map((each) => `${each.impact}: ${each.help}: ${each.nodes.length} times, such as `
+            + each.nodes[0].html.replace(/\\s+/g, " ").slice(0, 120))
+}"""
+
 BROKEN = """<!doctype html><body><article><p style="width: 2000px">wide</p><img src="none.svg">
 <img width="90" src="wide.svg"><pre style="width: 9em">a line of code that is too long for it</pre>
-<div class="chart"></div></article><script>
+<div class="chart"></div><p style="color: #ddd; background: #fff">pale</p></article><script>
 console.error("said"); fetch("https://example.invalid"); undefined.name</script>"""
 WIDE = '<svg xmlns="http://www.w3.org/2000/svg" width="600" height="9"/>'
 OF_BROKEN = (
@@ -69,6 +80,7 @@ OF_BROKEN = (
     "nothing is drawn in it",
     "code is wider",
 )
+OF_AXE = ("serious: Elements must meet minimum color contrast", "critical: Images must have")
 
 
 def chromium() -> str:
@@ -83,8 +95,10 @@ def chromium() -> str:
 class Looker:
     """A page of the browser, and the errors that it reported."""
 
-    def __init__(self, browser: Any, scheme: str, device: str, server: str = "file:") -> None:
-        self.desk, self._server = device == "desk", server
+    def __init__(
+        self, browser: Any, scheme: str, device: str, axe: str | None, server: str = "file:"
+    ) -> None:
+        self.desk, self._axe, self._server = device == "desk", axe, server
         size = {"width": WIDTHS[device], "height": 900}
         self.context = browser.new_context(viewport=size, color_scheme=scheme)
         self.page = self.context.new_page()
@@ -93,6 +107,11 @@ class Looker:
         self.page.on("pageerror", lambda error: self.said.append(f"error: {error}"))
         self.page.on("request", self._request)
         self.page.on("dialog", self._dialog)
+
+    @property
+    def has_axe(self) -> bool:
+        """True if axe-core checks the pages too."""
+        return self._axe is not None
 
     def _console(self, message: Any) -> None:
         refused = "Failed to load resource: the server responded with a status of 4"
@@ -107,15 +126,19 @@ class Looker:
         self.said.append(f"dialog: {dialog.message}")
         dialog.dismiss()
 
-    def look(self, file: Path) -> list[str]:
-        """Open a file, and return its faults."""
+    def look(self, file: Path, *, ours: bool = True) -> list[str]:
+        """Open a file, and return its faults, those of axe-core only if the page is ``ours``."""
         self.said.clear()
         self.page.goto(file.as_uri())
-        return self.faults()
+        return self.faults(ours=ours)
 
-    def faults(self) -> list[str]:
+    def faults(self, *, ours: bool = True) -> list[str]:
         """Return the faults of the open page, and the errors that it reported."""
-        return [*self.page.evaluate(FAULTS, [self.desk, SMALLEST]), *self.said]
+        found = [*self.page.evaluate(FAULTS, [self.desk, SMALLEST]), *self.said]
+        if ours and self._axe is not None:
+            self.page.evaluate(self._axe)
+            found += self.page.evaluate(AXE)
+        return found
 
     def search(self, site: Path, word: str) -> list[str]:
         """Search for a word of the pages. Return a fault if it is not found."""
@@ -134,23 +157,23 @@ def check_itself(looker: Looker) -> Iterator[str]:
         file.write_text(BROKEN, encoding="utf-8")
         file.with_name("wide.svg").write_text(WIDE, encoding="utf-8")
         found = looker.look(file)
-    for fault in OF_BROKEN:
+    for fault in (*OF_BROKEN, *(OF_AXE if looker.has_axe else ())):
         if not any(each.startswith(fault) for each in found):
             yield f"a page with this fault passes: {fault}"
 
 
 def look_at(
-    browser: Any, site: Path, shots: Path | None, more: Sequence[Path] = ()
+    browser: Any, site: Path, axe: str | None, shots: Path | None, more: Sequence[Path] = ()
 ) -> Iterator[str]:
     """Yield the faults of all pages of the site and of the additional pages, one per line."""
     pages = [*sorted(site.glob("*.html")), *more]
     for device in WIDTHS:
         for scheme in SCHEMES:
-            looker = Looker(browser, scheme, device)
+            looker = Looker(browser, scheme, device, axe)
             if device == "desk":
                 yield from check_itself(looker)
             for file in pages:
-                for fault in looker.look(file):
+                for fault in looker.look(file, ours=file in more):
                     yield f"{file.name}, {device}, {scheme}: {fault}"
                 if shots is not None:
                     shot = shots / f"{file.stem}-{device}-{scheme}.png"
@@ -164,12 +187,14 @@ VIEWED = ("", "#/0", "#/0/episode/first", "#/1", "#/1/episode/first", "#/2", "#/
 """The pages of the viewer for the storages of `viewed.py`."""
 
 
-def look_at_viewer(browser: Any, folder: Path, url: str, shots: Path | None) -> Iterator[str]:
+def look_at_viewer(
+    browser: Any, folder: Path, url: str, axe: str | None, shots: Path | None
+) -> Iterator[str]:
     """Yield the faults of the viewer's pages, one per line. Move a storage of ``folder`` away."""
     base = url.partition("?")[0]
     for device in WIDTHS:
         for scheme in SCHEMES:
-            looker = Looker(browser, scheme, device, base)
+            looker = Looker(browser, scheme, device, axe, base)
             looker.page.goto(url)
             if looker.page.url != base:
                 yield f"viewer, {device}, {scheme}: the token is still in {looker.page.url}"
@@ -250,6 +275,7 @@ def main() -> None:
         metavar=("FOLDER", "URL"),
         help="storages of viewed.py, and the viewer that shows them; nothing else is checked",
     )
+    parser.add_argument("--axe", type=Path, help="axe.min.js of axe-core")
     parser.add_argument("--shots", type=Path, help="a folder for pictures of all pages")
     args = parser.parse_args()
     browser_path = chromium()
@@ -263,15 +289,16 @@ def main() -> None:
         sys.exit("playwright is not installed: pip install -c constraints.txt playwright")
     if args.shots is not None:
         args.shots.mkdir(parents=True, exist_ok=True)
+    axe = None if args.axe is None else args.axe.read_text(encoding="utf-8")
     faults = 0
     with sync_playwright() as driver:
         # Chromium refuses to start its sandbox as root, and the pages are ours.
         browser = driver.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
         if args.viewer is None:
             more = [each.resolve() for each in args.page]
-            found = look_at(browser, args.site.resolve(), args.shots, more)
+            found = look_at(browser, args.site.resolve(), axe, args.shots, more)
         else:
-            found = look_at_viewer(browser, Path(args.viewer[0]), args.viewer[1], args.shots)
+            found = look_at_viewer(browser, Path(args.viewer[0]), args.viewer[1], axe, args.shots)
         for fault in found:
             faults += 1
             sys.stdout.write(f"{fault}\n")
