@@ -55,6 +55,9 @@ FAULTS = """([desk, smallest]) => {
     return found
 }"""
 
+READ = """() => ![...document.querySelectorAll("[role=status]")]
+    .some((each) => each.textContent === "Reading …")"""
+
 AXE = """async () => {
     const rules = {region: {enabled: false}}  // parts of a page outside of landmarks: not serious
     const {violations} = await axe.run(document, {rules, preload: false})
@@ -202,7 +205,8 @@ def look_at_viewer(
                 open_view(looker, base + place)
                 for summary in looker.page.query_selector_all("summary"):
                     summary.click()
-                looker.page.wait_for_timeout(500)  # for histograms and frames
+                looker.page.wait_for_function(READ, timeout=30_000)
+                looker.page.wait_for_timeout(500)  # for frames
                 for fault in looker.faults():
                     yield f"viewer{place}, {device}, {scheme}: {fault}"
                 if shots is not None:

@@ -16,13 +16,13 @@ from tallyroll.collector.ext.viewer.episode_table import EpisodeCount, EpisodeTa
 from tallyroll.collector.ext.viewer.flags import Flags
 from tallyroll.collector.ext.viewer.values import (
     FRAMES,
-    course_of,
     curves_of,
     frames_at,
     histograms_of,
     pictures_of,
     plain,
     sum_of_rewards,
+    trends_of,
 )
 from tallyroll.storage import verify
 from tallyroll.storage.errors import ColumnsMissing, StorageError, StorageMissing, UnknownTrajectory
@@ -237,14 +237,14 @@ class Dataset:
             for line in lines
         ]
 
-    def course(self) -> dict[str, Any]:
+    def trends(self) -> dict[str, Any]:
         """Return the returns, lengths and ends of ended episodes over the rows."""
         counted = self.counted()
         table = counted.table
         table = table[np.isin(table["end"], FINISHED) & (table["first_step"] == 0)]
         table = table[np.argsort(table["last_row"], kind="stable")]
         names = [END_NAMES[code] for code in FINISHED]
-        return {**course_of(table, FINISHED), "end_names": names, "complete": counted.complete}
+        return {**trends_of(table, FINISHED), "end_names": names, "complete": counted.complete}
 
     def episode(self, id: int | None) -> dict[str, Any]:
         """Return one episode with its curves, or the episode of the first row if ``id`` is None.

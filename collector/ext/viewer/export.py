@@ -150,7 +150,7 @@ def _add_facts(page: _Page, number: int, dataset: Dataset, episodes: int) -> Non
             f"{dataset.name}: its facts do not fit in an exported page of 20 MB. View it without "
             "--export, or give fewer storages."
         )
-    page.add(f"{base}/course", dataset.course())
+    page.add(f"{base}/trends", dataset.trends())
     page.add(f"{base}/histograms", dataset.histograms())
     page.add(f"{base}/verify", {"state": "none"})
 

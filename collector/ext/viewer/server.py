@@ -230,7 +230,7 @@ def _application(datasets: Sequence[Dataset]) -> App:
 
     answers: dict[str, Callable[[Dataset, Any], Any]] = {
         "summary": lambda dataset, _: dataset.summary(),
-        "course": lambda dataset, _: dataset.course(),
+        "trends": lambda dataset, _: dataset.trends(),
         "histograms": lambda dataset, _: dataset.histograms(),
         "episodes": _episodes,
         "episode/first": lambda dataset, _: dataset.episode(None),

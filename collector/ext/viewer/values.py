@@ -303,10 +303,10 @@ def _bars(values: np.ndarray, low: float, high: float, whole: bool) -> dict[str,
     }
 
 
-# --- the course of a run --------------------------------------------------------------------------
+# --- trends of a run ------------------------------------------------------------------------------
 
 
-def course_of(table: np.ndarray, ends: Sequence[int], bins: int = 400) -> dict[str, Any]:
+def trends_of(table: np.ndarray, ends: Sequence[int], bins: int = 400) -> dict[str, Any]:
     """Return the returns and lengths of the episodes in ``table``, and the shares of their ends.
 
     The episodes are divided into at most ``bins`` groups of about equal size. Each point has the

@@ -180,7 +180,7 @@
   async function start(names) {
     const all = await Promise.all(names.map(async (name, index) => {
       try {
-        return { name, index, facts: await load(`api/${index}/summary`), course: await load(`api/${index}/course`) };
+        return { name, index, facts: await load(`api/${index}/summary`), trends: await load(`api/${index}/trends`) };
       } catch (error) {
         return { name, index, error };
       }
@@ -195,32 +195,34 @@
         h("a", { href: `#/${each.index}` }, each.name))))),
       h("tbody", null, fields.map((field) => h("tr", null, h("th", { scope: "row" }, field),
         told.map((each) => h("td", null, number(each[field])))))))));
-    for (const [title, of] of [["Returns", (course) => course.returns[0]], ["Lengths", (course) => course.lengths]]) {
-      const shown = good.filter((each) => of(each.course));
-      const x = [...new Set(shown.flatMap((each) => each.course.x))].sort((a, b) => a - b);
+    for (const [title, of] of [["Returns", (trends) => trends.returns[0]], ["Lengths", (trends) => trends.lengths]]) {
+      const shown = good.filter((each) => of(each.trends));
+      const x = [...new Set(shown.flatMap((each) => each.trends.x))].sort((a, b) => a - b);
       const lines = shown.map((each) => {
-        const mean = new Map(each.course.x.map((row, index) => [row, of(each.course).mean[index]]));
+        const mean = new Map(each.trends.x.map((row, index) => [row, of(each.trends).mean[index]]));
         return { name: each.name, values: x.map((row) => mean.get(row)) };
       });
       if (x.length) found.push(h("h2", null, `${title} of episodes`), chart({ x, lines, xLabel: "row" }).element);
     }
+    found.push(later("Histograms of columns with declared bounds", async () => histograms(await Promise.all(
+      good.map(async ({ name, index }) => ({ name, columns: await load(`api/${index}/histograms`) }))))));
     return found;
   }
 
-  function courseCharts(course) {
-    if (!course.x.length) return [h("p", { class: "quiet" }, "No episode from its first step on has ended yet.")];
-    const { x } = course, one = course.returns.length === 1;
+  function trendCharts(trends) {
+    if (!trends.x.length) return [h("p", { class: "quiet" }, "No episode from its first step on has ended yet.")];
+    const { x } = trends, one = trends.returns.length === 1;
     const spread = (name, of) => ({ name, values: of.mean, low: of.low, high: of.high });
     const charts = [
-      ["Returns", course.returns.map((each, index) => spread(one ? "mean" : `mean of reward ${index}`, each))],
-      ["Lengths", [spread("mean", course.lengths)]],
-      ["Shares of ends", course.end_names.map((name, index) => ({ name, values: course.ends[index] }))],
+      ["Returns", trends.returns.map((each, index) => spread(one ? "mean" : `mean of reward ${index}`, each))],
+      ["Lengths", [spread("mean", trends.lengths)]],
+      ["Shares of ends", trends.end_names.map((name, index) => ({ name, values: trends.ends[index] }))],
     ];
     return [
-      h("p", { class: "quiet" }, `${number(course.episodes)} episodes from their first step on. Bands are the `
+      h("p", { class: "quiet" }, `${number(trends.episodes)} episodes from their first step on. Bands are the `
         + "least and the greatest value at a point."),
       h("div", { class: "many" }, charts.map(([title, lines]) =>
-        h("section", null, h("h3", null, title), chart({ x, lines, xLabel: "row", sync: "course" }).element))),
+        h("section", null, h("h3", null, title), chart({ x, lines, xLabel: "row", sync: "trends" }).element))),
     ];
   }
 
@@ -284,19 +286,34 @@
       h("div", { class: "pager" }, back, on)];
   }
 
-  function histograms(found) {
-    if (!found.length) return [h("p", { class: "quiet" }, "No column has declared bounds.")];
-    const drawn = (column) => column.elements.map((each, index) => {
-      const x = each.counts.map((_, i) => (each.edges[i] + each.edges[i + 1]) / 2);
-      const outside = [["below", each.below], ["above", each.above], ["not finite", each.not_finite]]
-        .filter(([, count]) => count).map(([name, count]) => `${number(count)} ${name}`).join(", ");
-      return h("section", null,
-        h("h3", null, column.elements.length > 1 ? `${column.name}[${index}]` : column.name),
-        h("p", { class: outside ? "wrong" : "quiet" }, `bounds ${number(each.low)} to ${number(each.high)}, `
-          + `${number(column.rows)} rows${outside ? `; outside: ${outside}` : ""}`),
-        chart({ x, lines: [{ name: "values", values: each.counts, bars: true }], xLabel: "value", height: 160 }).element);
+  // Histograms of columns with declared bounds. Those of several storages share a chart, as shares of their values.
+  function histograms(sources) {
+    const shown = new Map();
+    for (const { name, columns } of sources) for (const column of columns) column.elements.forEach((each, index) => {
+      const title = column.elements.length > 1 ? `${column.name}[${index}]` : column.name;
+      shown.set(title, [...shown.get(title) ?? [], { name, rows: column.rows, ...each }]);
     });
-    return [h("div", { class: "many" }, found.flatMap(drawn))];
+    if (!shown.size) return [h("p", { class: "quiet" }, "No column has declared bounds.")];
+    const several = sources.length > 1;
+    const drawn = ([title, found]) => {
+      const middles = (each) => each.counts.map((_, i) => (each.edges[i] + each.edges[i + 1]) / 2);
+      const x = [...new Set(found.flatMap(middles))].sort((one, other) => one - other);
+      const lines = found.map((each) => {
+        const total = several ? each.counts.reduce((sum, count) => sum + count, 0) || 1 : 1;
+        const counts = new Map(middles(each).map((middle, i) => [middle, each.counts[i] / total]));
+        return { name: several ? each.name : "values", values: x.map((middle) => counts.get(middle)), bars: !several };
+      });
+      const facts = found.map((each) => {
+        const outside = [["below", each.below], ["above", each.above], ["not finite", each.not_finite]]
+          .filter(([, count]) => count).map(([name, count]) => `${number(count)} ${name}`).join(", ");
+        return h("p", { class: outside ? "wrong" : "quiet" }, `${several ? `${each.name}: ` : ""}bounds `
+          + `${number(each.low)} to ${number(each.high)}, ${number(each.rows)} rows`
+          + (outside ? `; outside: ${outside}` : ""));
+      });
+      return h("section", null, h("h3", null, title), facts, chart({ x, lines, xLabel: "value", height: 160 }).element);
+    };
+    return [...(several ? [h("p", { class: "quiet" }, "Shares of the values.")] : []),
+      h("div", { class: "many" }, [...shown].map(drawn))];
   }
 
   // A section that loads when it is opened.
@@ -333,14 +350,14 @@
   }
 
   async function storage(dataset) {
-    const facts = await load(`api/${dataset}/summary`), course = h("div"), own = turn;
-    async function showCourse() {
-      const found = await load(`api/${dataset}/course`).catch((error) => error);
+    const facts = await load(`api/${dataset}/summary`), trends = h("div"), own = turn;
+    async function showTrends() {
+      const found = await load(`api/${dataset}/trends`).catch((error) => error);
       if (own !== turn) return;
-      course.replaceChildren(...found instanceof Error ? [problem(found)] : courseCharts(found));
-      if (found.complete === false) setTimeout(() => { if (own === turn) showCourse(); }, 3 * POLL_MS);
+      trends.replaceChildren(...found instanceof Error ? [problem(found)] : trendCharts(found));
+      if (found.complete === false) setTimeout(() => { if (own === turn) showTrends(); }, 3 * POLL_MS);
     }
-    showCourse();
+    showTrends();
     const { ledger, ...rest } = summarised({ ...facts, ledger: null });
     return [
       h("h1", null, environments(facts)), h("p", { class: "quiet" }, facts.path),
@@ -350,9 +367,9 @@
         h("section", null, h("h2", null, "Ledger"), facts.ledger ? tree(facts.ledger)
           : h("p", { class: "quiet" }, "No ledger: no collector wrote these rows last."))),
       h("p", null, h("a", { href: `#/${dataset}/episode/first` }, "Show the first episode")),
-      h("h2", null, "Course"), course,
+      h("h2", null, "Trends"), trends,
       ...episodeTable(dataset),
-      later("Histograms of columns with declared bounds", async () => histograms(await load(`api/${dataset}/histograms`))),
+      later("Histograms of columns with declared bounds", async () => histograms([{ name: "", columns: await load(`api/${dataset}/histograms`) }])),
       ...verification(dataset),
       h("h2", null, "Columns and provenance"),
       h("details", null, h("summary", null, `${facts.columns.length} columns`), tree(Object.fromEntries(

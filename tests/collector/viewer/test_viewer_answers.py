@@ -291,7 +291,7 @@ def test_values_outside_bounds_are_counted_apart() -> None:
 def test_the_course_has_the_means_of_equally_many_episodes(path: Path) -> None:
     coded(path, 4000)
     dataset = Dataset(str(path))
-    found = dataset.course()
+    found = dataset.trends()
     with open_storage(path) as storage:
         table = storage.trajectories.table
         table = table[(table["first_step"] == 0) & (table["end"] != 0)]
@@ -420,7 +420,7 @@ def test_storages_without_rows_or_episodes_are_shown(path: Path, tmp_path: Path)
         take_back(storage.writer, 0, None)
     empty = Dataset(str(tmp_path / "empty"))
     assert empty.summary()["rows"] == 0
-    assert (empty.episodes()["total"], empty.course()["x"], empty.histograms()) == (0, [], [])
+    assert (empty.episodes()["total"], empty.trends()["x"], empty.histograms()) == (0, [], [])
     with pytest.raises(UnknownTrajectory, match="has no rows yet"):
         empty.episode(None)
     empty.close()

@@ -54,7 +54,7 @@ def test_the_answers_are_those_of_the_storage(browser: Browser, tmp_path: Path) 
             code = next(each for each in found["columns"] if each["name"] == "observation")
             assert np.array_equal(np.array(code["values"]).T, mine[id]["observation"].numpy())
         assert browser.get("/api/0/episode/first")["id"] == str(mine.ids[0])
-        assert browser.get("/api/0/course")["episodes"] > 0
+        assert browser.get("/api/0/trends")["episodes"] > 0
         assert browser.get("/api/0/histograms") == []
         assert browser.get("/api/0/verify") == {"state": "none"}
 
@@ -225,7 +225,7 @@ def test_hostile_names_and_values_are_json(tmp_path: Path) -> None:
         assert {each["id"]: float(each["return"]) for each in lines} == pytest.approx(
             sums, nan_ok=True
         )
-        browser.get("/api/0/course")
+        browser.get("/api/0/trends")
         for id, rows in model.trajectories().items():
             found = browser.get(f"/api/0/episode/{id}")
             (told,) = (each for each in found["columns"] if each["name"] == HOSTILE)
@@ -237,7 +237,7 @@ def test_hostile_names_and_values_are_json(tmp_path: Path) -> None:
 def test_a_storage_that_is_deleted_while_viewed_is_told(browser: Browser, tmp_path: Path) -> None:
     assert browser.get("/api/0/summary")["rows"] == 300
     shutil.rmtree(tmp_path / "rows")
-    for path in ("summary", "episodes", "course", "episode/first", "histograms"):
+    for path in ("summary", "episodes", "trends", "episode/first", "histograms"):
         said = browser.get(f"/api/0/{path}", 409)["error"]
         assert "does not exist" in said
         assert "Traceback" not in said
