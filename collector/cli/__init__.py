@@ -9,6 +9,7 @@ SIGHUP. Some commands have a status of their own:
 ``replay``: 0 all trajectories are equal, 1 one differs, 2 usage error, or one was not replayed.
 ``report``: 0 all runs are in the report, 1 a run is left out, 2 usage error.
 ``envs``: 0 all named systems are installed, 1 one is not installed, 2 usage error.
+``prove``: 0 all runs are proved, 1 one is refuted, 2 usage error, or one could not be checked.
 """
 
 import atexit
@@ -34,8 +35,10 @@ from tallyroll.collector.errors import WorkerError
 from tallyroll.collector.workers.local.nonblocking_stdio import output_dropped
 from tallyroll.storage.errors import InvalidExpression
 
-_READING = ("diff", "inspect", "replay", "report", "verify", "view", "watch")
+_READING = ("diff", "inspect", "prove", "replay", "report", "verify", "view", "watch")
 """Commands whose modules are in `inspection`."""
+_STATUS_2 = ("diff", "prove", "repair", "replay", "verify")
+"""Commands that report an error with exit status 2, because 1 is a result."""
 _OF_DATASETS = {
     **dict.fromkeys(copying.NAMES, "copy"),
     **dict.fromkeys(store.NAMES, "store"),
@@ -66,7 +69,7 @@ def _main(argv: Sequence[str] | None) -> int:
             emit("")  # write the buffered output of --help and --version
             raise
         show = args.traceback or os.environ.get("TALLYROLL_TRACEBACK", "") not in ("", "0")
-        status = 2 if args.command in ("diff", "repair", "replay", "verify") else 1
+        status = 2 if args.command in _STATUS_2 else 1
         with visible_warnings():
             # Import the command only now: torch takes seconds, which would delay --help.
             module = args.command

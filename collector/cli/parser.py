@@ -460,6 +460,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_output(info, "--json")
     _add_inspect(command("inspect", "show the contents of one or more storages"))
     pack.add_to(commands, _path, _FILE)
+    _add_prove(command("prove", "verify, replay and hash runs, in one statement for a reviewer"))
     repair.add_to(commands, _path, _FILE)
     replay = command("replay", "replay stored trajectories and compare them bit for bit")
     _add_paths(replay)
@@ -468,10 +469,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add(replay, "--env-kwargs", "--tolerance", "--render", "--picture", "--accept-copy")
     _add_output(replay, "--json", "--quiet")
     report = command("report", "summarize many runs in a table and a page")
-    paths = report.add_argument(
-        "paths", nargs="+", type=_path, metavar="PATH", help="storages, or folders with storages"
-    )
-    paths.complete = _FILE  # type: ignore[attr-defined]
+    _add_folders(report)
     _add(report, "--group-by", default="environment,label")
     _add(report, "--window", default=100)
     _add(report, "--scale", action="append")
@@ -498,6 +496,14 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(usage_error=parser.error)
     _add(parser, "--hash", "--accept-copy")
     _add_output(parser, "--json")
+
+
+def _add_prove(parser: argparse.ArgumentParser) -> None:
+    _add_folders(parser)
+    _add(parser.add_mutually_exclusive_group(), "--sample", "--all")
+    _add(parser.add_mutually_exclusive_group(), "--env", "--env-factory")
+    _add(parser, "--env-kwargs", "--accept-copy")
+    _add_output(parser, "--json", "--quiet")
 
 
 def _add_watch(parser: argparse.ArgumentParser) -> None:
@@ -560,6 +566,13 @@ def _add_paths(parser: argparse.ArgumentParser) -> None:
     """Add the argument for storages that a command reads as one."""
     text = "the storage, of any format; several storages or a quoted pattern are read as one"
     added: Any = parser.add_argument("path", nargs="+", type=_path, metavar="PATH", help=text)
+    added.complete = _FILE
+
+
+def _add_folders(parser: argparse.ArgumentParser) -> None:
+    """Add the argument for storages that a command reads one by one, or for their folders."""
+    text = "storages, or folders with storages"
+    added: Any = parser.add_argument("paths", nargs="+", type=_path, metavar="PATH", help=text)
     added.complete = _FILE
 
 

@@ -167,6 +167,27 @@ examples:
   tallyroll inspect runs/shard-* --json | jq .shards.complete
 """
 
+PROVE_USAGE = "%(prog)s PATH [PATH ...] [options]"
+PROVE = """\
+Check the runs of an experiment, and print one statement for a reviewer: every
+row verified, the stored transitions or episodes compared with the budget, the
+ledger, one SHA-256 of the content, trajectories replayed in the environment and
+compared bit for bit, and the versions of the packages. A check that is not
+possible is a gap, with the reason. Two storages with the same rows are a fault.
+"""
+PROVE_EXAMPLES = """\
+examples:
+  tallyroll prove runs/* > proof.txt
+  tallyroll prove runs --all
+  tallyroll prove runs --json | jq '.storages[] | {path, verdict, content}'
+  tallyroll prove runs --env-factory my_envs:make_pole
+
+exit status:
+  0  all runs are proved
+  1  a run is refuted: a check found a fault
+  2  no fault, but a check was not possible; or an invalid argument
+"""
+
 REPLAY_USAGE = "%(prog)s PATH [PATH ...] [options]"
 REPLAY = """\
 Replay stored trajectories: reset the environment with the seeds and contexts in

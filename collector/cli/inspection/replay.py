@@ -16,7 +16,7 @@ from tallyroll.collector.ext.replay.video import write_picture
 
 def run(args: argparse.Namespace) -> int:
     """Run ``tallyroll replay`` and return the exit status."""
-    create = args.env if args.env_factory is None else _factory(args.env_factory)
+    create = args.env if args.env_factory is None else factory(args.env_factory)
     wanted: Any = "all" if args.all else args.trajectory
     with shown_progress("rows replayed", args.quiet, "{:,}".format) as progress:
         found = replay(
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     return found.status
 
 
-def _factory(spec: str) -> Any:
+def factory(spec: str) -> Any:
     """Return the function that ``module:function`` names.
 
     Raises:
