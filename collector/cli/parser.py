@@ -411,7 +411,12 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "scale the returns of ENV so that LOW becomes 0 and HIGH becomes 1, for groups of several "
         "environments; may be given several times"),
     "--html": (_path, "FILE", "also write the report as a self-contained HTML page"),
-    "--force": (None, "", "let --html replace a file that is not a report"),
+    "--latex": (_path, "FILE", "also write the groups as a LaTeX table, for the package booktabs"),
+    "--curves": (_path, "FILE", "also write the points of the learning curves as CSV"),
+    "--png": (_path, "FILE",
+        "also draw the learning curves as a PNG; needs the extra: pip install 'tallyroll[plot]'"),
+    "--pdf": (_path, "FILE", "also draw the learning curves as a PDF; needs the same extra"),
+    "--force": (None, "", "replace files that are not reports"),
     "--csv": (None, "", "print one CSV line per run instead of text"),
     "--json": (None, "", "print one JSON object instead of text"),
     "--plan": (None, "", "print the execution plan, and why faster paths are off"),
@@ -473,7 +478,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add(report, "--group-by", default="environment,label")
     _add(report, "--window", default=100)
     _add(report, "--scale", action="append")
-    _add(report, "--html", "--force", "--accept-copy")
+    _add(report, "--html", "--latex", "--curves", "--png", "--pdf", "--force", "--accept-copy")
     _add(report.add_mutually_exclusive_group(), "--csv", "--json")
     _add_output(report, "--quiet")
     split.add_to(commands, _path, _FILE)

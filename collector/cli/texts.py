@@ -225,6 +225,8 @@ REPORT_EXAMPLES = """\
 examples:
   print a table, and write a self-contained page with learning curves:
     tallyroll report runs/* --html report.html
+  write a table and a figure for a paper:
+    tallyroll report runs/* --latex table.tex --pdf curves.pdf
   compare batch sizes:
     tallyroll report runs --group-by environment,call.frames_per_batch
   combine several environments, with returns scaled to 0 and 1:

@@ -1,24 +1,31 @@
 """``tallyroll report``: summarise the runs of many storages as a table and a page."""
 
 import argparse
+import contextlib
 import json
+from collections.abc import Iterator
 
 from tallyroll.collector.cli.output import CommandError, as_json, emit, say
 from tallyroll.collector.cli.page import Page
+from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.ext.progress import shown_progress
 from tallyroll.collector.ext.report.files import require_report
 from tallyroll.collector.ext.report.report import report
 from tallyroll.collector.ext.report.text import show_runs
 
+_FILES = ("html", "latex", "curves", "png", "pdf")
+"""Options that name a file. Each has a method of the report, such as `RunsReport.to_html`."""
+
 
 def run(args: argparse.Namespace) -> int:
     """Run ``tallyroll report`` and return the exit status."""
     scale = dict(args.scale or ())
-    try:
-        if args.html:  # before all rows are read
-            require_report(args.html, force=args.force)
-    except OSError as error:
-        raise _unwritten(args.html, error) from error
+    files = {name: path for name in _FILES if (path := getattr(args, name))}
+    if {"png", "pdf"} & {*files}:
+        needs("matplotlib.figure", "plot", "plots")
+    for name, path in files.items():  # before all rows are read
+        with _named(name, path):
+            require_report(path, force=args.force)
     with shown_progress("rows counted", args.quiet or args.json, "{:,}".format) as progress:
         found = report(
             args.paths,
@@ -38,15 +45,18 @@ def run(args: argparse.Namespace) -> int:
         emit(page.text)
     for each in found.problems:
         say(f"tallyroll: not in the numbers: {each}")
-    if args.html and found.runs:
-        try:
-            found.to_html(args.html, force=args.force)
-        except OSError as error:
-            raise _unwritten(args.html, error) from error
+    for name, path in files.items() if found.runs else ():
+        with _named(name, path):
+            getattr(found, f"to_{name}")(path, force=args.force)
     if not found.runs:
         raise CommandError("there is no run to report: expected paths of storages with rows")
     return 1 if found.problems else 0
 
 
-def _unwritten(path: str, error: OSError) -> CommandError:
-    return CommandError(f"--html {path} cannot be written: {error.strerror}")
+@contextlib.contextmanager
+def _named(option: str, path: str) -> Iterator[None]:
+    """Convert an error of the system within the context to one that names the option."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"--{option} {path} cannot be written: {error.strerror}") from error

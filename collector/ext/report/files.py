@@ -12,7 +12,16 @@ from tallyroll.collector.errors import ArgumentError
 
 MARK: Final = '<meta name="generator" content="tallyroll report">'
 CSV_BEGINNING: Final = "run,group,environment,seed,"
+CURVES_BEGINNING: Final = "group,runs,transitions,interquartile_mean,low,high"
+LATEX_BEGINNING: Final = "% Made by tallyroll report."
+FIGURE_MARK: Final = "tallyroll report"
+"""Name of the program in the metadata of a figure."""
+
+_BEGINNINGS = tuple(map(str.encode, (CSV_BEGINNING, CURVES_BEGINNING, LATEX_BEGINNING)))
+_FIGURES = (b"\x89PNG\r\n", b"%PDF-")
 _HEAD_NBYTES = 512
+_TAIL_NBYTES = 2**16
+"""Bytes at the end of a PDF that have its metadata."""
 
 
 def require_report(path: str, *, force: bool = False) -> None:
@@ -37,24 +46,35 @@ def require_report(path: str, *, force: bool = False) -> None:
         )
     if force:
         return
-    with open(path, "rb") as file:
-        head = file.read(_HEAD_NBYTES)
-    if head and MARK.encode() not in head and not head.startswith(CSV_BEGINNING.encode()):
+    if not _is_report(path):
         raise ArgumentError(
             f"{path} exists and is not a report. Give another path, or --force (force=True) to "
             "replace the file."
         )
 
 
-def write_report(path: str, text: str, *, force: bool = False) -> None:
+def _is_report(path: str) -> bool:
+    """Return True if a file is empty, or is a report or a part of one."""
+    with open(path, "rb") as file:
+        head = file.read(_HEAD_NBYTES)
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_NBYTES))
+        tail = file.read(_TAIL_NBYTES)
+    if not head or MARK.encode() in head or head.startswith(_BEGINNINGS):
+        return True
+    return head.startswith(_FIGURES) and FIGURE_MARK.encode() in head + tail
+
+
+def write_report(path: str, content: str | bytes, *, force: bool = False) -> None:
     """Write a report's file atomically; see `require_report` for errors."""
     require_report(path, force=force)
     place = os.path.realpath(path)
     file, aside = tempfile.mkstemp(prefix=".report-", suffix=".tmp", dir=os.path.dirname(place))
     try:
-        # Escape surrogates of file names, which UTF-8 cannot encode.
-        with open(file, "w", encoding="utf-8", errors="backslashreplace", newline="") as opened:
-            opened.write(text)
+        if isinstance(content, str):
+            # Escape surrogates of file names, which UTF-8 cannot encode.
+            content = content.encode("utf-8", "backslashreplace")
+        with open(file, "wb") as opened:
+            opened.write(content)
             opened.flush()
             os.fsync(opened.fileno())
         os.umask(mask := os.umask(0o077))

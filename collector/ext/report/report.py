@@ -25,6 +25,7 @@ from tallyroll.collector.ext.report.group_fields import (
 )
 from tallyroll.collector.ext.report.groups import Group, Scale, groups_of, score_of
 from tallyroll.collector.ext.report.page import render
+from tallyroll.collector.ext.report.paper import curve_points, figure_file, latex_table
 from tallyroll.collector.ext.report.run_reader import COUNTS, Run, read_runs
 from tallyroll.collector.ext.report.storage_search import distinct, storages_at
 from tallyroll.collector.ext.report.stored_runs import part, whole_number
@@ -261,6 +262,30 @@ class RunsReport(PageSource):
             OSError: the file cannot be written. An existing file is unchanged.
         """
         write_report(os.fspath(path), render(self), force=force)
+
+    def to_latex(self, path: Path, *, force: bool = False) -> None:
+        """Write the groups as a LaTeX table (booktabs); see `to_html` for arguments and errors."""
+        write_report(os.fspath(path), latex_table(self.groups, self.window), force=force)
+
+    def to_curves(self, path: Path, *, force: bool = False) -> None:
+        """Write the points of the learning curves as CSV; see `to_html` for arguments and errors.
+
+        Columns are the group, its number of runs, transitions, the interquartile mean, and the
+        bounds of its interval.
+        """
+        write_report(os.fspath(path), curve_points(self.groups), force=force)
+
+    def to_png(self, path: Path, *, force: bool = False) -> None:
+        """Write the figure of `plot` as a PNG; see `to_html` for arguments and errors.
+
+        Raises:
+            MissingExtra: Matplotlib is not installed.
+        """
+        write_report(os.fspath(path), figure_file(self.groups, "png"), force=force)
+
+    def to_pdf(self, path: Path, *, force: bool = False) -> None:
+        """Write the figure of `plot` as a PDF; see `to_png`."""
+        write_report(os.fspath(path), figure_file(self.groups, "pdf"), force=force)
 
     def plot(self) -> Figure:
         """Draw the learning curves of the groups with their intervals, with Matplotlib.

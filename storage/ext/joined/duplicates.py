@@ -20,11 +20,14 @@ class Duplicates:
     """Trajectories of a member that equal trajectories of earlier members bit for bit."""
 
     member: int
+    before: int
+    """The earlier member that has the same trajectories."""
     count: int
-    of: int
-    """The number of all trajectories of the member."""
     pairs: tuple[tuple[int, int, int], ...]
-    """Some of the pairs: first row and id of the duplicate, id of the earlier trajectory."""
+    """Some of the pairs, in the numbers of each member's own storage.
+
+    A pair has the first row and the id of the duplicate, and the id of the earlier trajectory.
+    """
 
 
 def doubled_trajectories(union: UnionReader, most: int) -> list[Duplicates]:
@@ -32,30 +35,30 @@ def doubled_trajectories(union: UnionReader, most: int) -> list[Duplicates]:
 
     Args:
         union: the members.
-        most: the maximum number of pairs to report per member.
+        most: the maximum number of pairs to report per pair of members.
     """
     table = union.trajectories.table
     starts = np.array([each.rows.start for each in union.members])
     of = np.searchsorted(starts, table["first_row"], "right") - 1
     first: dict[bytes, list[int]] = {}
-    counts: dict[int, int] = {}
-    pairs: dict[int, list[tuple[int, int, int]]] = {}
+    counts: dict[tuple[int, int], int] = {}
+    pairs: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    ids, moved = table["id"], union.ids_moved_by
     for line, name in enumerate(_names(union, table)):
         known = first.setdefault(name, [])
-        before = next((each for each in known if of[each] != of[line]), None)
-        ids = table["id"]
-        if before is not None and _same(union, int(ids[before]), int(ids[line])):
-            number = int(of[line])
-            counts[number] = counts.get(number, 0) + 1
-            named = pairs.setdefault(number, [])
-            if len(named) < most:
-                named.append((int(table["first_row"][line]), int(ids[line]), int(ids[before])))
-        else:
+        earlier = next((each for each in known if of[each] != of[line]), None)
+        if earlier is None or not _same(union, int(ids[earlier]), int(ids[line])):
             known.append(line)
-    return [
-        Duplicates(number, count, int((of == number).sum()), tuple(pairs[number]))
-        for number, count in sorted(counts.items())
-    ]
+            continue
+        member, before = int(of[line]), int(of[earlier])
+        counts[member, before] = counts.get((member, before), 0) + 1
+        named = pairs.setdefault((member, before), [])
+        if len(named) < most:
+            own = union.members[member]
+            row = int(table["first_row"][line]) - own.rows.start + own.span.start
+            both = int(ids[line]) - moved[member], int(ids[earlier]) - moved[before]
+            named.append((row, *both))
+    return [Duplicates(*both, count, tuple(pairs[both])) for both, count in sorted(counts.items())]
 
 
 def _names(union: UnionReader, table: np.ndarray) -> Iterator[bytes]:

@@ -344,18 +344,7 @@ def _union_report(union: UnionReader, skip: Collection[str], progress: Progress 
     for problem in shards.problems if shards else ():
         findings.add(_MEMBERS, problem)
     if not missing(union.schema, (*WHOSE, TERMINATED)):
-        for each in doubled_trajectories(union, PLACES):
-            # A few short trajectories may coincide by chance, but not more than half of them.
-            (findings if 2 * each.count > each.of else notes).add(
-                _MEMBERS,
-                f"trajectories of {union.members[each.member].path} have the same rows as "
-                "trajectories of an earlier storage",
-                *(
-                    Place(row=row, trajectory=id, what=f"the same rows as trajectory {before}")
-                    for row, id, before in each.pairs
-                ),
-                count=each.count,
-            )
+        _add_duplicates(union, findings, notes)
     of_all = [name for name in CHECKS if all(name in report.checked for report in reports)]
     skipped = {name: why for report in reports for name, why in report.skipped.items()}
     return Report(
@@ -368,6 +357,41 @@ def _union_report(union: UnionReader, skip: Collection[str], progress: Progress 
         (*(_named(r, each) for r in reports for each in r.notes), *notes),
         next((report.healing for report in reports if report.healing is not None), None),
     )
+
+
+def _add_duplicates(union: UnionReader, findings: Findings, notes: Findings) -> None:
+    """Add the trajectories that occur in two members, under the numbers of each member's storage.
+
+    A few short trajectories may be equal by chance, but not more than half of those of a member.
+    """
+    found = doubled_trajectories(union, PLACES)
+    starts = [each.rows.start for each in union.members]
+    of = np.searchsorted(starts, union.trajectories.table["first_row"], "right") - 1
+    for each in found:
+        own, before = union.members[each.member], union.members[each.before]
+        doubled = sum(other.count for other in found if other.member == each.member)
+        whole = 2 * doubled > int((of == each.member).sum())
+        (findings if whole else notes).add(
+            _MEMBERS,
+            f"trajectories of {own.path} have the same rows as trajectories of {before.path}"
+            f"{_explained(own, before)}",
+            *(
+                Place(row=row, trajectory=id, what=f"the same rows as trajectory {earlier} there")
+                for row, id, earlier in each.pairs
+            ),
+            count=each.count,
+        )
+
+
+def _explained(own: UnionMember, before: UnionMember) -> str:
+    """Return a likely reason for equal trajectories: runs that have the same seed."""
+    ours, theirs = (
+        {run["seed"] for run in each.reader.manifest["runs"] if type(run.get("seed")) is int}
+        for each in (own, before)
+    )
+    if not (same := sorted(ours & theirs)):
+        return ""
+    return f"; both have a run with the seed {same[0]}, so equal starts are likely"
 
 
 def _named(report: Report, finding: Finding) -> Finding:

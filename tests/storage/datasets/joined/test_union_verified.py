@@ -66,7 +66,8 @@ def test_rows_that_are_there_twice(tmp_path: Path) -> None:
     assert "are the same storage, or copies of the same one" in messages([a, tmp_path / "c"])[0]
     made(tmp_path / "again", 0)  # as from the same seed
     (found,) = messages([a, b, tmp_path / "again"])
-    assert found.startswith(f"members: trajectories of {tmp_path / 'again'} have the same rows")
+    same = f"{tmp_path / 'again'} have the same rows as trajectories of {a}"
+    assert found == f"members: trajectories of {same}"  # without seeds there is no explanation
     with open_storage(a) as storage:
         storage.copy_to(tmp_path / "copied")
     (found,) = messages([a, tmp_path / "copied"])
@@ -84,6 +85,43 @@ def test_a_few_equal_trajectories_are_a_note(tmp_path: Path) -> None:
     (note,) = report.notes
     assert (note.check, note.count) == ("members", 1)
     assert "trajectory 0" in str(note.places[0])
+
+
+def test_runs_of_equal_seeds_are_likely_to_start_equally(tmp_path: Path) -> None:
+    """The policies of both runs agree for 60 rows. Places have the numbers of each storage."""
+
+    def policy(td: Any) -> Any:
+        turn["calls"] += 1
+        action = turn["later"] if turn["calls"] > 30 else 0
+        return td.set("action", torch.full(td.batch_size, action))
+
+    paths = [tmp_path / "other", tmp_path / "a", tmp_path / "b"]
+    for path, seed, later in zip(paths, (9, 5, 5), (0, 0, 1), strict=True):
+        turn = {"calls": 0, "later": later}
+        options = {"num_envs": 2, "frames_per_batch": 60, "total_frames": 300, "seed": seed}
+        with SyncCollector("CartPole-v1", policy, storage=path, **options) as collector:
+            for _ in collector:
+                pass
+    report = verify(paths)
+    assert report.sound
+    (note,) = report.notes
+    assert note.message == (
+        f"trajectories of {paths[2]} have the same rows as trajectories of {paths[1]}; both have a "
+        "run with the seed 5, so equal starts are likely"
+    )
+    with open_storage(paths[1]) as a, open_storage(paths[2]) as b:
+        for place in note.places:
+            assert place.row is not None
+            assert place.trajectory is not None
+            assert int(b[place.row]["collector", "traj_ids"]) == place.trajectory
+            earlier = int(place.what.removeprefix("the same rows as trajectory ").split()[0])
+            for key in ("observation", "action"):
+                one, other = (
+                    storage.get(storage.trajectories.rows_of(id), [key])[key]
+                    for storage, id in ((a, earlier), (b, place.trajectory))
+                )
+                assert torch.equal(one, other)
+        assert 0 < note.count < len(b.trajectories.table) / 2
 
 
 def renumbered(rows: Any) -> Any:
