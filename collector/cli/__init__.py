@@ -77,6 +77,8 @@ def _main(argv: Sequence[str] | None) -> int:
                 module = f"datasets.{_OF_DATASETS[module]}"
             elif module in _READING:
                 module = f"inspection.{module}"
+            elif module == "plan":
+                module = "dry_run"  # the module `plan` has the options
             return int(import_module(f"{__name__}.{module}").run(args))
     except KeyboardInterrupt:
         return 130

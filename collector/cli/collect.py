@@ -22,6 +22,7 @@ from tallyroll.collector.batches.stored.storing_plan import stored_size
 from tallyroll.collector.cli.output import CommandError, emit, pasteable, say
 from tallyroll.collector.cli.page import Page
 from tallyroll.collector.cli.plan import Plan, imported, load_policy, open_output, part
+from tallyroll.collector.cli.row_space import RowSpace
 from tallyroll.collector.counting.ledger import show_ledger
 from tallyroll.collector.envs import registry
 from tallyroll.collector.errors import ArgumentError
@@ -273,19 +274,24 @@ class CollectRun:
                 self._say_what_a_signal_left()
         return 0 if done else self.signals.exit_status
 
+    def load(self) -> tuple[str, Any]:
+        """Import the module of the environment and the policy; return the id and the policy."""
+        env = self.plan.env
+        assert env is not None
+        module, colon, _ = env.partition(":")
+        if colon and registry.find(env) is None:  # the module registers the environment
+            _import_module_of(env, module)
+        return env, load_policy(self.plan.policy)
+
     def _collect(self) -> tuple[Collector, float]:
         """Collect, and return the closed collector and the duration in seconds."""
         plan = self.plan
-        assert plan.env is not None
-        module, colon, _ = plan.env.partition(":")
-        if colon and registry.find(plan.env) is None:  # the module registers the environment
-            _import_module_of(plan.env, module)
-        policy = load_policy(plan.policy)
+        env, policy = self.load()
         self._warn_of_repetition()
         self.storage.writer.runs.provenance = {"command": plan.as_dict()}
         with (
             self._log_targets() as targets,
-            self._collector(plan.env, policy) as collector,
+            self.make_collector(env, policy) as collector,
             self._logs(collector, targets) as logs,
         ):
             self.checkpoints.load(collector, self.args.checkpoint_rows or "rewind", self.note)
@@ -335,7 +341,8 @@ class CollectRun:
         with ExitStack() as stack:
             yield [stack.enter_context(RunLog(collector, each, every=every)) for each in targets]
 
-    def _collector(self, env: str, policy: Any) -> Collector:
+    def make_collector(self, env: str, policy: Any) -> Collector:
+        """Make the collector of the run."""
         plan = self.plan
         arguments: dict[str, Any] = {
             "storage": self.storage,
@@ -403,24 +410,15 @@ class CollectRun:
     def _say_what_it_takes(self) -> None:
         if self.args.resume and not self.resumes:
             self.note(f"{self.out} held no run to resume: starting from the beginning")
-        size, storage = stored_size(self.storage), self.storage
-        row_nbytes = storage.schema.row_nbytes if size is None else size.row_nbytes
-        takes = f"{row_nbytes:,} bytes a row"
-        if storage.ring:
-            whole = decimal(storage.ring * row_nbytes)
-            takes = f"a full ring of {storage.ring:,} rows of {row_nbytes:,} bytes: {whole}"
-        elif self.frames is not None and not self.plan.by_agent:
-            missing = self.frames - self.began
-            takes = f"{missing:,} rows of {row_nbytes:,} bytes: {decimal(missing * row_nbytes)}"
-        if size is not None and size.once:
-            names = ", ".join(map(format_key, size.once))
-            less = "" if size.measured else ", or less if frames shrink"
-            takes = f"{takes}{less}, because frames of {names} are stored once"
+        rows = None if self.frames is None or self.plan.by_agent else self.frames - self.began
+        space = RowSpace.of(self.storage, rows)
         free = decimal(free_bytes(self.storage.path))
         self.note(
-            f"{takes}; {free} are free in {self.out}, besides the space already reserved for these "
-            "rows"
+            f"{space.takes}; {free} are free in {self.out}, besides the space already reserved for "
+            "these rows"
         )
+        if space.hint:
+            self.note(space.hint)
 
     def _show(
         self, progress: Display, collector: Collector, started: float, last: bool = False
@@ -607,18 +605,14 @@ def default_batch(plan: Plan, ring: int = 0) -> int:
     return batch
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run ``tallyroll collect`` and return the exit status."""
+def require_usage(args: argparse.Namespace) -> None:
+    """Refuse options that do not go together, or lack another one."""
     if not args.resume and args.env is None:
         args.usage_error("the following arguments are required: ENV")
     if not args.resume and args.frames is None and args.episodes is None:
         args.usage_error("one of the arguments --frames --episodes is required")
     if args.budget_unit == "agent_transitions" and args.episodes is not None:
         args.usage_error("--budget-unit needs --frames, but --episodes was given")
-    if args.log_every is not None and not args.log:
-        args.usage_error("--log-every needs --log. Give --log TARGET.")
-    if args.accept_copy and not (args.resume or args.append):
-        args.usage_error("--accept-copy needs --resume or --append, which open a storage")
     old = [each.rpartition("=")[0] for each in args.rename or ()]
     if twice := [name for name in old if old.count(name) > 1]:
         args.usage_error(f"--rename: {twice[0]} has two new names. Give one.")
@@ -631,6 +625,15 @@ def run(args: argparse.Namespace) -> int:
         wrong := wrong_shard(plan) or wrong_workers(plan, args) or wrong_sharded(plan, args)
     ):
         args.usage_error(wrong)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run ``tallyroll collect`` and return the exit status."""
+    require_usage(args)
+    if args.log_every is not None and not args.log:
+        args.usage_error("--log-every needs --log. Give --log TARGET.")
+    if args.accept_copy and not (args.resume or args.append):
+        args.usage_error("--accept-copy needs --resume or --append, which open a storage")
     for name in _CHECKPOINTS[1:]:
         if getattr(args, name) is not None and args.checkpoint is None:
             option = "--" + name.replace("_", "-")

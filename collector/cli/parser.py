@@ -465,6 +465,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_output(info, "--json")
     _add_inspect(command("inspect", "show the contents of one or more storages"))
     pack.add_to(commands, _path, _FILE)
+    _add_plan(command("plan", "print how collect would run, and the disk space, without running"))
     _add_prove(command("prove", "verify, replay and hash runs, in one statement for a reviewer"))
     repair.add_to(commands, _path, _FILE)
     replay = command("replay", "replay stored trajectories and compare them bit for bit")
@@ -524,32 +525,15 @@ def _add_watch(parser: argparse.ArgumentParser) -> None:
 
 def _add_collect(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``collect``. A default of None lets --resume detect absent options."""
-    parser.set_defaults(usage_error=parser.error)
-    help_of_env = (
-        "Gymnasium id, module:Id-v0 where importing the module registers it, or SYSTEM:ID of an "
-        "environment system, which `tallyroll envs` lists. A system's name wins over a module's"
-    )
-    parser.add_argument("env", nargs="?", metavar="ENV", help=help_of_env)
+    _add_env(parser)
     _add(parser, "--out", required=True)
-    budget = parser.add_argument_group("budget (one of them)")
-    _add(budget.add_mutually_exclusive_group(), "--frames", "--episodes")
-    _add(budget, "--budget-unit")
+    _add_budget(parser)
     there = parser.add_argument_group("if PATH holds a storage already", texts.COLLECT_THERE)
     _add(there.add_mutually_exclusive_group(), "--append", "--resume")
     _add(there, "--accept-copy")
-    source = parser.add_argument_group("environment and policy", texts.COLLECT_SOURCE)
-    _add(source, "--num-envs", "--seed", "--policy", "--env-kwargs", "--max-frames-per-traj")
-    _add(source, "--frame-skip", "--reward-dtype", "--info-keys")
-    _add(source, "--rename", "--exclude", "--reset", action="append")
-    _add(source, "--reset-seeds", default=None)
-    _add(parser.add_argument_group("shards", texts.COLLECT_SHARDS), "--shard")
-    workers = parser.add_argument_group("workers", texts.COLLECT_WORKERS)
-    _add(workers, "--workers", "--mode", "--transport", "--address", "--respawns")
-    _add(workers, "--step-timeout", "--policy-placement")
-    _add(workers, "--sharded", default=None)
-    storage = parser.add_argument_group("storage", texts.COLLECT_STORAGE)
-    _add(storage, "--format", "--durability", "--max-size", "--once")
-    _add(storage, "--frames-per-batch", "--finalize")
+    _add_source(parser, texts.COLLECT_SOURCE, texts.COLLECT_SHARDS, texts.COLLECT_WORKERS)
+    storage = _add_storage(parser, texts.COLLECT_STORAGE)
+    _add(storage, "--finalize")
     _add(parser.add_argument_group("checks of what is collected"), "--validate", "--finals")
     logs = parser.add_argument_group("logs", texts.COLLECT_LOGS)
     _add(logs, "--log", action="append")
@@ -557,6 +541,61 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
     saved = parser.add_argument_group("checkpoints", texts.COLLECT_CHECKPOINTS)
     _add(saved, "--checkpoint", "--checkpoint-every", "--checkpoint-on", "--checkpoint-rows")
     _add_output(parser, "--plan", "--quiet")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``plan``: those of ``collect`` that a new run's plan depends on."""
+    without = dict.fromkeys(("append", "resume", "accept_copy", "finalize", "quiet"), False)
+    saved = ("checkpoint", "checkpoint_every", "checkpoint_on", "checkpoint_rows", "log")
+    parser.set_defaults(**without, **dict.fromkeys(saved))
+    _add_env(parser)
+    _add(parser, "--out")
+    _add_budget(parser)
+    _add_source(parser)
+    _add_storage(parser)
+    _add(parser.add_argument_group("checks of what is collected"), "--validate", "--finals")
+    _add_output(parser, "--json")
+
+
+def _add_env(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(usage_error=parser.error)
+    help_of_env = (
+        "Gymnasium id, module:Id-v0 where importing the module registers it, or SYSTEM:ID of an "
+        "environment system, which `tallyroll envs` lists. A system's name wins over a module's"
+    )
+    parser.add_argument("env", nargs="?", metavar="ENV", help=help_of_env)
+
+
+def _add_budget(parser: argparse.ArgumentParser) -> None:
+    budget = parser.add_argument_group("budget (one of them)")
+    _add(budget.add_mutually_exclusive_group(), "--frames", "--episodes")
+    _add(budget, "--budget-unit")
+
+
+def _add_source(
+    parser: argparse.ArgumentParser,
+    of_source: str | None = None,
+    of_shards: str | None = None,
+    of_workers: str | None = None,
+) -> None:
+    """Add the options of the environment, the policy, the shards and the workers."""
+    source = parser.add_argument_group("environment and policy", of_source)
+    _add(source, "--num-envs", "--seed", "--policy", "--env-kwargs", "--max-frames-per-traj")
+    _add(source, "--frame-skip", "--reward-dtype", "--info-keys")
+    _add(source, "--rename", "--exclude", "--reset", action="append")
+    _add(source, "--reset-seeds", default=None)
+    _add(parser.add_argument_group("shards", of_shards), "--shard")
+    workers = parser.add_argument_group("workers", of_workers)
+    _add(workers, "--workers", "--mode", "--transport", "--address", "--respawns")
+    _add(workers, "--step-timeout", "--policy-placement")
+    _add(workers, "--sharded", default=None)
+
+
+def _add_storage(parser: argparse.ArgumentParser, about: str | None = None) -> Any:
+    storage = parser.add_argument_group("storage", about)
+    _add(storage, "--format", "--durability", "--max-size", "--once")
+    _add(storage, "--frames-per-batch")
+    return storage
 
 
 def _add_path(parser: argparse.ArgumentParser) -> None:

@@ -167,6 +167,21 @@ examples:
   tallyroll inspect runs/shard-* --json | jq .shards.complete
 """
 
+PLAN_USAGE = "%(prog)s ENV (--frames N | --episodes E) [options]"
+PLAN = """\
+Print the execution plan of a run, with the reason for each part that does not
+take a faster path, and the disk space of its rows. Nothing is collected and
+nothing is written to --out, whose ending chooses the format. The options are
+those of `tallyroll collect` on which the plan of a new run depends. The
+environment is created and reset, and a policy is called once.
+"""
+PLAN_EXAMPLES = """\
+examples:
+  tallyroll plan CartPole-v1 --frames 1e6 --num-envs 8
+  tallyroll plan ale:breakout --frames 1e7 --max-size 1e6
+  tallyroll plan CartPole-v1 --frames 1e6 --out pole.h5 --json | jq .row_bytes
+"""
+
 PROVE_USAGE = "%(prog)s PATH [PATH ...] [options]"
 PROVE = """\
 Check the runs of an experiment, and print one statement for a reviewer: every

@@ -26,7 +26,7 @@ from tallyroll.collector.run_plan import (
 from tallyroll.storage.engine.frame_pools import StoredSize
 from tallyroll.storage.engine.once_columns import plan_auto
 from tallyroll.storage.readers.file_reader import FileReader
-from tallyroll.storage.rows.keys import format_key
+from tallyroll.storage.rows.keys import NEXT, Key, format_key
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.stores.row_sink import RowSink
 
@@ -120,6 +120,14 @@ def stored_size(storage: RowSink | None) -> StoredSize | None:
     return reader.stored_size() if known else None  # type: ignore[union-attr]
 
 
+def whole_images(storage: RowSink | None) -> tuple[Key, ...]:
+    """Return the columns of large images that ``storage`` stores whole, with those of ``next``."""
+    if not isinstance(storage, DiskStorage) or storage.stores_once:
+        return ()
+    keys = [each.key for each in plan_auto(storage.schema)]
+    return (*keys, *((NEXT, *key) for key in keys))
+
+
 def frames_in(storage: RowSink | None) -> Decision:
     """Return how ``storage`` stores large observations, with the bytes a row."""
     size = stored_size(storage)
@@ -133,9 +141,11 @@ def frames_in(storage: RowSink | None) -> Decision:
     if size.once:
         names = ", ".join(map(format_key, size.once))
         return Decision("once", f"rows repeat the frames of {names}; {takes}")
-    why = "the storage was made with once=False, or from rows"
     if not plan_auto(storage.reader.schema):
         why = "no observation is uint8 with 1 KiB or more a row"
-    elif not storage.reader.ring:
+        return Decision("whole", f"{why}; {takes}")
+    why = "the storage was made with once=False, or from rows"
+    if not storage.reader.ring:
         why = "the storage is no memory-mapped ring"
-    return Decision("whole", f"{why}; {takes}")
+    less = "MemmapStorage(once=True), Columns(exclude=) and pack make rows of images smaller"
+    return Decision("whole", f"{why}; {takes}; {less}")

@@ -16,7 +16,7 @@ from tallyroll.collector.cli import main
 from tallyroll.collector.cli.parser import SHELLS, make_parser
 from tallyroll.storage.package.near_names import did_you_mean
 
-COMMANDS = ("collect", "completion", "envs", "info", "inspect", "verify", "view")
+COMMANDS = ["collect", "completion", "envs", "info", "inspect", "plan", "prove", "verify", "view"]
 
 
 def refused(words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:

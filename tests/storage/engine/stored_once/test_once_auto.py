@@ -311,7 +311,9 @@ def test_the_plan_states_why_observations_are_whole(
         nbytes, ring = stored.schema.row_nbytes, stored.ring
     full = f", {ring * nbytes / 1e6:,.1f} MB in the full ring" if ring else ""
     assert decision.way == "whole"
-    assert decision.because == f"{reason}; {nbytes:,} bytes a row{full}"
+    remedy = "MemmapStorage(once=True), Columns(exclude=) and pack make rows of images smaller"
+    remedies = "" if "no observation" in reason else f"; {remedy}"
+    assert decision.because == f"{reason}; {nbytes:,} bytes a row{full}{remedies}"
 
 
 # --- commands -------------------------------------------------------------------------------------

@@ -1,0 +1,59 @@
+"""``tallyroll plan``: print the execution plan and the disk space of a run, without collecting."""
+
+import argparse
+import json
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from rich.filesize import decimal
+
+from tallyroll.collector.cli.collect import CollectRun, Signals, default_batch, require_usage
+from tallyroll.collector.cli.output import as_json, emit
+from tallyroll.collector.cli.page import Page
+from tallyroll.collector.cli.plan import Plan, open_output
+from tallyroll.collector.cli.row_space import RowSpace
+from tallyroll.collector.options.sharding import Shard
+from tallyroll.storage.files.paths import free_bytes
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run ``tallyroll plan`` and return the exit status."""
+    require_usage(args)
+    place = Path(args.out or ".")
+    frames = args.frames
+    with tempfile.TemporaryDirectory(prefix="tallyroll-plan-") as folder:
+        args.out = os.path.join(folder, f"plan{place.suffix}")
+        # An HDF5 file reserves its rows, so the budget is that of one batch.
+        args.frames = _frames_of_a_batch(Plan.of(args))
+        with open_output(args) as storage:
+            made = CollectRun(args, storage, Signals())
+            with made.make_collector(*made.load()) as collector:
+                plan = collector.plan
+                whole = replace(made.plan, frames=frames)
+                rows = None if whole.by_agent else whole.own_frames
+                space = RowSpace.of(storage, rows)
+    free = free_bytes(place)
+    if args.json:
+        facts = {"plan": plan.as_json(), **space.as_json(), "free_bytes": free}
+        emit(json.dumps(as_json(facts), indent=2, allow_nan=False) + "\n")
+        return 0
+    page = Page()
+    for line in str(plan).splitlines():
+        page.print(line)
+    page.print()
+    page.print(f"{space.takes}; {decimal(free)} are free in {place}")
+    if space.hint:
+        page.print(space.hint)
+    emit(page.text)
+    return 0
+
+
+def _frames_of_a_batch(plan: Plan) -> int | None:
+    """Return a budget with the same decisions as the whole one; None with an episode budget."""
+    if plan.frames is None:
+        return None
+    parts = 1 if plan.shard is None else Shard.parsed(plan.shard).of
+    batch = plan.frames_per_batch or default_batch(plan, plan.max_size or 0)
+    return min(plan.frames, batch * parts)
