@@ -296,6 +296,10 @@ def fitting(spaces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {name: each for name, each in said.items() if each}
 
 
+_MOST_BOUNDS: Final = 6
+"""Largest number of bounds that are spelled one by one."""
+
+
 def spelled(said: Mapping[str, Any]) -> str:
     """Return a short description of a space, or "" for JSON that is not a space."""
     try:
@@ -304,7 +308,7 @@ def spelled(said: Mapping[str, Any]) -> str:
         return ""
     match space.kind:
         case "Box" if space.low is not None and space.high is not None:
-            return f"Box {_spelled_ends(space.low, space.high)}"
+            return f"in {_spelled_bounds(space.low, space.high)}"
         case "Discrete":
             start = f", from {said['start']}" if said.get("start") else ""
             return f"Discrete({said['n']}{start})"
@@ -315,10 +319,15 @@ def spelled(said: Mapping[str, Any]) -> str:
     return space.kind if "left_out" not in said else f"{space.kind}, {said['left_out']:,} bytes"
 
 
-def _spelled_ends(low: np.ndarray, high: np.ndarray) -> str:
-    ends = []
-    for bound in (low, high):
-        each = _once(bound)
-        least, most = float(each.min()), float(each.max())
-        ends.append(f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}")
-    return f"[{', '.join(ends)}]"
+def _spelled_bounds(low: np.ndarray, high: np.ndarray) -> str:
+    """Return ``0..255``, the bounds of each of a few numbers, or the widest bounds of many."""
+    ends = [_once(each).astype(np.float64) for each in (low, high)]
+    if all(each.min() == each.max() for each in ends):
+        return _spelled_range(*(each.flat[0] for each in ends))
+    if low.ndim == 1 and len(low) <= _MOST_BOUNDS:
+        return ", ".join(map(_spelled_range, low.tolist(), high.tolist()))
+    return f"{_spelled_range(ends[0].min(), ends[1].max())}, some narrower"
+
+
+def _spelled_range(low: float, high: float) -> str:
+    return f"{low:.4g}..{high:.4g}"

@@ -110,6 +110,13 @@ def test_commands_that_are_not_run_install_build_or_measure() -> None:
                 assert all(INSTALLING.match(line) for line in code.splitlines()), (page, code)
 
 
+def test_extras_are_installed_in_one_form() -> None:
+    form = re.compile(r'pip install "tallyroll\[[A-Za-z0-9,-]+\]"')
+    for path in DOCS.glob("*.md"):
+        text = path.read_text(encoding="utf-8")
+        assert len(re.findall(r"pip install .*\[", text)) == len(form.findall(text)), path.name
+
+
 def test_the_drawings_are_those_that_their_script_makes() -> None:
     made = {
         name: draw() for name, draw in runpy.run_path(str(DOCS / "drawings.py"))["DRAWINGS"].items()

@@ -45,7 +45,7 @@ def latex_table(groups: Sequence[Group], window: int) -> str:
     for group in groups:
         cells = [*(_text(group.fields[each]) for each in fields), str(len(group.scores))]
         for found in (group.interquartile_mean, group.mean):
-            cells += [_number(found and found.value), _interval(found)]
+            cells += [_number(None if found is None else found.value), _interval(found)]
         lines.append(_row(cells))
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 

@@ -128,8 +128,32 @@ def test_a_claim_takes_no_memory() -> None:
     box = {"type": "Box", "dtype": "uint8", "shape": [2**20, 2**20], "low": 0, "high": 255}
     assert space_of(box).takes_all
     assert space_of(box).holds(np.zeros(3, np.uint8))
-    assert spelled(box) == "Box [0, 255]"
+    assert spelled(box) == "in 0..255"
     assert space_of({"type": "Text", "max_length": 3}).is_text
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (0, 255, "in 0..255"),
+        ([-4.8, "-Infinity"], [4.8, "Infinity"], "in -4.8..4.8, -inf..inf"),
+        ([-2, -2], [2, 2], "in -2..2"),
+        (0, [1, 2.5], "in 0..1, 0..2.5"),
+        ([0] * 6, [1] * 5 + [2], f"in {'0..1, ' * 5}0..2"),
+        ([0] * 7, [1] * 6 + [2], "in 0..2, some narrower"),
+        ([[0, -3]], [[1, 1]], "in -3..1, some narrower"),
+    ],
+)
+def test_bounds_are_spelled_in_pairs(low: Any, high: Any, text: str) -> None:
+    shape = np.broadcast_shapes(*(np.array(each, object).shape for each in (low, high)))
+    said = {
+        "type": "Box",
+        "dtype": "float32",
+        "shape": list(shape or (9,)),
+        "low": low,
+        "high": high,
+    }
+    assert spelled(said) == text
 
 
 class Marks(EnvBase):

@@ -68,11 +68,11 @@ def test_they_are_shown(rows: Path, tmp_path: Path, source: DiskStorage) -> None
         "action": BOX,
     }
     text = inspect.as_text(facts)
-    assert re.search(r"observation +float32 +\[3\] +12 +Box \[-8 to -1, 1 to 8\]", text)
-    assert re.search(r"action +float32 +\[1\] +4 +Box \[-2, 2\]", text)
-    assert "| `action` | float32 | [1] | Box &#91;-2, 2&#93; |" in str(source.card())
+    assert re.search(r"observation +float32 +\[3\] +12 +in -1\.\.1, -1\.\.1, -8\.\.8", text)
+    assert re.search(r"action +float32 +\[1\] +4 +in -2\.\.2", text)
+    assert "| `action` | float32 | [1] | in -2..2 |" in str(source.card())
     source.export(tmp_path / "rows.npz", "npz")
-    assert "| Box &#91;-2, 2&#93; |" in str(export_card(tmp_path / "rows.npz", "npz"))
+    assert "| in -2..2 |" in str(export_card(tmp_path / "rows.npz", "npz"))
 
 
 def test_a_text_that_claims_other_spaces(source: DiskStorage, tmp_path: Path) -> None:
