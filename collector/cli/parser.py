@@ -23,7 +23,7 @@ _CHECKS = (
 )
 _CHECKS_OF_OTHERS = "columns, rows, timestamps, tasks, spaces, videos, statistics"
 """Checks that only apply to datasets of other libraries. Some checks above apply to them too."""
-SHELLS = ("bash", "zsh", "tcsh")
+SHELLS = ("bash", "zsh", "fish", "tcsh")
 """Shells for which `tallyroll completion` prints a script."""
 _FILE = "file"
 """Word by which shtab recognises path arguments."""
@@ -448,6 +448,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_collect(command("collect", "collect transitions into a storage"))
     completion = command("completion", "print a shell completion script")
     completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=in_words(SHELLS))
+    text = "write the script where the shell looks for it, and print what else to do, if anything"
+    completion.add_argument("--install", action="store_true", help=text)
     _add_output(completion)
     copying.add_to(commands, _path, _FILE)
     diff = command("diff", "compare two storages row by row")

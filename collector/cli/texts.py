@@ -82,19 +82,17 @@ to resume, and exits with status 130 or 143, respectively. A run that does not
 fit on the disk is rejected before it starts.
 """
 
-COMPLETION_USAGE = "%(prog)s {bash,zsh,tcsh} [options]"
+COMPLETION_USAGE = "%(prog)s {bash,zsh,fish,tcsh} [options]"
 COMPLETION = """\
-Print a shell script that completes commands, options and their values with Tab.
-The script is generated once, from the options of this version; Tallyroll itself
-does not run during completion. Needs the extra: pip install
-'tallyroll[completion]'.
+Print a shell script that completes commands, options and their values with Tab,
+or install it (--install). The script is generated once, from the options of
+this version; Tallyroll itself does not run during completion. Needs the extra:
+pip install 'tallyroll[completion]'.
 """
 COMPLETION_EXAMPLES = """\
 examples (take effect in new shells):
-  tallyroll completion bash \\
-    > ~/.local/share/bash-completion/completions/tallyroll
-  tallyroll completion zsh > ~/.zfunc/_tallyroll      # a folder of $fpath
-  tallyroll completion tcsh > ~/.tallyroll.tcsh       # source it in ~/.tcshrc
+  tallyroll completion bash --install
+  tallyroll completion zsh > ~/functions/_tallyroll   # a folder of $fpath
 """
 
 ENVS_USAGE = "%(prog)s [SYSTEM ...] [options]"

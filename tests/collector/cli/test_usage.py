@@ -48,8 +48,11 @@ MISTYPED = {
     "collect X --out a --frames 3 --format h": "argument --format: expected memmap, hdf5 or zarr, "
     "got 'h'; did you mean hdf5?",
     "completion": "the following arguments are required: SHELL",
-    "completion fish": "argument SHELL: expected bash, zsh or tcsh, got 'fish'",
-    "completion bsh": "argument SHELL: expected bash, zsh or tcsh, got 'bsh'; did you mean bash?",
+    "completion ksh": "argument SHELL: expected bash, zsh, fish or tcsh, got 'ksh'; did you mean "
+    "zsh?",
+    "completion bsh": "argument SHELL: expected bash, zsh, fish or tcsh, got 'bsh'; did you mean "
+    "bash?",
+    "completion bash --instal": "unrecognized option --instal; did you mean --install?",
     "completion bash zsh": "unrecognized argument zsh",
     "envs --jason": "unrecognized option --jason; did you mean --json?",
     "info --out x": "unrecognized option --out",
@@ -180,6 +183,69 @@ def test_bash_completes(scripts: dict[str, str], tmp_path: Path) -> None:
     assert offered("inspect", "pl") == {"place"}
     assert offered("verify", "--s") == {"--skip"}
     assert offered("completion", "z") == {"zsh"}
+
+
+PLACES = {
+    "bash": "data/bash-completion/completions/tallyroll",
+    "fish": "config/fish/completions/tallyroll.fish",
+    "zsh": ".zfunc/_tallyroll",
+    "tcsh": ".tallyroll.tcsh",
+}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_script_is_installed(
+    shell: str, scripts: dict[str, str], home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = home / PLACES[shell]
+    for _ in range(2):  # again after an update
+        assert main(["completion", shell, "--install"]) == 0
+        said = capsys.readouterr().out
+        assert place.read_text() == scripts[shell]
+        assert said.startswith(f"wrote {place}\n")
+        assert [each.name for each in place.parent.iterdir() if "tallyroll-" in each.name] == []
+    if shell in ("zsh", "tcsh"):
+        assert f"Add this line to ~/.{shell}rc" in said
+        (home / f".{shell}rc").write_text(said.splitlines()[-1].strip() + "\n")
+        main(["completion", shell, "--install"])
+        said = capsys.readouterr().out
+    assert said.endswith("in new shells.\n")
+    place.write_text("complete -F mine tallyroll")
+    assert main(["completion", shell, "--install"]) == 1
+    assert "exists and is not a completion script of Tallyroll" in capsys.readouterr().err
+    assert place.read_text() == "complete -F mine tallyroll"
+
+
+def test_bash_finds_an_installed_script(home: Path) -> None:
+    loader = Path("/usr/share/bash-completion/bash_completion")
+    if not loader.is_file():
+        pytest.skip("bash-completion is not installed")
+    assert main(["completion", "bash", "--install"]) == 0
+    load = "_comp_load tallyroll || __load_completion tallyroll; complete -p tallyroll"
+    code = f"source {loader}; {load}"
+    done = subprocess.run(
+        ["bash", "--norc", "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert "_shtab_tallyroll" in done.stdout
+
+
+def test_a_place_that_cannot_be_written(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / ".zfunc").write_text("a file")
+    assert main(["completion", "zsh", "--install"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--install: {home / '.zfunc/_tallyroll'} cannot be written: " in line
+    (home / "data").write_text("a file")
+    assert main(["completion", "bash", "--install"]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("BASH_COMPLETION_USER_DIR", raising=False)
+    return tmp_path
 
 
 def test_completion_imports_no_large_library() -> None:
