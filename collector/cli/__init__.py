@@ -12,11 +12,14 @@ SIGHUP. Some commands have a status of their own:
 ``prove``: 0 all runs are proved, 1 one is refuted, 2 usage error, or one could not be checked.
 """
 
+import argparse
 import atexit
+import contextlib
 import gc
 import os
+import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -35,6 +38,8 @@ from tallyroll.collector.errors import WorkerError
 from tallyroll.collector.workers.local.nonblocking_stdio import output_dropped
 from tallyroll.storage.errors import InvalidExpression
 
+_QUICK = ("completion", "envs", "info")
+"""Commands that do not import torch."""
 _READING = ("diff", "inspect", "prove", "replay", "report", "verify", "view", "watch")
 """Commands whose modules are in `inspection`."""
 _STATUS_2 = ("diff", "prove", "repair", "replay", "verify")
@@ -48,19 +53,20 @@ _OF_DATASETS = {
 """Name of the module of each command whose module is in `datasets`."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, ready: Callable[[], object] = lambda: None) -> int:
     """Run the command line ``argv`` and return the exit status.
 
-    If ``argv`` is None, the command line of the process is used.
+    If ``argv`` is None, the command line of the process is used. ``ready`` is called when the
+    command is imported, before it runs.
     """
     reopen_closed()
     # At exit, the interpreter would collect garbage in all imported modules for half a second.
     atexit.register(gc.freeze)
     with output_dropped("stderr"):
-        return _main(argv)
+        return _main(argv, ready)
 
 
-def _main(argv: Sequence[str] | None) -> int:
+def _main(argv: Sequence[str] | None, ready: Callable[[], object]) -> int:
     show, status = False, 1
     try:
         try:
@@ -72,14 +78,10 @@ def _main(argv: Sequence[str] | None) -> int:
         status = 2 if args.command in _STATUS_2 else 1
         with visible_warnings():
             # Import the command only now: torch takes seconds, which would delay --help.
-            module = args.command
-            if module in _OF_DATASETS:
-                module = f"datasets.{_OF_DATASETS[module]}"
-            elif module in _READING:
-                module = f"inspection.{module}"
-            elif module == "plan":
-                module = "dry_run"  # the module `plan` has the options
-            return int(import_module(f"{__name__}.{module}").run(args))
+            with _start_shown(args):
+                module = import_module(f"{__name__}.{_module_of(args.command)}")
+            ready()
+            return int(module.run(args))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -88,6 +90,32 @@ def _main(argv: Sequence[str] | None) -> int:
     except Exception as error:  # noqa: BLE001  environments and policies may raise anything
         _say_error(error, show)
         return 2 if isinstance(error, InvalidExpression) else status
+
+
+def _module_of(command: str) -> str:
+    """Return the name of the module of a command, in this package."""
+    if command in _OF_DATASETS:
+        return f"datasets.{_OF_DATASETS[command]}"
+    if command in _READING:
+        return f"inspection.{command}"
+    return "dry_run" if command == "plan" else command  # the module `plan` has the options
+
+
+@contextlib.contextmanager
+def _start_shown(args: argparse.Namespace) -> Iterator[None]:
+    """Show a line on a terminal while a command is imported, and erase it afterwards."""
+    if args.command in _QUICK or getattr(args, "quiet", False) or not sys.stderr.isatty():
+        yield
+        return
+    moves = os.environ.get("TERM", "dumb") != "dumb"
+    sys.stderr.write("tallyroll: starting, which takes a few seconds" + ("" if moves else "\n"))
+    sys.stderr.flush()
+    try:
+        yield
+    finally:
+        if moves:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
 
 
 def _say_error(error: Exception, show_traceback: bool) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 
-from tallyroll.collector.cli import main
+from tallyroll.__main__ import main
 
 if __name__ == "__main__":  # workers import this module under another name
     sys.exit(main())

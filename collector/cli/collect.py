@@ -646,6 +646,7 @@ def run(args: argparse.Namespace) -> int:
             with open_output(args) as storage:
                 return CollectRun(args, storage, signals).run()
         except KeyboardInterrupt:
+            say(f"tallyroll: stopped by {signals.number.name}; nothing was collected yet")
             return signals.exit_status
         finally:
             if signals.received:  # exit handlers of other code may print too
