@@ -32,6 +32,7 @@ from tallyroll.storage.ext.sampling.hindsight import HindsightSampler as Hindsig
 from tallyroll.storage.ext.sampling.mixed import MixedSampler as MixedSampler
 from tallyroll.storage.ext.sampling.prioritized import PrioritizedSampler as PrioritizedSampler
 from tallyroll.storage.ext.sampling.rate_limit import RateLimit as RateLimit
+from tallyroll.storage.ext.sharded.sharded_storage import ShardedStorage as ShardedStorage
 from tallyroll.storage.ext.statistics.normaliser import Normaliser as Normaliser
 from tallyroll.storage.ext.statistics.statistics import (
     ColumnStatistics as ColumnStatistics,

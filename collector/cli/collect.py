@@ -53,7 +53,6 @@ _OTHERS = (
     "format",
     "durability",
     "max_size",
-    "once",
     "finalize",
     "accept_copy",
     "checkpoint",
@@ -440,10 +439,12 @@ class CollectRun:
         size, nbytes = stored_size(self.storage), self.storage.nbytes
         if size is not None and size.once:
             nbytes = len(self.storage) * size.row_nbytes
+        in_pools = size is None and self.storage.stores_once  # of shards, whose size is unknown
+        bytes_of_rows = "frames stored once" if in_pools else decimal(nbytes)
         page.print()
         page.print(
             f"{ledger.stored:,} frames of {self.plan.env}{already}, {seconds:.1f} s, {rate}, "
-            f"{decimal(nbytes)} in {self.out}"
+            f"{bytes_of_rows} in {self.out}"
         )
         if size is not None and size.once and size.ring_nbytes is not None:
             frames = f"frames of {', '.join(map(format_key, size.once))} are stored once"

@@ -264,13 +264,14 @@ def _open(args: argparse.Namespace, mode: Literal["create", "append"]) -> DiskSt
             f"--append: {args.out} is a sharded storage, which has one run. Use --resume to "
             "continue it, or give another --out."
         )
+    once = {"yes": True, "no": False}.get(args.once)
+    layout = "auto" if once is None or mode == "append" else once
     if wants_shards(args):
-        return ShardedStorage(args.out, mode=mode)
+        return _with_layout(args, ShardedStorage(args.out, mode=mode, once=layout), once)
     try:
         kind = storage_class(args.out, args.format)
     except ValueError as error:
         raise CommandError(f"--format: {error}") from error
-    once = {"yes": True, "no": False}.get(args.once)
     if once and kind is not MemmapStorage:
         raise CommandError(
             f"--once: expected a MemmapStorage, got {kind.__name__} at {args.out}. Leave --once "
@@ -281,12 +282,17 @@ def _open(args: argparse.Namespace, mode: Literal["create", "append"]) -> DiskSt
             args.out,
             mode=mode,
             max_size=args.max_size,
-            once="auto" if once is None or mode == "append" else once,
+            once=layout,
             durability=args.durability or "process",
             accept_copy=args.accept_copy,
         )
     except ValueError as error:
         raise CommandError(f"--max-size: {error}") from error
+    return _with_layout(args, storage, once)
+
+
+def _with_layout(args: argparse.Namespace, storage: DiskStorage, once: bool | None) -> DiskStorage:
+    """Return ``storage``. Close it and raise `CommandError` if its layout is not ``once``."""
     if once is not None and storage.stores_once is not once:
         storage.close()
         stored = "whole observations" if once else "frames once"

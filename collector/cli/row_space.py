@@ -26,6 +26,8 @@ class RowSpace:
     """Columns whose frames are stored once."""
     measured: bool
     """True if the bytes a row were measured, False if frames stored once may shrink."""
+    shards_store_once: bool
+    """True if each shard of the run stores frames once, in a size that is not known yet."""
     images: tuple[str, ...]
     """Columns of images that are stored whole."""
     image_nbytes: int
@@ -44,6 +46,7 @@ class RowSpace:
             ring=storage.ring or 0,
             once=() if size is None else tuple(map(format_key, size.once)),
             measured=size is None or not size.once or size.measured,
+            shards_store_once=storage.sharded and storage.stores_once,
             images=tuple(map(format_key, images)),
             image_nbytes=sum(each.row_nbytes for each in schema.columns if each.key in images),
             can_store_once=isinstance(storage, MemmapStorage),
@@ -67,6 +70,8 @@ class RowSpace:
         if self.once:
             less = "" if self.measured else ", or less if frames shrink"
             said = f"{said}{less}, because frames of {', '.join(self.once)} are stored once"
+        elif self.shards_store_once:
+            said = f"{said}, or less, because the shards store frames once"
         return said
 
     @property

@@ -220,7 +220,8 @@ class ShardedLeases(WithoutRows):
         # All ids that count are below ``first``, and each lane has its own remainder.
         first = first_id(run.writer.stored_run.counts.next_id, lanes)
         path = str(self._sink.files.place_of(part.name))
-        own = OpenShard(path, member.lanes, lanes, first, run.provenance)
+        how = self._sink.stores_once, self._sink.stacks
+        own = OpenShard(path, member.lanes, lanes, first, run.provenance, *how)
         self._worker_pool.ask(member, own)
         return part
 

@@ -95,6 +95,7 @@ PUBLIC: dict[str, set[str]] = {
         "RowSink",
         "S3Options",
         "Schema",
+        "ShardedStorage",
         "Statistics",
         "StoredTrajectories",
         "Trajectories",

@@ -131,6 +131,8 @@ def whole_images(storage: RowSink | None) -> tuple[Key, ...]:
 def frames_in(storage: RowSink | None) -> Decision:
     """Return how ``storage`` stores large observations, with the bytes a row."""
     size = stored_size(storage)
+    if isinstance(storage, DiskStorage) and storage.sharded and storage.stores_once:
+        return Decision("once", "each shard has pools of its own")
     if storage is None or size is None:
         return Decision("none")
     takes = f"{size.row_nbytes:,} bytes a row"

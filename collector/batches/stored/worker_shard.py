@@ -26,6 +26,7 @@ from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.progress import COUNTED, LEASE, counted_word
 from tallyroll.storage.errors import CorruptStorage, NotAStorage, StorageMissing
+from tallyroll.storage.rows.frame_stacks import FrameStack
 from tallyroll.storage.rows.keys import RANDOM_VERSION
 from tallyroll.storage.storages import MemmapStorage
 
@@ -42,6 +43,10 @@ class OpenShard:
     """The lowest id of a trajectory, a multiple of the run's lanes."""
     provenance: Mapping[str, Any]
     """The entry of the run."""
+    once: bool = False
+    """True to store each frame of large observations once."""
+    stacks: tuple[FrameStack, ...] = ()
+    """The observations that are stacks of frames, if ``once`` is True."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,8 @@ class WorkerShard:
         )
         own = replace(options, shard=part, total_frames=None)
         os.makedirs(Path(keep.path).parent, exist_ok=True)
-        self._writer = BatchWriter(keep.path, None, False, None, own.largest_batch, part)
+        self._rows = MemmapStorage(keep.path, once=keep.once, stacks=keep.stacks)
+        self._writer = BatchWriter(self._rows, None, False, None, own.largest_batch, part)
         try:
             stored_run = self._writer.stored_run
             stored_run.count_ids(keep.first_id - 1)
@@ -149,7 +155,7 @@ class WorkerShard:
                 torchrl=None,
             )
         except BaseException:
-            self._writer.close()
+            self._close()
             raise
         self._policy, self._board = policy, driver.board
         self._piece = rollout.slab.slots * rollout.slab.lanes
@@ -184,8 +190,7 @@ class WorkerShard:
 
     @property
     def _id(self) -> str:
-        assert self._writer.storage is not None
-        reader = self._writer.storage.reader
+        reader = self._rows.reader
         return str(reader.manifest["id"]) if reader.initialised else ""
 
     def _entry(self) -> LedgerEntry:
@@ -200,4 +205,8 @@ class WorkerShard:
             if not self._run.over:
                 self._loop.end()
         finally:
-            self._writer.close()
+            self._close()
+
+    def _close(self) -> None:
+        self._writer.close()
+        self._rows.close()

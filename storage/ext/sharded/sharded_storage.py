@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -14,9 +15,12 @@ from tallyroll.storage.ext.sharded.files import ShardedFiles, entries_in
 from tallyroll.storage.ext.sharded.sink import ShardedWriter
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.paths import user_path
+from tallyroll.storage.formats.memmap import MemmapFormat
 from tallyroll.storage.readers.file_reader import Mode
 from tallyroll.storage.replay.disk_storage import DiskStorage
 from tallyroll.storage.replay.tensor_storage import AsTensorStorage
+from tallyroll.storage.rows.frame_stacks import FrameStack
+from tallyroll.storage.stores.row_store import Once
 
 
 class ShardedReader(UnionReader):
@@ -63,14 +67,22 @@ class ShardedReader(UnionReader):
 class ShardedStorage(DiskStorage):
     """Storage whose rows are written by workers, each to its own shard; see `open_storage`.
 
-    A collector with ``sharded=True`` creates such a storage from a path. This object accepts a
-    run, but no rows. Read the rows with `open_storage`.
+    A collector with ``sharded=True`` creates such a storage from a path. Pass this object as its
+    ``storage=`` to choose the layout of the shards. It accepts a run, but no rows. Read the rows
+    with `open_storage`.
 
     Args:
         path: a directory.
         mode: ``"create"`` or ``"append"``.
+        once: True to store each frame of large observations once, in a pool of each shard; see
+            `DiskStorage`. ``"auto"`` and False store whole observations. With ``"append"``, new
+            shards have the layout of the earlier ones.
+        stacks: with ``once=True``, the observations that are stacks of frames along their first
+            axis.
 
     Raises:
+        ValueError: ``once=True`` or ``stacks`` with ``mode="append"``, or ``stacks`` without
+            ``once=True``.
         StorageExists, DirectoryNotEmpty: with ``"create"``, the directory is in use.
         StorageMissing, NotAStorage: with ``"append"``, ``path`` is not a sharded storage.
         StorageLocked: another process writes a run to the storage.
@@ -79,17 +91,30 @@ class ShardedStorage(DiskStorage):
     sharded = True
     writer: ShardedWriter
 
+    _format_class = MemmapFormat
+
     def __init__(
-        self, path: str | os.PathLike[str], *, mode: Literal["create", "append"] = "create"
+        self,
+        path: str | os.PathLike[str],
+        *,
+        mode: Literal["create", "append"] = "create",
+        once: Once = "auto",
+        stacks: Sequence[FrameStack] = (),
     ) -> None:
         AsTensorStorage.__init__(self)
         self.path, self.mode = user_path(path), mode
-        self.writer = ShardedWriter(self.path.absolute(), mode)
+        plan = self._plan_of(once, stacks)
+        self.writer = ShardedWriter(self.path.absolute(), mode, plan)
         self.reader = self.writer.reader
         self._reopening = {"path": str(self.path.absolute())}
 
     def reserve(self, rows: int) -> None:
         """Do nothing: workers reserve space for their own shards."""
+
+    @property
+    def stores_once(self) -> bool:
+        """True if the shards store the frames of some columns once."""
+        return self.writer.stores_once
 
     @property
     def nbytes(self) -> int:

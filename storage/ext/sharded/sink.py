@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from tallyroll.storage.engine.columns import CopiedInSteps
+from tallyroll.storage.engine.once_columns import OnceColumn, once_from_json, once_to_json
 from tallyroll.storage.errors import (
     CorruptStorage,
     DirectoryNotEmpty,
@@ -35,8 +36,10 @@ from tallyroll.storage.files.paths import make_directory, translated
 from tallyroll.storage.files.run_record import RunRecord, record_after, record_with_version
 from tallyroll.storage.readers.file_reader import Mode
 from tallyroll.storage.readers.row_reader import ColumnReader, RowReader
+from tallyroll.storage.rows.frame_stacks import FrameStack
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.schema import Column, Schema
+from tallyroll.storage.stores.opened_files import PlanOnce
 from tallyroll.storage.stores.row_writer import NoWriter
 from tallyroll.storage.stores.run_claim import RunClaim
 
@@ -63,11 +66,14 @@ class CountedRows(RowReader):
         self.acknowledged = AcknowledgedRows()
         self.made: Manifest | None = None
         self._schema: Schema | None = None
+        self.once: tuple[OnceColumn, ...] = ()
+        """The columns that the shards store once."""
 
     def use(self, manifest: Manifest, said: AcknowledgedRows) -> None:
         """Adopt the manifest and the acknowledged rows that were read from the files."""
         self.made, self.acknowledged = manifest, said
         self._schema = Schema.from_json(manifest.get("schema"))
+        self.once = once_from_json(manifest.get("once", []), self._schema)
 
     @property
     def schema(self) -> Schema:
@@ -107,6 +113,7 @@ class ShardedWriter(NoWriter):
     Args:
         path: the path of the folder.
         mode: ``"create"`` or ``"append"``.
+        plan_once: function that chooses the columns that new shards store once; None: none.
 
     Raises:
         StorageExists, DirectoryNotEmpty: with ``"create"``, the folder is in use.
@@ -117,8 +124,9 @@ class ShardedWriter(NoWriter):
 
     reader: CountedRows
 
-    def __init__(self, path: Path, mode: Mode) -> None:
+    def __init__(self, path: Path, mode: Mode, plan_once: PlanOnce | None = None) -> None:
         self.path, self.reader = path, CountedRows(path)
+        self._plan_once = plan_once
         super().__init__(self.reader)
         self.files, self.claim, self.runs = ShardedFiles(path), RunClaim(self), self
         self.provenance: Mapping[str, Any] = {}
@@ -158,6 +166,19 @@ class ShardedWriter(NoWriter):
         self._named = len(self._lines.acknowledged.shards)
 
     # --- shards -----------------------------------------------------------------------------------
+
+    @property
+    def stores_once(self) -> bool:
+        """True if shards have columns that are stored once, or must have some."""
+        return bool(self.reader.once) if self.reader.initialised else self._plan_once is not None
+
+    @property
+    def stacks(self) -> tuple[FrameStack, ...]:
+        """The columns that the shards store once and whose values are stacks of frames."""
+        once = self.reader.once
+        return tuple(
+            FrameStack(each.key, each.layout.stack) for each in once if each.layout.stack > 1
+        )
 
     def lose_missing(self, seen: Iterable[tuple[str, str, int]]) -> list[str]:
         """Revoke the rows of shards that are missing or damaged, and return the reasons.
@@ -244,12 +265,14 @@ class ShardedWriter(NoWriter):
             ]
             self._write({**self.reader.made, "runs": runs})
             return
+        once = () if self._plan_once is None else self._plan_once(schema)
         with translated(self.path):
             make_directory(self.files.root)
             self._lock = WriterLock(self.files.inside, self.files.lock_path)
             self._refuse_existing()
             self.files.inside.remove(self.files.lines_path)
-        manifest = new_manifest(SHARDED, schema, [entry_before(run, 0)])
+        runs = [entry_before(run, 0)]
+        manifest = new_manifest(SHARDED, schema, runs, once=once_to_json(once))
         self._write(manifest)
         self._open(manifest)
 
