@@ -56,6 +56,8 @@ from tallyroll.storage.readers.row_reader import RowReader as RowReader
 from tallyroll.storage.replay.loader import Loader as Loader
 from tallyroll.storage.rows.frame_stacks import FrameStack as FrameStack
 from tallyroll.storage.rows.schema import Schema as Schema
+from tallyroll.storage.sampling.frame_windows import FrameWindows as FrameWindows
+from tallyroll.storage.sampling.frame_windows import frame_windows as frame_windows
 from tallyroll.storage.sampling.n_steps import n_step as n_step
 from tallyroll.storage.sampling.trajectory_slices import (
     TrajectorySliceSampler as TrajectorySliceSampler,

@@ -31,6 +31,7 @@ from tallyroll.storage import CorruptStorage, StorageExists, StorageMissing
 from tallyroll.storage.ext.sharded.sharded_storage import ShardedStorage
 from tallyroll.storage.package.near_names import did_you_mean
 from tallyroll.storage.storages import DiskStorage, MemmapStorage, is_sharded, storage_class
+from tallyroll.storage.stores.row_store import Once
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,7 @@ def _open(args: argparse.Namespace, mode: Literal["create", "append"]) -> DiskSt
             "continue it, or give another --out."
         )
     once = {"yes": True, "no": False}.get(args.once)
-    layout = "auto" if once is None or mode == "append" else once
+    layout: Once = "auto" if once is None or mode == "append" else once
     if wants_shards(args):
         return _with_layout(args, ShardedStorage(args.out, mode=mode, once=layout), once)
     try:

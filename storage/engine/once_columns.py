@@ -74,7 +74,9 @@ def plan_once(schema: Schema, stacks: Sequence[FrameStack] = ()) -> tuple[OnceCo
                 "such stacks can be stored once."
             )
     found = [
-        OnceColumn(key, _layout(column, declared[key][0] if key in declared else _guessed(column)))
+        OnceColumn(
+            key, _layout(column, declared[key][0] if key in declared else guessed_stack(column))
+        )
         for key, column in _observations(schema).items()
         if column.row_nbytes >= _LEAST_NBYTES
     ]
@@ -99,7 +101,7 @@ def plan_auto(schema: Schema) -> tuple[OnceColumn, ...]:
         free = (*key[:-1], f"{key[-1]}.frames") not in groups
         if free and column.dtype is torch.uint8 and column.row_nbytes >= _LEAST_AUTO_NBYTES:
             with suppress(InvalidSchema):
-                found.append(OnceColumn(key, _layout(column, _guessed(column))))
+                found.append(OnceColumn(key, _layout(column, guessed_stack(column))))
     return tuple(found)
 
 
@@ -125,7 +127,8 @@ def row_nbytes_once(schema: Schema, once: Sequence[OnceColumn]) -> int:
     return stored_schema(schema, once).row_nbytes + frames
 
 
-def _guessed(column: Column) -> int:
+def guessed_stack(column: Column) -> int:
+    """Return the number of frames of a value, judged by its dtype and shape; see `plan_once`."""
     if column.dtype is not torch.uint8 or len(column.shape) != 3:
         return 1
     n, *sides = column.shape

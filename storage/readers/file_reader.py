@@ -15,7 +15,7 @@ from tallyroll.storage.engine.columns import Places
 from tallyroll.storage.engine.commit_engine import Engine
 from tallyroll.storage.engine.committed_counts import HeaderCounts
 from tallyroll.storage.engine.creation import manifest_of, open_existing
-from tallyroll.storage.engine.frame_pools import PoolUsage, StoredSize
+from tallyroll.storage.engine.frame_pools import PoolFile, PoolUsage, StoredSize
 from tallyroll.storage.engine.once_columns import OnceColumn, row_nbytes_once, stored_schema
 from tallyroll.storage.engine.ring import pieces
 from tallyroll.storage.errors import CorruptStorage, IndexOutOfRange, NotInitialised
@@ -96,6 +96,25 @@ class _OnceColumn(ColumnReader):
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         return self.take(np.arange(start, stop))
+
+    @property
+    def stack(self) -> int:
+        return self._pool.layout.stack
+
+    def take_windows(self, rows: np.ndarray, out: np.ndarray) -> np.ndarray:
+        engine, pool = self._engine, self._pool
+        slots = rows % engine.ring if engine.ring else rows
+        columns, after = engine.space.arrays(), engine.keys.index(pool.once.next_key)
+        begins, ends = (columns[at].take(slots, axis=0, mode="clip") for at in (self._place, after))
+        positions = np.concatenate([begins, ends[:, -1:]], axis=1)
+        pool.read(positions, out, defined=not engine.ring)
+        shifts: np.ndarray = (begins[:, 1:] == ends[:, :-1]).all(axis=1)
+        return shifts
+
+    @property
+    def _pool(self) -> PoolFile:
+        assert self._engine.pools is not None
+        return self._engine.pools.of_place[self._place]
 
 
 class FileReader(RowReader):

@@ -53,6 +53,11 @@ class ColumnReader(ABC):
         """
         return None
 
+    @property
+    def stack(self) -> int | None:
+        """The number of frames of a value if frames are stored once; otherwise None."""
+        return None
+
     @abstractmethod
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Copy the values of ``rows`` [*], in any order.
@@ -70,6 +75,20 @@ class ColumnReader(ABC):
 
         The array may be a view of the stored rows, in which case changes to a ring appear in it.
         """
+
+    def take_windows(self, rows: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Copy the frames of observations, and the last frame of each next observation.
+
+        A column whose `stack` is None does not implement this.
+
+        Args:
+            rows: row numbers, int64 [rows].
+            out: a C-contiguous array [rows, stack + 1, *frame] to copy to.
+
+        Returns:
+            bool [rows], True if the next observation is the observation moved by one frame.
+        """
+        raise NotImplementedError
 
 
 class RowReader(ABC):

@@ -24,6 +24,7 @@ PARTS = {
         "tests/collector/workers/test_multiprocess_weights.py",
         "tests/storage/device",
         "tests/storage/replay/test_torchrl_on_storages.py",
+        "tests/storage/sampling/test_frame_windows.py",
         "tests/storage/sampling/test_loader.py",
     ],
     "policies and environments": ["tests/collector/rollout/test_on_a_gpu.py"],

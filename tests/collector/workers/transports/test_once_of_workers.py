@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.wrappers import FrameStackObservation
+from pixel_kit import Pixels, stacked
 from tensordict import TensorDict
 
 from tallyroll.collector import MultiprocessCollector
@@ -29,42 +29,7 @@ from tallyroll.storage.ext.sharded.files import ShardedFiles
 from far_kit import FarThreads
 from fork_server import warm_fork_server
 
-SIDE, LANES, FRAMES = 36, 4, 400
-LENGTHS = (1, 2, 5, 30)
-
-
-class Pixels(gymnasium.Env):
-    """Image environment whose frames show the seed, the episode and the step."""
-
-    action_space = gymnasium.spaces.Discrete(3)
-    observation_space = gymnasium.spaces.Box(0, 255, (SIDE, SIDE), np.uint8)
-
-    def __init__(self) -> None:
-        self.episode = self.at = 0
-
-    def _frame(self) -> np.ndarray:
-        frame = (np.arange(SIDE * SIDE) % 97).astype(np.uint8).reshape(SIDE, SIDE)
-        frame[0, :3] = self.seed, self.episode % 200, self.at
-        frame[self.at % SIDE, 5:9] = 201
-        return frame
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
-        super().reset(seed=seed)
-        self.seed = self.seed if seed is None else seed % 200
-        self.episode, self.at = self.episode + 1, 0
-        return self._frame(), {}
-
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
-        self.at += 1
-        over = self.at >= LENGTHS[self.episode % len(LENGTHS)]
-        cut = over and self.episode % 3 == 0
-        return self._frame(), float(self.at), over and not cut, cut, {}
-
-
-def stacked() -> gymnasium.Env:
-    return FrameStackObservation(Pixels(), 4)
-
-
+LANES, FRAMES = 4, 400
 gymnasium.register("once-of-workers/Pixels-v0", stacked)
 
 
@@ -158,10 +123,10 @@ def assert_frames_show_their_place(path: Path) -> None:
         rows["observation"], rows["next", "observation"], rows["collector", "step"], strict=True
     ):
         for value, newest in ((begin, int(step)), (end, int(step) + 1)):
-            background.seed, background.episode, _ = value[-1, 0, :3].tolist()
+            background.episode, _, background.seed = value[-1, 0, :3].tolist()
             for i, frame in enumerate(value):
                 background.at = max(0, newest - 3 + i)
-                np.testing.assert_array_equal(frame, background._frame())
+                np.testing.assert_array_equal(frame, background.frame())
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.wrappers import FrameStackObservation
+from pixel_kit import SIDE, color, floats, stacked, stacked_with_zeros
 from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
 
@@ -30,57 +30,7 @@ from tallyroll.storage.errors import CorruptStorage, FormatVersionMismatch, Inva
 from tallyroll.storage.files.format_versions import ONCE_VERSION
 from tallyroll.storage.storages import DiskStorage
 
-SIDE = 36
-EPISODES = (1, 2, 5, 30)
 Make = Callable[[], gymnasium.Env]
-
-
-class Pixels(gymnasium.Env):
-    """Image environment whose frames show the episode and the step, on a static background."""
-
-    action_space = gymnasium.spaces.Discrete(3)
-
-    def __init__(self, channels: tuple[int, ...] = (), dtype: Any = np.uint8) -> None:
-        shape = (*channels, SIDE, SIDE)
-        high = 255 if dtype is np.uint8 else np.inf
-        self.observation_space = gymnasium.spaces.Box(0, high, shape, dtype)
-        self.episode = self.at = 0
-        self._background = (np.arange(np.prod(shape)) % 97).astype(dtype).reshape(shape)
-
-    def _frame(self) -> np.ndarray:
-        frame = self._background.copy()
-        frame[..., 0, :3] = self.episode % 200, self.at % 200, self.seed
-        frame[..., self.at % SIDE, 5:9] = 201
-        return frame
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
-        super().reset(seed=seed)
-        if seed is not None:
-            self.seed = seed % 200
-        self.episode, self.at = self.episode + 1, 0
-        return self._frame(), {}
-
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
-        self.at += 1
-        over = self.at >= EPISODES[self.episode % len(EPISODES)]
-        cut = over and self.episode % 3 == 0
-        return self._frame(), float(self.at), over and not cut, cut, {}
-
-
-def stacked() -> gymnasium.Env:
-    return FrameStackObservation(Pixels(), 4)
-
-
-def stacked_with_zeros() -> gymnasium.Env:
-    return FrameStackObservation(Pixels(), 4, padding_type="zero")
-
-
-def color() -> gymnasium.Env:
-    return Pixels((3,))
-
-
-def floats() -> gymnasium.Env:
-    return Pixels((), np.float32)
 
 
 ENVS: dict[str, Make] = {
