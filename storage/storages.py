@@ -83,7 +83,8 @@ class ZarrStorage(DiskStorage):
     See `DiskStorage` for the arguments; ``path`` is a directory. The arrays grow with the rows.
     With ``capacity``, chunks are sized for that many rows, between 256 KiB and 64 MiB. zarr-python,
     TensorStore and xarray can open the group at any time and see the rows of the last refresh. No
-    other program may write to it.
+    other program may write to it. Columns that are stored once, with ``once=True``, are arrays of
+    positions to them.
     """
 
     _format_class = ZarrFormat

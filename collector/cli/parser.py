@@ -345,7 +345,7 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "keep the last M rows, and overwrite older ones: a ring (memmap only)"),
     "--once": (("auto", "yes", "no"), "",
         "store frames of large observations once, and images as differences from the frame "
-        "before (memmap only). auto: uint8 observations of 1 KiB or more, with --max-size "
+        "before (memmap and zarr). auto: uint8 observations of 1 KiB or more, with --max-size "
         "(default: auto)"),
     "--finalize": (None, "",
         "when the run is complete, trim the storage to its rows, and add checksums for verify"),

@@ -30,7 +30,7 @@ from tallyroll.collector.policies.several.entries import are_several
 from tallyroll.storage import CorruptStorage, StorageExists, StorageMissing
 from tallyroll.storage.ext.sharded.sharded_storage import ShardedStorage
 from tallyroll.storage.package.near_names import did_you_mean
-from tallyroll.storage.storages import DiskStorage, MemmapStorage, is_sharded, storage_class
+from tallyroll.storage.storages import DiskStorage, H5Storage, is_sharded, storage_class
 from tallyroll.storage.stores.row_store import Once
 
 
@@ -273,10 +273,10 @@ def _open(args: argparse.Namespace, mode: Literal["create", "append"]) -> DiskSt
         kind = storage_class(args.out, args.format)
     except ValueError as error:
         raise CommandError(f"--format: {error}") from error
-    if once and kind is not MemmapStorage:
+    if once and kind is H5Storage:
         raise CommandError(
-            f"--once: expected a MemmapStorage, got {kind.__name__} at {args.out}. Leave --once "
-            "out, or give another --out."
+            f"--once: expected a MemmapStorage or ZarrStorage, got {kind.__name__} at {args.out}. "
+            "Leave --once out, or give another --out."
         )
     try:
         storage = kind(

@@ -220,11 +220,15 @@ def sources_of(reader: RowReader) -> list[RowReader]:
 
 
 def _plan_once(reader: RowReader, files: Format) -> PlanOnce | None:
-    """Return the plan of the columns that the copy stores once, as all sources do."""
+    """Return the plan of the columns that the copy stores once, as all sources do.
+
+    A Zarr copy of other formats stores whole rows, which other libraries can read.
+    """
     sources = [
         each.rows if isinstance(each, OverlaidReader) else each for each in sources_of(reader)
     ]
-    return once_as_in(*sources) if files.pools else None
+    keeps = files.pools and (files.rings or all(e.copied_as is type(files) for e in sources))
+    return once_as_in(*sources) if keeps else None
 
 
 def source_around(reader: RowReader, place: Path) -> Path | None:

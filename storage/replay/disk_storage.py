@@ -110,10 +110,10 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
             `verify` detects some of these. A copy becomes a storage of its own when rows are
             appended to it. Without ``accept_copy``, opening such a copy raises. A copy of a closed
             storage is never refused.
-        once: True to store each frame of large observations once, for a new `MemmapStorage`. All
-            observations, next observations and stacks that contain a frame share it, and uint8
-            images are stored as differences from the frame before. `get`, slices and samples
-            return the same values as with False. `column` returns a copy of such a column.
+        once: True to store each frame of large observations once, for a new `MemmapStorage` or
+            `ZarrStorage`. All observations, next observations and stacks that contain a frame share
+            it, and uint8 images are stored as differences from the frame before. `get`, slices and
+            samples return the same values as with False. `column` returns a copy of such a column.
             ``"auto"`` does so for uint8 observations of 1 KiB or more, in a new memory-mapped ring
             whose columns a collector declares. Storages that `extend` or `initialise` creates, and
             existing ones, keep whole observations or their layout.

@@ -96,8 +96,9 @@ class RowStore:
             return None
         if once and not self._format_class.pools:
             raise ValueError(
-                f"once: expected a MemmapStorage, got {type(self).__name__}, which has no frame "
-                "pools. Use MemmapStorage(path, once=True), or pack the rows after the run."
+                f"once: expected a MemmapStorage or ZarrStorage, got {type(self).__name__}. Its "
+                "file cannot grow while it is open, and the size of a frame pool is not known "
+                'before. Use MemmapStorage(path, once=True), or pack(format="hdf5") after the run.'
             )
         if once and self.mode != "create":
             raise ValueError(

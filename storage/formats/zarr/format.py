@@ -13,9 +13,13 @@
     DIR/tallyroll/lock                  the lock of the writer
     DIR/tallyroll/episodes.npy          the episode table
     DIR/tallyroll/content.leaves        content hashes, if they are kept
+    DIR/tallyroll/observation.frames    the frames of ("observation",), if they are stored once
 
 Chunks are uncompressed and never sparse. Zarr requires a complete last chunk too: its bytes after
 the last row are not visible.
+
+Frames that are stored once are in a file of their own, because lanes fill its segments in any
+order, while chunks follow the rows. To other libraries, their columns are arrays of positions.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, TypeAlias
+from urllib.parse import quote
 
 import numpy as np
 
@@ -57,7 +62,7 @@ from tallyroll.storage.formats.zarr.metadata import (
     header_document,
     require_names,
 )
-from tallyroll.storage.rows.keys import format_key
+from tallyroll.storage.rows.keys import Key, format_key
 from tallyroll.storage.rows.schema import Column, Schema
 
 _Attributes: TypeAlias = dict[PurePosixPath, Mapping[str, Any]]
@@ -68,7 +73,7 @@ _ROOT = PurePosixPath()
 _WHOLE = "|".join(map(re.escape, ("manifest.json", *BESIDE, EVENTS_FILE)))
 _FILES = re.compile(
     rf"(?:.*/)?zarr\.json(?:\.tmp)?|.+/{CHUNK_NAME}"
-    rf"|{_OURS}/(?:lock|(?:{_WHOLE})(?:\.tmp)?)"
+    rf"|{_OURS}/(?:lock|[^/]+\.frames|(?:{_WHOLE})(?:\.tmp)?)"
 )
 # Files that our own writer, zarr-python and TensorStore leave behind when they are killed.
 _LEFT_BEHIND = re.compile(
@@ -85,6 +90,7 @@ class ZarrFormat(DirectoryFormat):
     """The files of a `ZarrStorage`."""
 
     name: ClassVar[str] = "tallyroll.zarr"
+    pools: ClassVar[bool] = True
     most_dims: ClassVar[int] = 32  # the limit of TensorStore
     lacks_bfloat16: ClassVar[str] = "Zarr"
 
@@ -201,6 +207,19 @@ class ZarrFormat(DirectoryFormat):
                 document = self.inside.read_json(self.path / place / _META)
                 found[place] = dict(document["attributes"])
         return found
+
+    def _pool_path(self, key: Key) -> Path:
+        parts = (quote(part, safe="").replace(".", "%2E") for part in key)
+        return self.manifest_path.with_name(".".join([*parts, "frames"]))
+
+    @translates_errors
+    def make_pool(self, key: Key) -> None:
+        """Create the empty pool file of a column."""
+        os.close(self.inside.make(self._pool_path(key)))
+
+    def open_pool(self, key: Key, flags: int) -> int:
+        """Open the pool file of a column."""
+        return open_column(self.inside, self._pool_path(key), flags)
 
     @translates_errors
     def grow(self, rows: int) -> None:

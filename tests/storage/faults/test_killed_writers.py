@@ -388,8 +388,11 @@ def fill_up(case: Case, path: Path, make_room: Callable[[], None]) -> int:
         assert check(reader) == head
     with contextlib.suppress(StorageFull):
         storage.close()
-    with case.kind(path, mode="append") as storage:
-        assert check(storage) == head
+    storage = case.kind(path, mode="append")
+    assert check(storage) == head
+    # A frame pool may have taken the last bytes, so that there is no space for the episode table.
+    with contextlib.suppress(*[StorageFull] * case.once):
+        storage.close()
     make_room()
     with case.kind(path, mode="append", capacity=head + 300) as storage:
         storage.extend(oracle(head, 300), record=record_of(head + 300))

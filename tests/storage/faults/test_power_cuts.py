@@ -90,6 +90,7 @@ CASES = {
     "once ring": Case(MemmapStorage, ring=RING, once=True),
     "hdf5": Case(H5Storage, capacity=60),
     "zarr": Case(ZarrStorage, capacity=30),
+    "once zarr": Case(ZarrStorage, capacity=30, once=True),
 }
 
 

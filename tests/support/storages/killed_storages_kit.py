@@ -88,6 +88,7 @@ CASES = {
     "once": Case(MemmapStorage, ring=600, once=True),
     "hdf5": Case(H5Storage, capacity=10_000),
     "zarr": Case(ZarrStorage),
+    "once zarr": Case(ZarrStorage, once=True),
 }
 
 

@@ -1,10 +1,10 @@
-"""Storage that stores every pair of columns once, even with small values."""
+"""Storages that store every pair of columns once, even with small values."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tallyroll.storage import FrameStack, MemmapStorage
+from tallyroll.storage import FrameStack, MemmapStorage, ZarrStorage
 from tallyroll.storage.engine.frame_layout import FrameLayout
 from tallyroll.storage.engine.once_columns import OnceColumn
 from tallyroll.storage.rows.keys import COLLECTOR, NEXT
@@ -32,6 +32,13 @@ def _layout(column: Column, number: int) -> FrameLayout:
 
 class OnceStorage(MemmapStorage):
     """Storage that stores every pair of columns once."""
+
+    def _plan_of(self, once: bool, stacks: Sequence[FrameStack]) -> PlanOnce | None:
+        return every_pair if self.mode == "create" else None
+
+
+class OnceZarr(ZarrStorage):
+    """Zarr storage that stores every pair of columns once."""
 
     def _plan_of(self, once: bool, stacks: Sequence[FrameStack]) -> PlanOnce | None:
         return every_pair if self.mode == "create" else None

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 from hypothesis import Phase, settings
-from once_kit import OnceStorage
+from once_kit import OnceStorage, OnceZarr
 from tensordict import TensorDict
 
-from tallyroll.storage import MemmapStorage
+from tallyroll.storage import MemmapStorage, ZarrStorage
 from tallyroll.storage.ext.testing.state_machine import RowsModel
 from tallyroll.storage.files.format_versions import ONCE_VERSION
 from tallyroll.storage.testing import StorageContract, StorageMachine
@@ -21,8 +21,19 @@ class TestOnceContract(StorageContract):
     format_version = ONCE_VERSION
 
 
+class TestOnceZarrContract(StorageContract):
+    storage_class = OnceZarr
+    opened_class = ZarrStorage
+    holds_bfloat16 = False
+    format_version = ONCE_VERSION
+
+
 class OnceMachine(StorageMachine):
     storage_class = OnceStorage
+
+
+class OnceZarrMachine(StorageMachine):
+    storage_class = OnceZarr
 
 
 class OnceRingMachine(StorageMachine):
@@ -32,7 +43,8 @@ class OnceRingMachine(StorageMachine):
 
 TestOnce = OnceMachine.TestCase
 TestOnceRing = OnceRingMachine.TestCase
-for case in (TestOnce, TestOnceRing):
+TestOnceZarr = OnceZarrMachine.TestCase
+for case in (TestOnce, TestOnceRing, TestOnceZarr):
     case.settings = settings(
         max_examples=10,
         stateful_step_count=20,
