@@ -6,6 +6,8 @@ those of other installed libraries. Each batch has one row of each of 64 lanes, 
 of a trajectory are 64 rows apart. The benchmark reads 32 slices of 16 rows from a full ring, and
 then does so again with a batch written before every read.
 
+``--n-step`` measures the sums of three steps of 256 rows, beside Stable-Baselines3's buffer.
+
 ``--rows 1e6,1e7,1e8`` measures only the index, for this many rows, which are in no file. The lanes
 spend a slot on each reset; batches have 64, 128 and 65,536 rows (``--batches``), and episodes have
 22, 50 and 300 rows on average (``--episodes``).
@@ -34,18 +36,26 @@ from common import (
     Result,
     console,
     interleave,
+    play_and_close,
     prepare,
     print_results,
     print_setting,
     ratio,
     write_json,
 )
+from gymnasium import spaces
 from storage_work import QUANTUM, Calls, Rows, length, tensordict_of
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, SliceSampler
 
-from tallyroll.storage import MemmapStorage, PrioritizedSampler, fast_paths, open_storage
+from tallyroll.storage import (
+    MemmapStorage,
+    PrioritizedSampler,
+    fast_paths,
+    n_step,
+    open_storage,
+)
 from tallyroll.storage.ext.packed.archives import ZarrArchive
 from tallyroll.storage.ext.packed.packed_reader import PackedReader
 from tallyroll.storage.readers.row_reader import take_rows
@@ -369,6 +379,48 @@ def play_priorities(size: int, work: str, args: argparse.Namespace) -> list[Resu
     return results
 
 
+def n_step_calls(size: int) -> list[Calls]:
+    """Return calls of `n_step`, and of Stable-Baselines3's buffer with the same columns."""
+    from stable_baselines3.common.buffers import NStepReplayBuffer
+
+    lanes, steps = 8, size // 8
+    random, observations = np.random.default_rng(0), spaces.Box(-1, 1, (17,))
+    actions = spaces.Box(-1, 1, (6,))
+    peer = NStepReplayBuffer(size, observations, actions, "cpu", lanes, n_steps=3, gamma=0.99)
+    ours = MemmapStorage(capacity=lanes * steps)
+    for step in range(steps):
+        seen, later = random.random((2, lanes, 17), np.float32)
+        acted, reward = random.random((lanes, 6), np.float32), random.random(lanes, np.float32)
+        ended = np.full(lanes, step % 200 == 199)
+        peer.add(seen, later, acted, reward, ended, [{}] * lanes)
+        rows: Rows = {("observation",): seen, ("action",): acted, ("next", "observation"): later}
+        rows["next", "reward"] = reward[:, None]
+        rows["next", "done"] = rows["next", "terminated"] = ended[:, None]
+        rows["next", "truncated"] = np.zeros_like(ended)[:, None]
+        rows["collector", "lane"] = np.arange(lanes)
+        rows["collector", "traj_ids"] = rows["collector", "lane"] + step // 200 * lanes
+        rows["collector", "step"] = np.full(lanes, step % 200)
+        ours.extend(rows)
+    keys = ["observation", "action", ("next", "observation"), ("next", "reward")]
+    keys += [("next", "terminated"), "gamma"]
+
+    def call(**options: Any) -> Callable[[object], object]:
+        return lambda _: n_step(
+            ours, random.integers(len(ours), size=PRIORITIES), 3, 0.99, **options
+        )
+
+    out = n_step(ours, np.zeros(PRIORITIES, np.int64), 3, 0.99, keys=keys)
+    contenders = {
+        "Stable-Baselines3": lambda _: peer.sample(PRIORITIES),
+        "n_step": call(),
+        "n_step, keys=": call(keys=keys),
+        "n_step, out=": call(out=out),
+    }
+    return [
+        Calls(name, each, [None], PRIORITIES, close=ours.close) for name, each in contenders.items()
+    ]
+
+
 def next_step_chunks(rows: int, episode: int, batch: int) -> Iterator[RowChunk]:
     """Yield rows of 64 lanes without reset slots, in batches that are laid out lane by lane."""
     rng, slots, start = np.random.default_rng(0), 2**18 // LANES, 0
@@ -487,6 +539,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.1, help="length of a round")
     parser.add_argument("--no-peers", action="store_true", help="Tallyroll only")
     parser.add_argument("--priorities", action="store_true", help="prioritised draws and updates")
+    parser.add_argument("--n-step", action="store_true", help="256 rows of 3 steps")
     parser.add_argument("--sizes", type=int, nargs="+", help="rows of the ring")
     parser.add_argument("--rows", type=numbers, help="the index alone, of so many rows: 1e6,1e8")
     parser.add_argument("--batches", type=numbers, default=[64, 128, 2**16], help="with --rows")
@@ -520,6 +573,14 @@ def main() -> None:
     # A write and a read together take more than 0.1 ms.
     enough = int((args.rounds + 1) * (args.seconds + QUANTUM) / 1e-4) + 100
     records: list[dict[str, Any]] = []
+    if args.n_step:
+        results = play_and_close(n_step_calls(args.sizes[0]), args.rounds, args.seconds)
+        print_results(
+            f"3 steps of 256 of {args.sizes[0]} rows", results, [], "peer", ("call", "row")
+        )
+        if args.json:
+            write_json(args.json, [{"contender": r.name, "us": r.vector_step_us} for r in results])
+        return
     if args.priorities:
         for size, work in itertools.product(args.sizes, ("draw", "update")):
             for result in play_priorities(size, work, args):

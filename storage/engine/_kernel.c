@@ -276,6 +276,58 @@ static PyObject *same_rows(PyObject *self, PyObject *const *args, Py_ssize_t giv
     Py_RETURN_NONE;
 }
 
+/* sum_steps(chain, ends, others, rewards, powers, count, last, sums, ring): see `Kernel`. The
+   caller owns the arrays. The function holds their buffers until it returns. */
+static PyObject *sum_steps(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    (void)self;
+    Py_buffer buffers[8];
+    if (want(given, 9) < 0)
+        return NULL;
+    const int64_t ring = PyLong_AsLongLong(args[8]);
+    if (PyErr_Occurred() || open_buffers(args, buffers, 8) < 0)
+        return NULL;
+    const int64_t *chain = (const int64_t *)buffers[0].buf;
+    const char *ends = (const char *)buffers[1].buf, *others = (const char *)buffers[2].buf;
+    const char *rewards = (const char *)buffers[3].buf;
+    const double *powers = (const double *)buffers[4].buf;
+    int64_t *count = (int64_t *)buffers[5].buf, *last = (int64_t *)buffers[6].buf;
+    double *sums = (double *)buffers[7].buf;
+    const int64_t n = buffers[4].len / 8, rows = buffers[5].len / 8, size = buffers[3].itemsize;
+    const int64_t slots = buffers[1].len;
+    int inside = n > 0 && (size == 4 || size == 8) && ring >= 0 && buffers[0].len == n * rows * 8 &&
+                 buffers[6].len == rows * 8 && buffers[7].len == rows * 8 &&
+                 buffers[2].len == slots && buffers[3].len / size == slots;
+    for (int64_t i = 0; inside && i < rows; i++) {
+        double sum = 0;
+        int64_t k = 0;
+        for (;; k++) {
+            const int64_t row = chain[k * rows + i], slot = ring ? row % ring : row;
+            if (slot < 0 || slot >= slots) {
+                inside = 0;
+                break;
+            }
+            const double reward =
+                size == 4 ? *(const float *)(rewards + slot * 4) : *(const double *)(rewards + slot * 8);
+            sum = k ? sum + reward * powers[k] : reward * powers[k];
+            last[i] = row;
+            if (k + 1 == n)
+                break;
+            if (ends[slot] || others[slot] || chain[(k + 1) * rows + i] == row) {
+                sum += 0.0; /* as NumPy adds unused rewards */
+                break;
+            }
+        }
+        count[i] = k + 1;
+        sums[i] = sum;
+    }
+    release_buffers(buffers, 8);
+    if (inside)
+        Py_RETURN_NONE;
+    PyErr_SetString(PyExc_IndexError, "a row is not there");
+    return NULL;
+}
+
 #include "_sum_tree.c"
 #include "_lane_blocks.c"
 #include "_frame_pool.c"
@@ -286,6 +338,7 @@ static PyMethodDef functions[] = {
     {"gather_rows", (PyCFunction)(void (*)(void))gather_rows, METH_FASTCALL, NULL},
     {"pack_runs", (PyCFunction)(void (*)(void))pack_runs, METH_FASTCALL, NULL},
     {"same_rows", (PyCFunction)(void (*)(void))same_rows, METH_FASTCALL, NULL},
+    {"sum_steps", (PyCFunction)(void (*)(void))sum_steps, METH_FASTCALL, NULL},
     {"put_leaves", (PyCFunction)(void (*)(void))put_leaves, METH_FASTCALL, NULL},
     {"renew_sums", (PyCFunction)(void (*)(void))renew_sums, METH_FASTCALL, NULL},
     {"draw_rows", (PyCFunction)(void (*)(void))draw_rows, METH_FASTCALL, NULL},

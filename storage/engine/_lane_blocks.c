@@ -79,13 +79,18 @@ static inline int64_t entry(const Numbers *of, int64_t i)
     }
 }
 
-/* Return for each byte the number of bits that are set in it and in the bytes below it. */
-static inline uint64_t ones_up_to(uint64_t word)
+/* Return for each byte the number of bits that are set in it. */
+static inline uint64_t ones_of_bytes(uint64_t word)
 {
     word -= (word >> 1) & 0x5555555555555555u;
     word = (word & 0x3333333333333333u) + ((word >> 2) & 0x3333333333333333u);
-    word = (word + (word >> 4)) & 0x0f0f0f0f0f0f0f0fu;
-    return word * 0x0101010101010101u;
+    return (word + (word >> 4)) & 0x0f0f0f0f0f0f0f0fu;
+}
+
+/* Return for each byte the number of bits that are set in it and in the bytes below it. */
+static inline uint64_t ones_up_to(uint64_t word)
+{
+    return ones_of_bytes(word) * 0x0101010101010101u;
 }
 
 static inline int ones(uint64_t word)
@@ -112,6 +117,8 @@ static inline int64_t lowest_bit(uint64_t word)
 /* Return the index of the set bit that has `rank` other set bits below it. */
 static inline int64_t nth_bit(uint64_t word, int64_t rank)
 {
+    if (rank < STEP && !(~word & low_bits(rank + 1))) /* no gap below the bit, as in most layers */
+        return rank;
     const uint64_t sums = ones_up_to(word);
     int64_t bit = 0;
     while (bit < STEP - 8 && (int64_t)((sums >> bit) & 0xff) <= rank)
@@ -198,6 +205,25 @@ static inline uint64_t lane_word(const ShelfWords *shelf, int64_t at_word)
     return *(const uint64_t *)span(shelf->back.address, at_word * 8, 8);
 }
 
+/* Return the number of bits that are set in `count` words of lanes. */
+static int64_t ones_in(const ShelfWords *shelf, int64_t at_word, int64_t count)
+{
+    int64_t found = 0;
+    while (count > 0) {
+        /* The sum of each byte is at most 8 * 31, and the sum of a pair of bytes twice that. */
+        int64_t some = count < 31 ? count : 31;
+        const uint64_t *words = (const uint64_t *)span(shelf->back.address, at_word * 8, some * 8);
+        uint64_t bytes = 0;
+        for (int64_t k = 0; k < some; k++)
+            bytes += ones_of_bytes(words[k]);
+        bytes = (bytes & 0x00ff00ff00ff00ffu) + ((bytes >> 8) & 0x00ff00ff00ff00ffu);
+        found += (int64_t)((bytes * 0x0001000100010001u) >> 48);
+        at_word += some;
+        count -= some;
+    }
+    return found;
+}
+
 /* Return the number of sweeps of a block, and set `first` to the index of its first sweep. */
 static int64_t sweeps_of(const ShelfWords *shelf, int64_t slot, int64_t *first)
 {
@@ -208,10 +234,12 @@ static int64_t sweeps_of(const ShelfWords *shelf, int64_t slot, int64_t *first)
                             *first;
 }
 
-/* Find the lane and the rank of the row at an offset of a block. Return 0, or -1 if the block is
-   damaged. */
-static int spot_of(const Index *index, int64_t block, int64_t offset, int64_t *lane, int64_t *rank)
+/* Find the lane and the rank of the row at an offset of a block, and on a shelf of bits its bit in
+   the words of the lane, or else NONE. Return 0, or -1 if the block is damaged. */
+static int spot_of(const Index *index, int64_t block, int64_t offset, int64_t *lane, int64_t *rank,
+                   int64_t *bit_of_lane)
 {
+    *bit_of_lane = NONE;
     const Blocks *blocks = index->blocks;
     int64_t which = entry(&blocks->shelf, block), slot = entry(&blocks->slot, block);
     if (which < 0 || which >= blocks->shelves || slot < 0)
@@ -263,13 +291,14 @@ static int spot_of(const Index *index, int64_t block, int64_t offset, int64_t *l
         }
     }
     *lane = word * STEP + bit;
-    layer = (sweep - first) * shelf->layers + left - gone;
+    *bit_of_lane = layer = (sweep - first) * shelf->layers + left - gone;
     int64_t count, begin = lane_words(shelf, slot, *lane, &count);
     if (begin < 0)
         return -1;
-    *rank = 0;
-    for (int64_t k = 0; k < count && k * STEP < layer; k++)
-        *rank += ones(lane_word(shelf, begin + k) & low_bits(layer - k * STEP));
+    int64_t whole = layer / STEP < count ? layer / STEP : count;
+    *rank = ones_in(shelf, begin, whole);
+    if (whole < count)
+        *rank += ones(lane_word(shelf, begin + whole) & low_bits(layer - whole * STEP));
     return 0;
 }
 
@@ -332,10 +361,10 @@ static int64_t start_of(const Index *index, int64_t block, int64_t lane, int64_t
     return entry(&blocks->carried, lanes + lane);
 }
 
-/* Find the lane, the position and the start of a row. Return its block, or -1 if the index does
-   not contain the row or is damaged. */
+/* Find the lane, the position and, unless `start` is NULL, the start of a row. For `bit` see
+   `spot_of`. Return the block, or -1 if the index does not contain the row or is damaged. */
 static int64_t find_row(const Index *index, int64_t row, int64_t *lane, int64_t *position,
-                    int64_t *start)
+                    int64_t *start, int64_t *bit)
 {
     const Blocks *blocks = index->blocks;
     int64_t rank, block, offset = row - blocks->tail_first;
@@ -344,22 +373,27 @@ static int64_t find_row(const Index *index, int64_t row, int64_t *lane, int64_t 
             return -1;
         *lane = entry(&blocks->tail_lane, offset);
         *position = entry(&blocks->tail_position, offset);
-        *start = entry(&blocks->tail_start, offset);
+        *bit = NONE;
+        if (start)
+            *start = entry(&blocks->tail_start, offset);
         return blocks->first.count;
     }
     block = block_of_row(blocks, row);
     if (block < blocks->lost || (offset = row - entry(&blocks->first, block)) < 0 ||
-        spot_of(index, block, offset, lane, &rank) < 0)
+        spot_of(index, block, offset, lane, &rank, bit) < 0)
         return -1;
     *position = base_of(blocks, block, *lane) + rank;
+    if (!start)
+        return block;
     *start = start_of(index, block, *lane, rank);
     return *start < 0 ? -1 : block;
 }
 
 /* Write `count` rows of a lane in a block, from rank `rank` on, to every `stride`-th element of
-   `row`. Return 0, or -1 if the block is damaged. */
+   `row`. `bit` is the bit of the row before them (see `spot_of`), or NONE. Return 0, or -1 if the
+   block is damaged. */
 static int rows_in_block(const Index *index, int64_t block, int64_t lane, int64_t rank,
-                         int64_t count, int64_t *row, int64_t stride)
+                         int64_t count, int64_t bit, int64_t *row, int64_t stride)
 {
     const Blocks *blocks = index->blocks;
     int64_t which = entry(&blocks->shelf, block), slot = entry(&blocks->slot, block);
@@ -402,15 +436,20 @@ static int rows_in_block(const Index *index, int64_t block, int64_t lane, int64_
         return done == count ? 0 : -1;
     }
     int64_t words, begin = lane_words(shelf, slot, lane, &words);
-    for (int64_t k = 0; begin >= 0 && k < words && done < count; k++) {
+    for (int64_t k = bit < 0 ? 0 : bit / STEP; begin >= 0 && k < words && done < count; k++) {
         uint64_t word = lane_word(shelf, begin + k);
-        int64_t held = ones(word);
-        if (rank >= held) {
-            rank -= held;
-            continue;
+        if (bit >= 0) {
+            if (k == bit / STEP)
+                word &= ~low_bits(bit % STEP + 1);
+        } else {
+            int64_t held = ones(word);
+            if (rank >= held) {
+                rank -= held;
+                continue;
+            }
+            for (; rank > 0; rank--)
+                word &= word - 1;
         }
-        for (; rank > 0; rank--)
-            word &= word - 1;
         for (; word && done < count; word &= word - 1, done++) {
             int64_t layer = k * STEP + lowest_bit(word), beside = 0, sweep = first + layer;
             if (shelf->layers > 1) {  /* usually there is one layer, and division is slow */
@@ -434,11 +473,13 @@ static int rows_in_block(const Index *index, int64_t block, int64_t lane, int64_
 }
 
 /* Write the rows at `count` positions of a lane, from `position` on, to every `stride`-th element
-   of `row`. The search starts at block `block`. Return 0, or -1 if the index is damaged. */
+   of `row`. The search starts at block `block`, in which the row before them has the bit `bit` (see
+   `spot_of`), or NONE. Return 0, or -1 if the index is damaged. */
 static int rows_from(const Index *index, int64_t lane, int64_t position, int64_t count,
-                     int64_t block, int64_t *row, int64_t stride)
+                     int64_t block, int64_t bit, int64_t *row, int64_t stride)
 {
     const Blocks *blocks = index->blocks;
+    const int64_t before = block;
     int64_t base = entry(&blocks->tail_base, lane), last = blocks->first.count - 1;
     if (base < 0 || position < 0)
         return -1;
@@ -450,7 +491,9 @@ static int rows_from(const Index *index, int64_t lane, int64_t position, int64_t
         int64_t here = base_of(blocks, block + 1, lane) - position;
         if (here > count)
             here = count;
-        if (here < 1 || rows_in_block(index, block, lane, rank, here, row, stride) < 0)
+        if (block != before)
+            bit = NONE;
+        if (here < 1 || rows_in_block(index, block, lane, rank, here, bit, row, stride) < 0)
             return -1;
         row += here * stride;
         position += here;
@@ -583,13 +626,14 @@ static PyObject *no_row(int64_t row)
 static PyObject *spots_of(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     Asked asked;
+    int64_t bit;
     (void)self;
     if (want(count, 4) < 0 || open_asked(args[0], args[1], args[2], args[3], 3, &asked) < 0)
         return NULL;
     int64_t *lane = (int64_t *)asked.found.buffer.buf;
     Py_ssize_t n = asked.rows.count, i = 0;
     while (i < n && find_row(&asked.index, asked.rows.words[i], lane + i, lane + n + i,
-                             lane + 2 * n + i) >= 0)
+                             lane + 2 * n + i, &bit) >= 0)
         i++;
     PyObject *result = i < n ? no_row(asked.rows.words[i]) : Py_NewRef(Py_None);
     close_asked(&asked);
@@ -611,8 +655,9 @@ static PyObject *windows_of(PyObject *self, PyObject *const *args, Py_ssize_t co
     int64_t *found = (int64_t *)asked.found.buffer.buf;
     int64_t most = length < 1 ? 0 : asked.found.buffer.len / (Py_ssize_t)sizeof(int64_t) / length;
     for (Py_ssize_t i = 0; i < asked.rows.count && done < most; i++) {
-        int64_t lane, position, start, *row = found + done * length;
-        int64_t block = find_row(&asked.index, asked.rows.words[i], &lane, &position, &start);
+        int64_t lane, position, start, bit, *row = found + done * length;
+        int64_t block =
+            find_row(&asked.index, asked.rows.words[i], &lane, &position, &start, &bit);
         if (block < 0) {
             no_row(asked.rows.words[i]);
             goto all;
@@ -620,7 +665,7 @@ static PyObject *windows_of(PyObject *self, PyObject *const *args, Py_ssize_t co
         int64_t begin = position - length + 1, floor = base_of(blocks, blocks->lost, lane);
         if (begin < start || begin < floor)
             continue;
-        if (rows_from(&asked.index, lane, begin, length, block, row, 1) < 0) {
+        if (rows_from(&asked.index, lane, begin, length, block, NONE, row, 1) < 0) {
             no_row(asked.rows.words[i]);
             goto all;
         }
@@ -660,7 +705,8 @@ static PyObject *rows_at(PyObject *self, PyObject *const *args, Py_ssize_t count
         int64_t *first = row + i * length;
         more = more < 0 ? 0 : more > length - 1 ? length - 1 : more;
         if (length > 0 &&
-            rows_from(&index, lane, position + more, length - more, block, first + more, 1) < 0) {
+            rows_from(&index, lane, position + more, length - more, block, NONE, first + more, 1) <
+                0) {
             PyErr_Format(PyExc_IndexError, "lane %lld has no row %lld in the index", lane,
                          position + length - 1);
             goto all;
@@ -695,9 +741,9 @@ static PyObject *walk_onward(PyObject *self, PyObject *const *args, Py_ssize_t c
     Py_ssize_t n = asked.rows.count;
     int64_t *row = (int64_t *)asked.found.buffer.buf;
     for (Py_ssize_t i = 0; i < n; i++) {
-        int64_t lane, position, start, block, steps = 1;
+        int64_t lane, position, block, bit, steps = 1;
         Piece piece;
-        if ((block = find_row(index, rows[i], &lane, &position, &start)) < 0)
+        if ((block = find_row(index, rows[i], &lane, &position, NULL, &bit)) < 0)
             goto damaged;
         if (length > 1) {
             int64_t total = entry(&index->blocks->tail_total, lane), stop = position + length;
@@ -715,9 +761,10 @@ static PyObject *walk_onward(PyObject *self, PyObject *const *args, Py_ssize_t c
             }
             steps = (until < stop ? until : stop) - position;
         }
-        if (steps > length)
-            steps = length;
-        if (rows_from(index, lane, position, steps, block, row + i, n) < 0)
+        if (length < 1)
+            continue;
+        row[i] = rows[i];
+        if (rows_from(index, lane, position + 1, steps - 1, block, bit, row + n + i, n) < 0)
             goto damaged;
         for (int64_t k = steps; k < length; k++)
             row[k * n + i] = row[(steps - 1) * n + i];

@@ -247,6 +247,36 @@ class Kernel(TreeKernel, FrameKernel, Protocol):
             ValueError: the arrays differ in size, or their rows have fewer than ``skip`` bytes.
         """
 
+    def sum_steps(
+        self,
+        chain: np.ndarray,
+        ends: np.ndarray,
+        others: np.ndarray,
+        rewards: np.ndarray,
+        powers: np.ndarray,
+        count: np.ndarray,
+        last: np.ndarray,
+        sums: np.ndarray,
+        ring: int,
+        /,
+    ) -> None:
+        """Sum the rewards along chains of rows; see `n_step`. All arrays are contiguous.
+
+        Args:
+            chain: consecutive rows of trajectories, int64 [n, rows]; the last one is repeated.
+            ends: flags that end a trajectory, bool [slots, 1].
+            others: more such flags, or the same array.
+            rewards: the rewards, float32 or float64 [slots, 1].
+            powers: the factors of the rewards, float64 [n].
+            count: the output array for the numbers of summed rewards, int64 [rows].
+            last: the output array for the last rows, int64 [rows].
+            sums: the output array for the sums, float64 [rows].
+            ring: row r is in slot r % ring, or in slot r if ``ring`` is 0.
+
+        Raises:
+            IndexError: a row is not in the slots, or arrays differ in length.
+        """
+
 
 def table_of(words: Iterable[int | np.ndarray]) -> bytes:
     """Return a table of numbers and of array addresses, which does not keep the arrays alive.

@@ -407,6 +407,13 @@ class FileReader(RowReader):
             columns = [columns[engine.keys.index(key)] for key in keys]
         return [column.take(slots, axis=0) for column in columns]
 
+    def mapped(self, keys: Sequence[Key]) -> list[np.ndarray] | None:
+        engine = self.running()
+        if engine.pools is not None:
+            return None
+        columns, own = engine.space.arrays(), engine.keys
+        return [columns[own.index(key)] for key in keys]
+
     def gather(self, rows: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
         # The arrays come from the pool, and return to it when nothing refers to them.
         if not self.ring:

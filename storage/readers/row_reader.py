@@ -337,6 +337,14 @@ class RowReader(ABC):
             return self.copies(rows)
         return [self.column(key).take(at) for key, at in zip(self.keys, rows, strict=True)]
 
+    def mapped(self, keys: Sequence[Key]) -> list[np.ndarray] | None:
+        """Return the arrays [slots, ...] in which these columns are stored, for compiled functions.
+
+        Row r is at index ``slots_of(r)``, and there may be more slots than rows. The result is None
+        if a column is not in such an array.
+        """
+        return None
+
     def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
         """Return the rows at ``index``, as `DiskStorage.get` does; 0 is the first valid row.
 
