@@ -166,9 +166,8 @@ def train(storage: MemmapStorage, args: Args) -> QValueActor:
                     index = torch.randint(len(storage), (args.minibatch,))
                     rows = n_step(storage, index, args.steps, args.gamma)
                 else:
-                    drawn, weights = sampler.draw(args.minibatch)
-                    rows = n_step(storage, storage.index_of(drawn), args.steps, args.gamma)
-                    rows["priority_weight"] = torch.from_numpy(weights)  # the loss reads this key
+                    # The loss reads "priority_weight", and writes "td_error".
+                    rows = sampler.sample(args.minibatch, n_step=args.steps, gamma=args.gamma)
                 rows["next", "reward"] *= 1 - args.gamma  # scales the values to [0, 1]
                 optimizer.zero_grad()
                 loss(rows)["loss"].backward()
@@ -176,7 +175,7 @@ def train(storage: MemmapStorage, args: Args) -> QValueActor:
                 optimizer.step()
                 target.step()
                 if sampler is not None:
-                    sampler.update_rows(drawn, rows["td_error"])
+                    sampler.update_priority(rows, rows["td_error"])
             collector.update_policy_weights_()
             if stored % report == 0 or stored == args.total_frames:
                 metrics = collector.metrics(window=100)

@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -48,7 +49,8 @@ from tallyroll.storage.readers.row_reader import (
     take_rows,
 )
 from tallyroll.storage.rows.consistent_read import read_consistently
-from tallyroll.storage.rows.keys import Key
+from tallyroll.storage.rows.keys import Key, Keys, as_key
+from tallyroll.storage.sampling.n_steps import n_step as steps_of
 from tallyroll.storage.sampling.sampled_storage import (
     require_same,
     require_slots_stay,
@@ -120,7 +122,7 @@ class PrioritizedSampler(Sampler):
 
     or alone::
 
-        batch = sampler.sample(256)
+        batch = sampler.sample(256)  # or sample(256, n_step=3, gamma=0.99)
         sampler.update_priority(batch, td_error)
 
     A row is drawn with replacement, with the probability p^alpha / sum(p^alpha), where p is its
@@ -260,23 +262,54 @@ class PrioritizedSampler(Sampler):
             "a smaller slice_len, or collect more."
         )
 
-    def sample(self, storage: Any, batch_size: int | None = None) -> Any:
+    def sample(
+        self,
+        storage: Any,
+        batch_size: int | None = None,
+        *,
+        n_step: int | None = None,
+        gamma: float | torch.Tensor | None = None,
+        keys: Keys | None = None,
+    ) -> Any:
         """Return a sample: ``sample(n)`` for direct use, ``sample(storage, n)`` for a buffer.
 
         ``sample(n)`` returns a TensorDict of n rows [n], or of sequences [n, slice_len], with
-        ``"priority_weight"`` and ``("collector", "row")``.
+        ``"priority_weight"`` and ``("collector", "row")``. ``sample(n, n_step=3, gamma=0.99)``
+        returns the same rows as `n_step` does, with rewards of up to 3 steps and with their
+        ``"index"``. Sequences are then not marked at their ends, because the sums go on there.
 
         ``sample(storage, n)``, which TorchRL's buffers call, returns the index of n rows,
         and a mapping that contains these two columns and the values that differ from the stored
         ones. With ``slice_len``, the rows belong to n / slice_len sequences.
 
+        Args:
+            storage: n, the number of rows or sequences; or the storage, if a buffer calls this.
+            batch_size: the number of rows, if a buffer calls this.
+            n_step: the maximum number of rewards to sum, for direct use; None: stored rewards.
+            gamma: the discount of one step, see `n_step`.
+            keys: the columns to return, for direct use; None: all.
+
         Raises:
             NoSlices: there is nothing to draw.
-            ValueError: the storage is not the sampler's, or n is not a multiple of ``slice_len``.
+            ValueError: the storage is not the sampler's, n is not a multiple of ``slice_len``, or
+                only one of ``n_step`` and ``gamma`` was passed.
+            ColumnsMissing: one of ``keys`` does not exist.
+            SumTooLarge: see `n_step`.
             Overrun: another thread overwrites a ring faster than it is read.
         """
+        if (n_step is None) != (gamma is None):
+            raise ValueError(
+                f"n_step: expected n_step and gamma together, got n_step={n_step}, gamma={gamma}. "
+                "Pass both, or none for the stored rewards."
+            )
         if batch_size is None:
-            return read_consistently(self._reader, lambda: self._sample(storage))
+            take = partial(self._rows_of, n_step=n_step, gamma=gamma, keys=keys)
+            return read_consistently(self._reader, lambda: self._sample(storage, take))
+        if n_step is not None or keys is not None:
+            raise ValueError(
+                "batch_size: expected sample(n, n_step=..., keys=...), got a storage as well. "
+                "Leave out the storage. For the batch of a buffer, call tallyroll.storage.n_step."
+            )
         require_same(self.storage, storage)
         length = self.slice_len or 1
         if batch_size < 1 or batch_size % length:
@@ -299,19 +332,49 @@ class PrioritizedSampler(Sampler):
         """Return values at both ends of sequences [n, length] that differ from the stored ones."""
         return end_marks(self._reader, Slices(rows))
 
-    def _sample(self, count: int) -> TensorDict:
+    def _rows_of(
+        self,
+        rows: np.ndarray,
+        *,
+        n_step: int | None,
+        gamma: float | torch.Tensor | None,
+        keys: Keys | None,
+    ) -> TensorDict:
+        """Return the rows with these numbers; raise `IndexOutOfRange` if a row is overwritten."""
+        reader = self._reader
+        if n_step is None or gamma is None:
+            own = reader if keys is None else self.storage.reader_with(keys)
+            found = take_rows(own, rows, keys)
+            if self._starts is not None:
+                self._mark(found, rows, None if keys is None else [*map(as_key, keys)])
+            return found
+        index = index_of(reader, rows)
+        found = steps_of(self.storage, index, n_step, gamma, keys=keys)
+        self._require_there(rows)
+        found.set("index", torch.from_numpy(index))
+        return found
+
+    def _mark(self, found: TensorDict, rows: np.ndarray, keys: list[Key] | None) -> None:
+        """Mark the ends of sequences, in those of the columns ``keys``; None: in all."""
+        for key, values in self._marks(rows).items():
+            if keys is None or key in keys:
+                found.set(key, values.reshape(*rows.shape, *values.shape[1:]))
+        self._require_there(rows)
+
+    def _require_there(self, rows: np.ndarray) -> None:
+        reader = self._reader
+        if rows.min() < reader.span.start:
+            raise IndexOutOfRange(f"a row of {reader.path} was overwritten after it was drawn.")
+
+    def _sample(self, count: int, take: Callable[[np.ndarray], TensorDict]) -> TensorDict:
         reader, deadline = self._reader, time.monotonic() + _PATIENCE_SECONDS
         while True:
             rows, weights = self.draw(count)
             with contextlib.suppress(IndexOutOfRange):  # rows were overwritten after the draw
-                found = take_rows(reader, rows)
-                marks = {} if self._starts is None else self._marks(rows)
-                if not marks or rows.min() >= reader.span.start:
-                    break
+                found = take(rows)
+                break
             if time.monotonic() > deadline:
                 raise reader.overrun(f"{rows.size} rows")
-        for key, values in marks.items():
-            found.set(key, values.reshape(*rows.shape, *values.shape[1:]))
         found.set(ROW, torch.from_numpy(rows))
         shape = (-1, *(1 for _ in rows.shape[1:]))
         found.set(WEIGHT, torch.from_numpy(weights).reshape(shape).expand(rows.shape).clone())
