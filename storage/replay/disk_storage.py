@@ -25,7 +25,6 @@ from tallyroll.storage.errors import (
 from tallyroll.storage.files.excluded_columns import excluded_note
 from tallyroll.storage.files.run_events import shown
 from tallyroll.storage.package.moved_attributes import MovedAttribute
-from tallyroll.storage.readers.file_reader import Mode
 from tallyroll.storage.readers.row_reader import ReusedRows, RowReader, index_of
 from tallyroll.storage.replay import buffers, foreign_checkpoints
 from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
@@ -35,7 +34,7 @@ from tallyroll.storage.rows.frame_stacks import FrameStack
 from tallyroll.storage.rows.keys import Key, Keys, as_key, format_key
 from tallyroll.storage.rows.progress import MoreDone, Progress
 from tallyroll.storage.stores.rewinds import require_not_rewound
-from tallyroll.storage.stores.row_store import Once, RowStore
+from tallyroll.storage.stores.row_store import Once, OpenMode, RowStore
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 from tallyroll.storage.stores.temporary import TemporaryFolder
 from tallyroll.storage.trajectories.id_checks import Ids
@@ -96,7 +95,9 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
             exits; the exit of a forked child does not delete it. Batches and readers keep the rows
             that they refer to. A killed process leaves its folder behind.
         mode: ``"create"`` refuses an existing storage and writes nothing until the schema is known.
-            ``"append"`` continues after the last row. ``"read"`` never writes.
+            ``"append"`` continues after the last row. ``"read"`` never writes. ``"auto"`` appends
+            to an existing storage, which must have the same ``max_size``, and creates one if there
+            is none. The attribute `mode` is then ``"append"`` or ``"create"``.
         capacity: the number of rows to reserve space for, including existing rows. The storage
             grows beyond it if its format can grow.
         max_size: the number of slots of a ring, in which new rows overwrite the oldest. None keeps
@@ -125,6 +126,8 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
         CopyOfOpenStorage: the files are such a copy, and ``accept_copy`` is False.
         OpenError: the path cannot be opened or created in this mode (the subclasses say why).
         CorruptStorage: the files are damaged.
+        ValueError: an argument has an invalid value, or ``max_size`` or ``once`` differs from that
+            of an existing storage.
     """
 
     sharded: ClassVar[bool] = False
@@ -141,7 +144,7 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
         self,
         path: str | os.PathLike[str] | None = None,
         *,
-        mode: Mode = "create",
+        mode: OpenMode = "create",
         capacity: int | None = None,
         max_size: int | None = None,
         durability: Durability = "process",

@@ -41,7 +41,8 @@ class OpenedFiles:
     Args:
         reader: the reader of the files.
         capacity: the number of rows to reserve space for, or 0.
-        max_size: the number of slots of a ring; None keeps every row.
+        max_size: the number of slots of a ring, or 0 to keep every row. None is 0 for new files,
+            and accepts any existing ones.
         durability: the failures that a commit survives; see `DiskStorage`.
         accept_copy: True to open a copy of a storage that was open for writing.
         once: function that chooses the columns that a new storage stores once; None: none.
@@ -92,12 +93,12 @@ class OpenedFiles:
 
     def _make_ready(self, wanted: int | None) -> None:
         reader = self.reader
-        if wanted and wanted != reader.ring:
-            raise ValueError(
-                f"max_size={wanted} was given, but {self.path} "
-                + (f"is a ring of {reader.ring} rows." if reader.ring else "keeps every row.")
-                + " Leave max_size out when opening."
-            )
+        if wanted is not None and wanted != reader.ring:
+            given = f"max_size={wanted} was given" if wanted else "max_size was not given"
+            there, remedy = "keeps every row", "Leave max_size out"
+            if ring := reader.ring:
+                there, remedy = f"is a ring of {ring} rows", f"Give max_size={ring}"
+            raise ValueError(f"{given}, but {self.path} {there}. {remedy}, or give another path.")
         if reader.mode == "append":
             self._finish_rewind()
         if reader.ring and reader.mode == "append" and "finalized" in reader.manifest:

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from tallyroll.storage.engine.commit_engine import Durability
 from tallyroll.storage.engine.frame_pools import PoolUsage
 from tallyroll.storage.engine.once_columns import plan_auto, plan_once
+from tallyroll.storage.errors import StorageExists
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.paths import translates_errors, user_path
 from tallyroll.storage.formats.base import Format
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 Once: TypeAlias = bool | Literal["auto"]
 """The storages and columns whose frames are stored once; see `DiskStorage`."""
+OpenMode: TypeAlias = Mode | Literal["auto"]
+"""``"auto"`` appends to an existing storage and creates any other; see `DiskStorage`."""
 
 
 class RowStore:
@@ -50,7 +53,7 @@ class RowStore:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        mode: Mode,
+        mode: OpenMode,
         capacity: int | None,
         durability: Durability,
         max_size: int | None = None,
@@ -58,30 +61,39 @@ class RowStore:
         once: Once = "auto",
         stacks: Sequence[FrameStack] = (),
     ) -> None:
-        _check_choice("mode", mode, ("create", "append", "read"))
+        _check_choice("mode", mode, ("create", "append", "read", "auto"))
         _check_choice("durability", durability, ("process", "power"))
         _check_rows("capacity", capacity)
         _check_rows("max_size", max_size)
         self.path = user_path(path)
-        self.mode = mode
+        is_auto, kind = mode == "auto", self._format_class(self.path.absolute())
+        self.mode = mode = _mode_at(kind) if mode == "auto" else mode
         if max_size is not None and not self._format_class.rings:
             raise ValueError(
                 f"max_size={max_size} requests a ring, but {type(self).__name__} keeps every row. "
                 "Use MemmapStorage(path, max_size=...), or leave max_size out."
             )
-        plan = self._plan_of(once, stacks)
-        files = FileReader(self._format_class(self.path.absolute()), self.path, mode)
+        existing = is_auto and mode == "append"
+        plan = None if existing else self._plan_of(once, stacks)
+        files = FileReader(kind, self.path, mode)
         self.reader = files
         opened = OpenedFiles(
             files,
             capacity=capacity or 0,
-            max_size=max_size,
+            max_size=max_size or 0 if is_auto else max_size,
             durability=durability,
             accept_copy=accept_copy,
             once=plan,
             declared_once=plan_auto if once == "auto" and max_size and files.format.pools else None,
         )
         self.writer: RowWriter | NoWriter = RowWriter(opened)
+        if existing and type(once) is bool and once != bool(files.once):
+            self.writer.close()
+            raise ValueError(
+                f"once={once} was given, but {self.path} exists and has "
+                f"{'whole observations' if once else 'frames stored once'}. Leave once out, or "
+                "give another path."
+            )
 
     def _plan_of(self, once: Once, stacks: Sequence[FrameStack]) -> PlanOnce | None:
         """Return the plan of the columns that a new storage with any rows stores once."""
@@ -400,6 +412,19 @@ def _state_of(store: RowStore) -> str:
     each = f" of {store.schema.row_nbytes:,} bytes" if store.head else ""
     ring = f", the newest of {store.head:,}, in a ring of {store.ring:,}" if store.ring else ""
     return f"{len(store):,} rows{each}{ring}"
+
+
+def _mode_at(files: Format) -> Mode:
+    """Return the mode that appends to an existing storage, or creates one.
+
+    Raises:
+        OpenError: something else is at the path.
+    """
+    try:
+        files.refuse_existing()
+    except StorageExists:
+        return "append"
+    return "create"
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -158,7 +158,7 @@ class StoredRun:
         next_id, reader = self.counts.next_id, self._reader
         if reader is not None:
             self._drawn_at = reader.head
-            if reader.head and len(ids := reader.shown(TRAJ_IDS)):
+            if reader.head and TRAJ_IDS in reader.keys and len(ids := reader.shown(TRAJ_IDS)):
                 next_id = max(next_id, int(ids.max()) + 1)
             # A ring may have overwritten the rows with the largest ids.
             record = whole_record(reader)
