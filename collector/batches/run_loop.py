@@ -69,7 +69,9 @@ class RunLoop:
         self._rollout, self._checks, self._finals = rollout, checks, finals
         self._output, self.fast_collect, self._acting = output, fast_collect, acting
         self._apart = apart
-        self._blocks = CheckedBlocks(run, rollout, checks, slabs.rewards, in_place=slabs.in_place)
+        self._blocks = CheckedBlocks(
+            run, rollout, checks, slabs.rewards, slabs.looked_at, in_place=slabs.in_place
+        )
         self._everywhere = np.ones(len(run.lanes.step), np.bool_)
         self._at_once = plan.rows.way == "slab"
         """True if :meth:`collect` stores each block on arrival."""

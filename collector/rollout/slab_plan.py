@@ -118,6 +118,12 @@ class SlabPlan:
     spaces: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Spaces of observations and actions as JSON, by column name; workers may have other ones."""
 
+    @property
+    def looked_at(self) -> tuple[Key, ...]:
+        """Keys of the flags and rewards, which the run loop reads."""
+        keys = (DONE, TERMINATED, TRUNCATED, *self.dones, *self.inits, *self.rewards)
+        return tuple(key for key in dict.fromkeys(keys) if key in self.layout)
+
     def executed(self, slab: Slab, start: int, stop: int, pending: NDArray[np.bool_]) -> Mask:
         """Return marks ``[time, lane]`` of the slots ``[start, stop)`` that are transitions.
 

@@ -12,10 +12,10 @@ After ``hand_over``, the collector counts the rows. Before that, and after an er
 counts them, in ``carried`` or as discarded.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from tallyroll.collector.policies.several.openings import Counts, Openings
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.rows.keys import Key
+from tallyroll.storage.rows.transfers import HOST, move_columns
 
 ValidSlots = Callable[[Slab, int], int]
 """Takes a slab and its number of filled slots, and returns the number of leading valid slots."""
@@ -82,6 +83,8 @@ class Block:
     kept: bool = False
     _index_there: torch.Tensor | None = None
     """The copy of ``index`` on the device of the slab."""
+    _fetched: dict[Key, torch.Tensor] | None = None
+    """Copies on the host of the columns that :meth:`fetch` was called with first."""
 
     @classmethod
     def of(
@@ -132,6 +135,29 @@ class Block:
         if self._index_there is None:
             self._index_there = torch.from_numpy(self.index).to(device)
         return self._index_there
+
+    def fetch(
+        self, keys: Sequence[Key], others: Mapping[Any, torch.Tensor]
+    ) -> dict[Any, torch.Tensor]:
+        """Copy the columns ``keys`` and ``others`` to the host with one wait; return ``others``.
+
+        The columns are ``[used, lane, ...]``. Later calls do not copy them again.
+        """
+        columns: dict[Any, torch.Tensor] = {}
+        if self._fetched is None:
+            columns = {("block", key): self.slab.columns[key][: self.used] for key in keys}
+        moved = move_columns({**columns, **others}, HOST)
+        if self._fetched is None:
+            self._fetched = {key: moved["block", key] for key in keys}
+        return {key: moved[key] for key in others}
+
+    def fetched(self, keys: Sequence[Key]) -> dict[Key, torch.Tensor]:
+        """Return the rows ``[row, ...]`` of the columns ``keys`` on the host; see :meth:`fetch`."""
+        if self._fetched is None:
+            self.fetch(keys, {})
+        assert self._fetched is not None
+        index = torch.from_numpy(self.index)
+        return {key: self._fetched[key].flatten(0, 1).index_select(0, index) for key in keys}
 
     def keep(self, more: bool) -> bool:
         """Keep the slots until :meth:`release`, and return True, if their owner can do so.

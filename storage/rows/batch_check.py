@@ -17,6 +17,7 @@ from tallyroll.storage.errors import RowsMismatch
 from tallyroll.storage.rows.batch_dims import levels_of
 from tallyroll.storage.rows.keys import TRAJ_IDS, Key, format_key
 from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.rows.tensordict_builder import require_dense, require_rows
 
 _IS_NESTED = attrgetter("is_nested")
 
@@ -188,6 +189,34 @@ class BatchCheck:
             f"these rows do not fit {self._path}: {'; '.join(found)}. Nothing was written. Give "
             "exactly the columns of its schema."
         ) from None
+
+
+def fitting_tensors(
+    columns: Mapping[Key, torch.Tensor], schema: Schema, path: Path
+) -> list[torch.Tensor]:
+    """Return the columns [n, ...], on any device, in the order of the schema.
+
+    Raises:
+        RowsMismatch: the columns, dtypes or shapes differ from the schema.
+    """
+    wrong = [f"{format_key(key)} is not a column here" for key in columns.keys() - {*schema.keys}]
+    values = []
+    for column in schema.columns:
+        leaf = columns.get(column.key)
+        if leaf is None or leaf.dtype is not column.dtype or leaf.shape[1:] != column.shape:
+            got = "missing" if leaf is None else f"{leaf.dtype} {list(leaf.shape[1:])}"
+            wanted = f"{column.dtype} {list(column.shape)}"
+            wrong.append(f"{format_key(column.key)} is {got}, expected {wanted}")
+            continue
+        require_dense(column.key, leaf)
+        values.append(leaf.detach().resolve_conj().resolve_neg())
+    if wrong:
+        raise RowsMismatch(
+            f"these rows do not fit {path}: {'; '.join(wrong)}. Nothing was written. Give "
+            "exactly the columns of its schema."
+        )
+    require_rows(columns, len(values[0]))
+    return values
 
 
 _NOT_FLAT = (

@@ -10,7 +10,7 @@ The steps of a run, in order:
 1. The constructor of a collector takes the claim, looks at `RowReader.manifest`, ``record`` and
    rows for a run to continue, reserves space, and begins an entry with the schema.
 2. Each batch is one `RunWriter.append`, which stores the rows and the record that counts them, or
-   nothing.
+   nothing. If rows are on a device, a `TensorWriter` gets them by ``append_tensors`` instead.
 3. A call that changes environments is an event of the run's entry.
 4. At the end the last record is written, files are flushed, and the claim ends.
 
@@ -24,9 +24,12 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
+
 from tallyroll.storage.engine.columns import CopiedInSteps
 from tallyroll.storage.readers.file_reader import Mode
 from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.stores.run_claim import RunClaim
 
@@ -82,7 +85,7 @@ class RunWriter(Protocol):
         """True for a `RowWriter`, for which the C extension can store a few slots in one call.
 
         Other sinks return False. All their rows come through :meth:`append`, which is a little
-        slower.
+        slower, or through `TensorWriter.append_tensors`.
         """
 
     def append(self, rows: CopiedInSteps, record: bytes | None = None) -> range:
@@ -106,6 +109,34 @@ class RunWriter(Protocol):
 
     def put_record(self, payload: bytes) -> None:
         """Replace the record without writing rows."""
+
+
+class TensorWriter(RunWriter, Protocol):
+    """Writer that also accepts rows as tensors on a device. The method is optional for a sink."""
+
+    def append_tensors(
+        self, columns: Mapping[Key, torch.Tensor], at: int, record: bytes | None = None
+    ) -> range:
+        """Append rows and the record atomically, as :meth:`append` does.
+
+        A collector calls this method instead of :meth:`append` if a column of the rows is on a
+        device. The columns fit the schema. Flags and the columns of ``"collector"`` are on the
+        host.
+
+        Args:
+            columns: a tensor [count, ...] for each column of the schema, in its order, with its
+                dtype. The device may still be computing them. The caller may reuse the memory of
+                those on the host after the call.
+            at: the number of the first row, which is ``reader.head``.
+            record: see :meth:`append`.
+
+        Returns:
+            The numbers of the rows.
+
+        Raises:
+            NotAnAppend: the next row has another number than ``at``; nothing was written.
+            WriteError: the write was refused and nothing was written.
+        """
 
 
 class RunsOfSink(Protocol):

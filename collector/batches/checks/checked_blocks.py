@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ class CheckedBlocks:
         rollout: the source of blocks.
         checks: the checks of values.
         rewards: keys of the reward columns.
+        looked_at: keys of the columns that the run loop reads.
         in_place: True if the slab holds the policy's observations.
     """
 
@@ -35,11 +37,12 @@ class CheckedBlocks:
         rollout: TransitionSource,
         checks: RangeChecks,
         rewards: Sequence[Key],
+        looked_at: Sequence[Key],
         *,
         in_place: bool,
     ) -> None:
         self._run, self._rollout, self._checks, self._in_place = run, rollout, checks, in_place
-        self._rewards, self._has_warned = rewards, False
+        self._rewards, self._looked_at, self._has_warned = rewards, looked_at, False
 
     def take(self, want: int, raised: BaseException | None = None) -> Block:
         """Return the next block, or raise ``raised``, the exception of an earlier fill.
@@ -60,7 +63,10 @@ class CheckedBlocks:
     def check(self, block: Block) -> None:
         """Count the events of ``block``, and raise if a value is outside its space."""
         post(self._run.ledger, block.entry)
-        bad = self._checks.first_violation(block.slab, block.used, self._run.lanes)
+        slab = block.slab
+        # On a device, the extremes of columns come to the host together with the flags.
+        fetch = None if slab.on_host else partial(block.fetch, self._looked_at)
+        bad = self._checks.first_violation(slab, block.used, self._run.lanes, fetch)
         if bad is not None:
             raise bad.error
         for board in getattr(self._rollout, "boards", ()):  # third-party sources have none

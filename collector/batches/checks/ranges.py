@@ -1,8 +1,8 @@
 """The ranges of values that an environment declares, by column."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,9 @@ from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.rows.dtypes import SIGNED
 from tallyroll.storage.rows.keys import NEXT, Key, as_key
 from tallyroll.storage.rows.transfers import HOST, move_columns
+
+Fetch = Callable[[dict[Any, torch.Tensor]], dict[Any, torch.Tensor]]
+"""Copies tensors to the host."""
 
 
 @dataclass(frozen=True)
@@ -151,11 +154,13 @@ class Range:
         return True
 
 
-def ranges_to_check(ranges: Sequence[Range], slab: Slab, used: int) -> Sequence[Range]:
+def ranges_to_check(
+    ranges: Sequence[Range], slab: Slab, used: int, fetch: Fetch | None = None
+) -> Sequence[Range]:
     """Return the ``ranges`` that values of the first ``used`` slots may violate.
 
-    Columns on a device are reduced there, and their extremes are copied to the host together. If
-    the columns are on the host, return all ``ranges``.
+    Columns on a device are reduced there, and ``fetch`` copies their extremes to the host together.
+    If the columns are on the host, return all ``ranges``.
     """
     if slab.on_host:
         return ranges
@@ -165,7 +170,8 @@ def ranges_to_check(ranges: Sequence[Range], slab: Slab, used: int) -> Sequence[
         for index, column in enumerate(columns)
         if column is not None and column.numel() and column.dtype not in SIGNED
     }
-    found = move_columns({(i, name): c for i in extremes for name, c in extremes[i].items()}, HOST)
+    fetch = partial(move_columns, device=HOST) if fetch is None else fetch
+    found = fetch({(i, name): c for i in extremes for name, c in extremes[i].items()})
     good = {
         index
         for index, each in extremes.items()

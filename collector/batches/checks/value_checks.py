@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tallyroll.collector.batches.checks.ranges import Range, ranges_to_check, values_of
+from tallyroll.collector.batches.checks.ranges import Fetch, Range, ranges_to_check, values_of
 from tallyroll.collector.batches.checks.slot_checks import SlotChecks
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.errors import PolicyError, TransitionError, ValueRefused
@@ -74,8 +74,13 @@ class RangeChecks:
         self.eased = 0
         """Number of times that a kind of violation was accepted. Each time, all tables change."""
 
-    def first_violation(self, slab: Slab, used: int, state: LaneState) -> Violation | None:
-        """Return the first violation in the first ``used`` slots, or None."""
+    def first_violation(
+        self, slab: Slab, used: int, state: LaneState, fetch: Fetch | None = None
+    ) -> Violation | None:
+        """Return the first violation in the first ``used`` slots, or None.
+
+        ``fetch`` copies tensors on the device of the slab to the host.
+        """
         if not used:
             return None
         few = self._slot_checks.get(slab) or self._of_slots(slab)
@@ -86,7 +91,7 @@ class RangeChecks:
         while True:
             # In the same slot, a wrong action comes first, because it explains wrong results of the
             # step.
-            found = self._violations(slab, used, state)
+            found = self._violations(slab, used, state, fetch)
             first = min(found, key=lambda v: (v.slot, not v.check.by_policy), default=None)
             if first is None or not self._passes(first):
                 return first
@@ -181,9 +186,11 @@ class RangeChecks:
             return
         error.locate(step=step_of(slab, slot, error.lane - slab.first_lane, state))
 
-    def _violations(self, slab: Slab, used: int, state: LaneState) -> Iterator[Violation]:
+    def _violations(
+        self, slab: Slab, used: int, state: LaneState, fetch: Fetch | None
+    ) -> Iterator[Violation]:
         new: tuple[NDArray[np.intp], ...] | None = None
-        for check in ranges_to_check(self._ranges_of(slab), slab, used):
+        for check in ranges_to_check(self._ranges_of(slab), slab, used, fetch):
             if check.key not in slab.columns:
                 continue
             values = values_of(slab, check.key, 0, used)

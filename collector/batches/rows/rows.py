@@ -34,7 +34,7 @@ from tallyroll.storage.rows.keys import (
 )
 from tallyroll.storage.rows.row_refs import LARGE_NBYTES, RowRefs
 from tallyroll.storage.rows.tensordict_builder import TensorDictBuilder
-from tallyroll.storage.rows.transfers import HOST, move_columns
+from tallyroll.storage.rows.transfers import move_columns
 
 Rows = dict[Key, torch.Tensor]
 """Columns ``[row, ...]`` of equal length."""
@@ -171,9 +171,17 @@ class RowSource:
             key: RowRefs([slab.flat[key]], block.index) for key in self.large if key in slab.flat
         }
         get = self._take_pooled if alone else take
-        rows = {key: get(block, key) for key in self.plan.layout if key not in large}
+        looked_at = {} if slab.on_host else block.fetched(self.plan.looked_at)
+        # Many functions read or change the flags, so the flags stay on the host. `as_tensordict`
+        # copies them to the device of the batch, together with the ids.
+        flags = {key: each for key, each in looked_at.items() if key not in self.plan.rewards}
+        rows = {
+            key: flags[key] if key in flags else get(block, key)
+            for key in self.plan.layout
+            if key not in large
+        }
         _complete_flags(rows)
-        rewards = self._rewards(rows if slab.on_host else self._fetch(rows))
+        rewards = self._rewards({**rows, **looked_at})
         ended = rows[DONE].numpy()[:, 0]
         version = slab.version.reshape(-1).take(block.index)
         numbers = number(state, block.lane, ended, rewards, version)
@@ -214,18 +222,6 @@ class RowSource:
             table = copy_table([out], [column], [column[:1].nbytes])
             kernel.gather_rows(table, 0, index, len(column))
         return torch.from_numpy(out)
-
-    def _fetch(self, rows: Rows) -> Rows:
-        """Copy the flags and rewards of ``rows`` to the host together, and return them.
-
-        The flags in ``rows`` are replaced by those on the host, because many functions read or
-        change them. `as_tensordict` copies them to the device of the batch, together with the ids.
-        """
-        plan = self.plan
-        flags = [DONE, TERMINATED, TRUNCATED, *plan.dones, *plan.inits]
-        fetched = move_columns({key: rows[key] for key in (*flags, *plan.rewards)}, HOST)
-        rows.update({key: fetched[key] for key in flags})
-        return fetched
 
     def _rewards(self, rows: Rows) -> NDArray[np.float64]:
         """Return the reward of each row, summed over agents and objectives."""

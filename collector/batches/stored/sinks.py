@@ -10,6 +10,7 @@ from tallyroll.storage.stores.row_sink import (
     RowSink,
     RunsOfSink,
     RunWriter,
+    TensorWriter,
     absent,
 )
 from tallyroll.storage.stores.row_writer import RowWriter
@@ -52,6 +53,11 @@ def takes_rows(storage: object) -> bool:
 def stores_slots(writer: RunWriter) -> TypeGuard[RowWriter]:
     """Return True if the extension can store a few slots in the writer's files with one call."""
     return writer.in_one_call
+
+
+def takes_tensors(writer: RunWriter) -> TypeGuard[TensorWriter]:
+    """Return True if the writer accepts rows as tensors on a device."""
+    return hasattr(writer, "append_tensors")
 
 
 def _whole(sink: RowSink, what: str, missing: list[str], writes: type) -> RowSink:

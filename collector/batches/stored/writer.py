@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer, TensorStorage
@@ -24,7 +25,7 @@ from tallyroll.collector.batches.stored.resume import (
     has_begun,
     opened_target,
 )
-from tallyroll.collector.batches.stored.sinks import sink_of, sink_under
+from tallyroll.collector.batches.stored.sinks import sink_of, sink_under, takes_tensors
 from tallyroll.collector.batches.stored.stored_run import StoredRun
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import ArgumentError, ItemsDiffer, LedgerError
@@ -35,7 +36,7 @@ from tallyroll.collector.user_code import user_code
 from tallyroll.storage import Schema
 from tallyroll.storage.engine.columns import ArrayRows, FixedRows, IndexedRows, RowIndex
 from tallyroll.storage.errors import InvalidSchema
-from tallyroll.storage.rows.batch_check import BatchCheck
+from tallyroll.storage.rows.batch_check import BatchCheck, fitting_tensors
 from tallyroll.storage.rows.batch_dims import Shapes
 from tallyroll.storage.rows.keys import TRAJ_IDS, Key, as_key
 from tallyroll.storage.rows.row_refs import RowRefs
@@ -217,6 +218,7 @@ class BatchWriter:
             elif shaped is not None and number == 1:
                 batches = shaped
             new = None if direct is None else self._checked(direct, piece)
+            size = len(piece[TRAJ_IDS])
             record = None
             if self.storage is not None and number == len(pieces):
                 record = self.stored_run.record(ledger, open_lanes)
@@ -227,11 +229,17 @@ class BatchWriter:
                     extend_buffer(buffer, batches, record if direct is None else None)
             if direct is not None and new is not None:
                 with user_code("the storage"):
-                    written = direct.writer.append(new, record)
-                _require("the storage", len(written), new.count)
+                    written = _append(direct, new, record)
+                _require("the storage", len(written), size)
 
-    def _checked(self, sink: RowSink, rows: Columns) -> ArrayRows:
+    def _checked(self, sink: RowSink, rows: Columns) -> ArrayRows | Mapping[Key, torch.Tensor]:
         """Return rows in the form that the storage takes; raise if they do not fit it."""
+        if takes_tensors(sink.writer) and any(map(_is_elsewhere, rows.values())):
+            tensors = {key: _tensor_of(column) for key, column in rows.items()}
+            schema = sink.reader.schema
+            return dict(
+                zip(schema.keys, fitting_tensors(tensors, schema, sink.reader.path), strict=True)
+            )
         if self._check is None:
             self._check = BatchCheck(sink.reader.schema, sink.reader.path)
         return ArrayRows(self._check.arrays(_arrays_of(rows)))
@@ -353,6 +361,24 @@ def _array_of(column: torch.Tensor | RowRefs) -> Any:
     if isinstance(column, RowRefs):
         return column
     return (column.view(torch.uint16) if column.dtype is torch.bfloat16 else column).numpy()
+
+
+def _append(
+    sink: RowSink, rows: ArrayRows | Mapping[Key, torch.Tensor], record: bytes | None
+) -> range:
+    writer = sink.writer
+    if isinstance(rows, ArrayRows):
+        return writer.append(rows, record)
+    assert takes_tensors(writer)
+    return writer.append_tensors(rows, sink.reader.head, record)
+
+
+def _is_elsewhere(column: torch.Tensor | RowRefs) -> bool:
+    return isinstance(column, torch.Tensor) and column.device.type != "cpu"
+
+
+def _tensor_of(column: torch.Tensor | RowRefs) -> torch.Tensor:
+    return column if isinstance(column, torch.Tensor) else torch.from_numpy(np.asarray(column))
 
 
 def _sharded_class() -> type[DiskStorage]:

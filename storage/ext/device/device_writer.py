@@ -13,15 +13,16 @@ from tensordict import TensorDictBase
 
 from tallyroll.storage.engine.columns import CopiedInSteps
 from tallyroll.storage.engine.ring import require_slots
-from tallyroll.storage.errors import RowsMismatch, SchemaMismatch
+from tallyroll.storage.errors import NotAnAppend, RowsMismatch, SchemaMismatch
 from tallyroll.storage.ext.device.device_rows import DeviceRows, stored_dtype
 from tallyroll.storage.files.copied_runs import is_collected
 from tallyroll.storage.files.manifest import run_of
-from tallyroll.storage.rows.keys import Key, format_key
+from tallyroll.storage.rows.batch_check import fitting_tensors
+from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.row_refs import RowRefs
-from tallyroll.storage.rows.schema import Column, Schema
+from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.rows.slot_order import oldest_first
-from tallyroll.storage.rows.tensordict_builder import leaves, require_dense, require_rows
+from tallyroll.storage.rows.tensordict_builder import leaves
 from tallyroll.storage.rows.transfers import move_columns
 from tallyroll.storage.stores.input_rows import schema_of
 from tallyroll.storage.stores.run_claim import RunClaim
@@ -60,6 +61,23 @@ class DeviceWriter:
             self._tell(span)
         return span
 
+    def append_tensors(
+        self, columns: Mapping[Key, torch.Tensor], at: int, record: bytes | None = None
+    ) -> range:
+        """Append rows of a run as `TensorWriter.append_tensors` does."""
+        reader = self.reader
+        with reader.turn:
+            reader.require_open()
+            if at != reader.head:
+                raise NotAnAppend(
+                    f"at: expected {reader.head:,}, the number of the next row of {reader.path}, "
+                    f"got {at:,}. Nothing was written. Append after the last row."
+                )
+            span = self._commit([columns[key] for key in reader.schema.keys], record)
+        if self._tell is not None:
+            self._tell(span)
+        return span
+
     def extend(self, rows: TensorDictBase) -> range:
         """Implement `DeviceStorage.extend`."""
         with self.reader.turn:
@@ -87,13 +105,30 @@ class DeviceWriter:
         if not isinstance(rows, TensorDictBase):
             raise RowsMismatch(f"rows: expected a TensorDict [N], got {type(rows).__name__}.")
         schema = reader.schema if reader.initialised else schema_of(rows, without)
-        values = _values_of(rows, without, schema, reader)
+        values = self._values_of(rows, without, schema)
         require_slots(reader.path, reader.ring, len(values[0]))
         if not reader.initialised:
             self.begin(schema)
         elif not own and is_collected(reader.entries[-1]):
             reader.entries.append(run_of(reader.head, {}))  # the rows are not of that run
         return self._commit(values, self._staged)
+
+    def _values_of(
+        self, rows: TensorDictBase, without: Key | None, schema: Schema
+    ) -> list[torch.Tensor]:
+        """Return the columns of a TensorDict [N], in the order of the schema.
+
+        Raises:
+            RowsMismatch: the columns, dtypes or shapes differ from the schema.
+        """
+        if not rows.batch_dims:
+            raise RowsMismatch(
+                "rows: expected a batch size [N], got []. Use unsqueeze(0) for one row."
+            )
+        found = leaves(rows)
+        if without is not None:
+            found.pop(without, None)
+        return fitting_tensors(found, schema, self.reader.path)
 
     def _commit(self, values: Sequence[torch.Tensor], record: bytes | None) -> range:
         """Copy rows to the device if they are elsewhere, and append them with the record."""
@@ -179,40 +214,3 @@ def _as_tensor(value: np.ndarray | RowRefs) -> torch.Tensor:
     """Return a column of new rows as a tensor; of bfloat16, the bits."""
     array = np.asarray(value)
     return torch.from_numpy(array if array.flags.writeable else array.copy())
-
-
-def _values_of(
-    rows: TensorDictBase, without: Key | None, schema: Schema, reader: DeviceRows
-) -> list[torch.Tensor]:
-    """Return the columns of a TensorDict [N], in the order of the schema.
-
-    Raises:
-        RowsMismatch: the columns, dtypes or shapes differ from the schema.
-    """
-    if not rows.batch_dims:
-        raise RowsMismatch("rows: expected a batch size [N], got []. Use unsqueeze(0) for one row.")
-    found = leaves(rows)
-    if without is not None:
-        found.pop(without, None)
-    wrong = [f"{format_key(key)} is not a column here" for key in found.keys() - {*schema.keys}]
-    values = []
-    for column in schema.columns:
-        leaf = found.get(column.key)
-        if leaf is None or not _fits(column, leaf):
-            got = "missing" if leaf is None else f"{leaf.dtype} {list(leaf.shape[1:])}"
-            wanted = f"{column.dtype} {list(column.shape)}"
-            wrong.append(f"{format_key(column.key)} is {got}, expected {wanted}")
-            continue
-        require_dense(column.key, leaf)
-        values.append(leaf.detach().resolve_conj().resolve_neg())
-    if wrong:
-        raise RowsMismatch(
-            f"these rows do not fit {reader.path}: {'; '.join(wrong)}. Nothing was written. Give "
-            "exactly the columns of its schema."
-        )
-    require_rows(found, rows.batch_size[0])
-    return values
-
-
-def _fits(column: Column, leaf: torch.Tensor) -> bool:
-    return leaf.dtype is column.dtype and tuple(leaf.shape[1:]) == column.shape

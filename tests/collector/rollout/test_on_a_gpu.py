@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDictBase
@@ -32,14 +30,13 @@ from tallyroll.collector import (
 )
 from tallyroll.collector.cli import probe
 from tallyroll.collector.envs.stepping.stepper import Stepper
-from tallyroll.collector.envs.system import AgentFlags, Declares, Mask, Step, System
 from tallyroll.collector.policies.trial import generators_restored
 from tallyroll.collector.rollout import slab_plan
 from tallyroll.storage import content_hash, open_storage, verify
 
 from devices_kit import ACCELERATOR, SIMULATED, here_and_there, on_gpu
 from policies_kit import recurrent
-from toy_systems import First, Groups, InParts, Lost, SomeFinals, Toy, WithResetSlots
+from toy_systems import First, Groups, InParts, Lost, SomeFinals, There, Toy, WithResetSlots
 from worker_kit import DISABLED, LANES, NEXT, SAME, factory, worker_collector
 
 BUDGET: dict[str, Any] = {"frames_per_batch": 15, "total_frames": 101, "seed": 3}
@@ -108,42 +105,6 @@ def test_batches_lie_there(device: str, layout: str) -> None:
     for plain, there in zip(batches(), batches(storing_device=device), strict=True):
         assert {leaf.device.type for leaf in there.values(True, True)} == {device}
         assert (there.cpu() == plain).all()
-
-
-class There(System):
-    """System that moves the arrays of a toy to a device."""
-
-    def __init__(self, toy: Any, device: str) -> None:
-        self.toy, self.device = toy, torch.device(device)
-        kept = {name: getattr(toy.declares, name) for name in Declares.__dataclass_fields__}
-        self.declares = Declares(**{**kept, "device": device})
-
-    def there(self, array: Any) -> Any:
-        return None if array is None else torch.as_tensor(np.array(array)).to(self.device)
-
-    def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
-        return [self.there(each) for each in self.toy.reset(lanes, seeds, **options)]
-
-    def step(self, action: Sequence[Any], lanes: Mask | None = None) -> Step:
-        for each in action:  # arrays on the CPU, tensors elsewhere
-            assert self.device.type == "cpu" or each.device.type == self.device.type
-        step = self.toy.step([torch.as_tensor(each).cpu().numpy() for each in action], lanes)
-        agents = {
-            group: AgentFlags(*map(self.there, flags[:2]))
-            for group, flags in (step.agents or {}).items()
-        }
-        return step._replace(
-            obs=[self.there(each) for each in step.obs],
-            reward=[self.there(each) for each in step.reward]
-            if isinstance(step.reward, list)
-            else self.there(step.reward),
-            terminated=self.there(step.terminated),
-            truncated=self.there(step.truncated),
-            final=step.final and [self.there(each) for each in step.final],
-            final_valid=self.there(step.final_valid),
-            skipped=self.there(step.skipped),
-            **({"agents": agents} if agents else {}),
-        )
 
 
 @here_and_there

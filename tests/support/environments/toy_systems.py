@@ -298,3 +298,39 @@ TOYS: dict[str, type[System]] = {
         Groups,
     )
 }
+
+
+class There(System):
+    """System that moves the arrays of a toy to a device."""
+
+    def __init__(self, toy: Any, device: str) -> None:
+        self.toy, self.device = toy, torch.device(device)
+        kept = {name: getattr(toy.declares, name) for name in Declares.__dataclass_fields__}
+        self.declares = Declares(**{**kept, "device": device})
+
+    def there(self, array: Any) -> Any:
+        return None if array is None else torch.as_tensor(np.array(array)).to(self.device)
+
+    def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
+        return [self.there(each) for each in self.toy.reset(lanes, seeds, **options)]
+
+    def step(self, action: Sequence[Any], lanes: Mask | None = None) -> Step:
+        for each in action:  # arrays on the CPU, tensors elsewhere
+            assert self.device.type == "cpu" or each.device.type == self.device.type
+        step = self.toy.step([torch.as_tensor(each).cpu().numpy() for each in action], lanes)
+        agents = {
+            group: AgentFlags(*map(self.there, flags[:2]))
+            for group, flags in (step.agents or {}).items()
+        }
+        return step._replace(
+            obs=[self.there(each) for each in step.obs],
+            reward=[self.there(each) for each in step.reward]
+            if isinstance(step.reward, list)
+            else self.there(step.reward),
+            terminated=self.there(step.terminated),
+            truncated=self.there(step.truncated),
+            final=step.final and [self.there(each) for each in step.final],
+            final_valid=self.there(step.final_valid),
+            skipped=self.there(step.skipped),
+            **({"agents": agents} if agents else {}),
+        )
