@@ -7,7 +7,7 @@ from rich.filesize import decimal
 
 from tallyroll.collector.batches.stored.storing_plan import stored_size, whole_images
 from tallyroll.storage.rows.keys import format_key
-from tallyroll.storage.storages import DiskStorage, MemmapStorage
+from tallyroll.storage.storages import DiskStorage, MemmapStorage, ZarrStorage
 
 LARGE_NBYTES = 10**9
 """Disk space of a run from which a hint about images is worth a line."""
@@ -49,7 +49,7 @@ class RowSpace:
             shards_store_once=storage.sharded and storage.stores_once,
             images=tuple(map(format_key, images)),
             image_nbytes=sum(each.row_nbytes for each in schema.columns if each.key in images),
-            can_store_once=isinstance(storage, MemmapStorage),
+            can_store_once=isinstance(storage, MemmapStorage | ZarrStorage),
         )
 
     @property
