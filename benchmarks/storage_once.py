@@ -6,6 +6,9 @@ Each contender is a ring of transitions of ``--env``, made with random actions. 
 have the time of ``extend`` with 512 rows, of ``get`` of 256 random rows into reused arrays, and of
 ``collect`` of one step of all lanes. The last lines have the size of each ring, and the time to
 reopen it. A ratio is the median time of the ring of whole rows divided by the contender's.
+
+``--large 1_000_000`` instead fills one ring of that many rows, which repeat ``--rows`` collected
+rows, and measures it beside a ring of the same rows without their observations.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import statistics
 import tempfile
 import time
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -37,7 +41,7 @@ from common import (
 from tensordict import TensorDictBase
 
 from tallyroll.collector import SyncCollector
-from tallyroll.storage import MemmapStorage, open_storage
+from tallyroll.storage import MemmapStorage, frame_windows, open_storage
 
 LAYOUTS = {"whole": False, "once": True}
 APPENDED, DRAWN = 512, 256
@@ -205,6 +209,51 @@ def sizes(folder: Path, rows: TensorDictBase, size: int) -> list[dict[str, Any]]
     return found
 
 
+def large(folder: Path, rows: TensorDictBase, size: int) -> list[dict[str, Any]]:
+    """Measure a ring of ``size`` rows that store frames once, and one without observations."""
+    others = rows.exclude("observation", ("next", "observation"))
+    found = []
+    for name, kept in {"once": rows, "without observations": others}.items():
+        path = folder / f"large {name}"
+        began = time.process_time()
+        with MemmapStorage(path, max_size=size, once=name == "once") as ring:
+            for start in range(0, size, len(kept)):
+                ring.extend(kept[: size - start], ids="renumber")
+        record = {
+            "contender": name,
+            "fill_cpu_us_a_row": (time.process_time() - began) / size * 1e6,
+        }
+        nbytes = sum(each.stat().st_blocks * 512 for each in path.rglob("*") if each.is_file())
+        record |= {"bytes_a_row": nbytes / size, "open_ms": 1e3 * seconds_to_open(path)}
+        with MemmapStorage(path, mode="append") as ring:
+            extend = partial(ring.extend, kept[:8], ids="renumber")
+            record |= {"first_extend_cpu_ms": _cpu_ms(extend), "extend_cpu_ms": _cpu_ms(extend)}
+            if name == "once":
+                random = np.random.default_rng(0)
+                index = [random.integers(0, size, DRAWN) for _ in range(100)]
+                get = partial(ring.get, out=ring.reused(DRAWN))
+                record |= {
+                    "pool_usage_cpu_ms": _cpu_ms(ring.pool_usage),
+                    "get_cpu_ms": _median(get, index),
+                    "windows_cpu_ms": _median(partial(frame_windows, ring), index),
+                }
+        console.print("\n".join(f"  {key}: {value}" for key, value in record.items()))
+        found.append(record)
+    return found
+
+
+def _cpu_ms(work: Callable[[], object]) -> float:
+    """Return the CPU milliseconds of a call."""
+    began = time.process_time()
+    work()
+    return 1e3 * (time.process_time() - began)
+
+
+def _median(read: Callable[[np.ndarray], object], index: Sequence[np.ndarray]) -> float:
+    """Return the median CPU milliseconds of reading the rows of each index."""
+    return statistics.median(_cpu_ms(partial(read, each)) for each in index)
+
+
 def parse_args(given: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -214,11 +263,28 @@ def parse_args(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=8192, help="rows of a ring (default: 8192)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds a contender (default: 15)")
     parser.add_argument("--seconds", type=float, default=0.2, help="length of a round")
+    parser.add_argument("--large", type=int, help="measure only a ring of this many rows")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     args = parser.parse_args(given)
     if args.quick:
         args.rounds, args.seconds, args.rows = 2, 0.001, 1024
     return args
+
+
+def tables(folder: Path, rows: TensorDictBase, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure both layouts at each kind of work."""
+    records: list[dict[str, Any]] = []
+    for kind in (Extend, Draw):
+        rings = [kind(name, folder / f"{kind.what} {name}", rows, args.rows) for name in LAYOUTS]
+        records.append(measure(kind.what, [*rings], args))
+    run = partial(Collect, env=args.env, lanes=args.lanes, size=args.rows)
+    runs: list[Contender] = [run(name, folder / f"collect {name}") for name in LAYOUTS]
+    records.append(measure(f"collect({args.lanes})", runs, args))
+    noise = of_noise(collected(args.env, 1, args.rows))
+    for title, kept in {args.env: rows, "frames of noise, one lane": noise}.items():
+        console.print(title)
+        records.append({"what": title, "results": sizes(folder / title[:6], kept, args.rows)})
+    return records
 
 
 def main(given: list[str] | None = None) -> None:
@@ -228,21 +294,12 @@ def main(given: list[str] | None = None) -> None:
     print_setting()
     console.print(f"{args.env}, {args.lanes} lanes, rings of {args.rows:,} rows, one thread")
     rows = collected(args.env, args.lanes, args.rows)
-    records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="tallyroll-bench-") as scratch:
         folder = Path(scratch)
-        for kind in (Extend, Draw):
-            rings = [
-                kind(name, folder / f"{kind.what} {name}", rows, args.rows) for name in LAYOUTS
-            ]
-            records.append(measure(kind.what, [*rings], args))
-        run = partial(Collect, env=args.env, lanes=args.lanes, size=args.rows)
-        runs: list[Contender] = [run(name, folder / f"collect {name}") for name in LAYOUTS]
-        records.append(measure(f"collect({args.lanes})", runs, args))
-        noise = of_noise(collected(args.env, 1, args.rows))
-        for title, kept in {args.env: rows, "frames of noise, one lane": noise}.items():
-            console.print(title)
-            records.append({"what": title, "results": sizes(folder / title[:6], kept, args.rows)})
+        if args.large:
+            records = [{"what": "large ring", "results": large(folder, rows, args.large)}]
+        else:
+            records = tables(folder, rows, args)
     if args.json:
         write_json(args.json, records)
 

@@ -14,6 +14,7 @@ from tallyroll.storage.engine.available_memory import available_bytes, is_little
 from tallyroll.storage.engine.columns import ArrayRows
 from tallyroll.storage.engine.frame_pool import FrameWriter, read_frames
 from tallyroll.storage.engine.once_columns import OnceColumn
+from tallyroll.storage.engine.ring import pieces
 from tallyroll.storage.errors import CorruptStorage, NotEnoughMemory
 from tallyroll.storage.files.mapping import Access, map_file
 from tallyroll.storage.files.paths import failed, translates_errors
@@ -228,11 +229,11 @@ class FramePools:
         return np.asarray(rows.values[self._lane], np.int64).reshape(rows.count, -1)[:, 0]
 
     def _resume(self, columns: Sequence[np.ndarray], valid: range, ring: int) -> None:
-        numbers = np.arange(valid.start, max(valid.start, valid.stop), dtype=np.int64)
-        slots = numbers % ring if ring else numbers
+        valid = range(valid.start, max(valid.start, valid.stop))
+        numbers = np.arange(valid.start, valid.stop, dtype=np.int64)
         for begin, end, file, writer in self._writers:
-            positions = np.concatenate([columns[begin][slots], columns[end][slots]], axis=1)
-            writer.resume(positions, numbers, file.remap())
+            both = [_rows_of(columns[place], valid, ring) for place in (begin, end)]
+            writer.resume(np.concatenate(both, axis=1), numbers, file.remap())
 
     def sync(self) -> None:
         """Wait until all frames are on the disk."""
@@ -296,22 +297,29 @@ class FramePools:
             found[place] = DeferredTensor(decode, (count, *column.shape), column.dtype)
         return found
 
-    def usage(self, columns: Sequence[np.ndarray], slots: np.ndarray) -> list[PoolUsage]:
-        """Return the use of each pool by the rows in ``slots`` [rows] of the mapped columns."""
-        found: dict[Key, list[np.ndarray]] = {}
+    def usage(self, columns: Sequence[np.ndarray], valid: range, ring: int) -> list[PoolUsage]:
+        """Return the use of each pool by the rows ``valid`` of the mapped columns.
+
+        Positions outside a pool, which only damaged rows have, do not count.
+        """
+        found: dict[PoolFile, list[np.ndarray]] = {file: [] for file in self._files}
         for place, file in self.of_place.items():
-            found.setdefault(file.once.key, []).append(columns[place][slots].ravel())
+            found[file].append(_rows_of(columns[place], valid, ring).ravel())
         usages = []
-        for file in self._files:
-            layout, used = file.layout, np.unique(np.concatenate(found[file.once.key]))
+        for file, positions in found.items():
+            layout, nbytes = file.layout, len(file.remap())
+            used = np.zeros((layout.segments_in(nbytes), layout.segment_frames), np.bool_)
+            for each in positions:
+                used.ravel()[each[(each >= 0) & (each < used.size)]] = True
+            segments = int(used.any(axis=1).sum())
             usages.append(
                 PoolUsage(
                     file.once.key,
                     layout.stack,
                     layout.delta,
-                    len(used),
-                    len(np.unique(used // layout.segment_frames)) * layout.segment_nbytes,
-                    len(file.remap()),
+                    int(used.sum()),
+                    segments * layout.segment_nbytes,
+                    nbytes,
                 )
             )
         return usages
@@ -320,6 +328,12 @@ class FramePools:
         """Close the files."""
         for file in self._files:
             file.close()
+
+
+def _rows_of(column: np.ndarray, valid: range, ring: int) -> np.ndarray:
+    """Return the rows ``valid`` of a mapped column, in order."""
+    parts = [column[slot : slot + n] for slot, _, n in pieces(valid.start, valid.stop, ring)]
+    return parts[0] if len(parts) == 1 else np.concatenate([column[:0], *parts])
 
 
 def _contiguous(values: np.ndarray | RowRefs) -> np.ndarray | RowRefs:

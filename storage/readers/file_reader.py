@@ -218,8 +218,7 @@ class FileReader(RowReader):
         engine, span = self.running(), self.span
         if engine.pools is None:
             return []
-        slots = self.slots_of(np.arange(span.start, span.stop))
-        return engine.pools.usage(engine.space.arrays(), slots)
+        return engine.pools.usage(engine.space.arrays(), span, self.ring)
 
     def stored_size(self) -> StoredSize:
         """Return the disk space that a row takes, and that a full ring will take."""

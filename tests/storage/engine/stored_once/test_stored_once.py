@@ -32,6 +32,7 @@ from tallyroll.storage.storages import DiskStorage
 Make = Callable[[], gymnasium.Env]
 
 
+KEYS = (("observation",), ("next", "observation"))
 ENVS: dict[str, Make] = {
     each.__name__: each for each in (stacked, stacked_with_zeros, color, floats)
 }
@@ -272,6 +273,25 @@ def test_frames_are_stored_once(tmp_path: Path) -> None:
     ]
     assert sizes[1] >= 2 * 4 * SIDE * SIDE * 1000
     assert 5 * sizes[0] < sizes[1]
+
+
+def test_the_use_of_a_pool_is_that_of_the_valid_rows(both: tuple[Path, Path]) -> None:
+    with open_storage(both[0]) as storage:
+        for head in (400, 430):
+            columns = storage.reader.running().space.arrays()
+            at = [storage.reader.keys.index(key) for key in KEYS]
+            slots = storage.slots_of(np.arange(storage.span.start, storage.span.stop))
+            positions = np.unique(np.concatenate([columns[place][slots] for place in at]))
+            (layout,) = (each.layout for each in storage.reader.once)
+            segments = len(np.unique(positions // layout.segment_frames))
+            (usage,) = storage.pool_usage()
+            assert storage.head == head
+            assert usage.frames == len(positions)
+            assert usage.used_nbytes == segments * layout.segment_nbytes
+            assert usage.used_nbytes <= usage.nbytes
+            if head == 400:
+                with MemmapStorage(both[0], mode="append") as writer:
+                    writer.extend(writer.get(range(30)), ids="renumber")
 
 
 def test_load_memmap_shows_the_other_columns(both: tuple[Path, Path]) -> None:
