@@ -328,6 +328,133 @@ static PyObject *sum_steps(PyObject *self, PyObject *const *args, Py_ssize_t giv
     return NULL;
 }
 
+/* Open the values of a column, `nbytes` bytes: a buffer, the address of a tensor's values, or None,
+   for which the buffer is NULL. The caller must release the buffer unless this returns -1. */
+static int open_values(PyObject *object, Py_buffer *buffer, Py_ssize_t nbytes)
+{
+    memset(buffer, 0, sizeof *buffer);
+    if (object == Py_None)
+        return 0;
+    if (PyLong_Check(object)) {
+        buffer->buf = PyLong_AsVoidPtr(object);
+        return buffer->buf ? 0 : -1;
+    }
+    if (PyObject_GetBuffer(object, buffer, PyBUF_SIMPLE) < 0)
+        return -1;
+    if (buffer->len == nbytes)
+        return 0;
+    PyBuffer_Release(buffer);
+    PyErr_SetString(PyExc_ValueError, "a column has another number of values");
+    return -1;
+}
+
+/* The arrays of `IdTails`, [lanes] each, and its numbers. */
+typedef struct {
+    int64_t *id, *next, *pending_id, *pending_next, *pending_run, *batch, *touched, lanes;
+    int64_t *number, *largest, *count;
+} Tails;
+
+static int open_tails(PyObject *object, Py_buffer *buffer, Tails *tails)
+{
+    enum { ARRAYS = 7, NUMBERS_AFTER = 3 };
+    if (PyObject_GetBuffer(object, buffer, PyBUF_WRITABLE) < 0)
+        return -1;
+    tails->lanes = (buffer->len / 8 - NUMBERS_AFTER) / ARRAYS;
+    int64_t **arrays[] = {&tails->id, &tails->next, &tails->pending_id, &tails->pending_next,
+                          &tails->pending_run, &tails->batch, &tails->touched, &tails->number};
+    for (int i = 0; i <= ARRAYS; i++)
+        *arrays[i] = (int64_t *)buffer->buf + i * tails->lanes;
+    tails->largest = tails->number + 1;
+    tails->count = tails->number + 2;
+    return 0;
+}
+
+/* Return 1 if `id` is one of the first `count` ids. */
+static int is_taken(const int64_t *ids, int64_t count, int64_t id)
+{
+    for (int64_t i = 0; i < count; i++)
+        if (ids[i] == id)
+            return 1;
+    return 0;
+}
+
+/* admit_rows(ids, steps, lanes, ends, others, done, tails, count, lane_nbytes): see `Kernel`. The
+   caller owns the values, and keeps those at addresses alive. */
+static PyObject *admit_rows(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    enum { VALUES = 6, MOST_NEW = 64 };
+    (void)self;
+    Py_buffer buffers[VALUES], room;
+    Tails tails;
+    if (want(given, 9) < 0)
+        return NULL;
+    const int64_t rows = PyLong_AsLongLong(args[7]), lane_nbytes = PyLong_AsLongLong(args[8]);
+    const int64_t sizes[VALUES] = {8, 8, lane_nbytes, 1, 1, 1};
+    int opened = 0, fits = 1;
+    if (PyErr_Occurred())
+        return NULL;
+    while (opened < VALUES && open_values(args[opened], buffers + opened, rows * sizes[opened]) == 0)
+        opened++;
+    if (opened < VALUES || open_tails(args[6], &room, &tails) < 0) {
+        release_buffers(buffers, opened);
+        return NULL;
+    }
+    const int64_t *ids = buffers[0].buf, *steps = buffers[1].buf;
+    const char *lanes = buffers[2].buf, *ends = buffers[3].buf, *others = buffers[4].buf;
+    const char *done = buffers[5].buf;
+    int64_t new_ids[MOST_NEW], runs = 0, largest = *tails.largest;
+    const int64_t number = ++*tails.number;
+    *tails.count = 0;
+    for (int64_t i = 0; fits && i < rows; i++) {
+        const int64_t lane = lane_nbytes == 4 ? ((const int32_t *)lanes)[i]
+                                              : ((const int64_t *)lanes)[i];
+        const int64_t id = ids[i], step = steps[i];
+        if (lane < 0 || lane >= tails.lanes) {
+            fits = 0;
+            break;
+        }
+        const int begun = tails.batch[lane] == number;
+        const int64_t before = begun ? tails.pending_id[lane] : tails.id[lane];
+        const int64_t next = begun ? tails.pending_next[lane] : tails.next[lane];
+        if (before != id || next != step || id == INT64_MIN) {
+            fits = id > *tails.largest && runs < MOST_NEW && !is_taken(new_ids, runs, id) &&
+                   !(begun && id < tails.pending_run[lane]);
+            if (!fits)
+                break;
+            new_ids[runs++] = id;
+            largest = id > largest ? id : largest;
+        }
+        if (!begun) {
+            tails.batch[lane] = number;
+            tails.touched[(*tails.count)++] = lane;
+        }
+        const int over = ((ends && ends[i]) || (others && others[i])) && (!done || done[i]);
+        tails.pending_id[lane] = over ? INT64_MIN : id;
+        tails.pending_next[lane] = (int64_t)((uint64_t)step + 1);
+        tails.pending_run[lane] = id;
+    }
+    PyBuffer_Release(&room);
+    release_buffers(buffers, VALUES);
+    return fits ? PyLong_FromLongLong(largest) : Py_NewRef(Py_None);
+}
+
+/* settle_rows(tails): see `Kernel`. */
+static PyObject *settle_rows(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    (void)self;
+    Py_buffer room;
+    Tails tails;
+    if (want(given, 1) < 0 || open_tails(args[0], &room, &tails) < 0)
+        return NULL;
+    for (int64_t i = 0; i < *tails.count && i < tails.lanes; i++) {
+        const int64_t lane = tails.touched[i];
+        tails.id[lane] = tails.pending_id[lane];
+        tails.next[lane] = tails.pending_next[lane];
+    }
+    PyBuffer_Release(&room);
+    Py_RETURN_NONE;
+}
+
 #include "_sum_tree.c"
 #include "_lane_blocks.c"
 #include "_frame_pool.c"
@@ -339,6 +466,8 @@ static PyMethodDef functions[] = {
     {"pack_runs", (PyCFunction)(void (*)(void))pack_runs, METH_FASTCALL, NULL},
     {"same_rows", (PyCFunction)(void (*)(void))same_rows, METH_FASTCALL, NULL},
     {"sum_steps", (PyCFunction)(void (*)(void))sum_steps, METH_FASTCALL, NULL},
+    {"admit_rows", (PyCFunction)(void (*)(void))admit_rows, METH_FASTCALL, NULL},
+    {"settle_rows", (PyCFunction)(void (*)(void))settle_rows, METH_FASTCALL, NULL},
     {"put_leaves", (PyCFunction)(void (*)(void))put_leaves, METH_FASTCALL, NULL},
     {"renew_sums", (PyCFunction)(void (*)(void))renew_sums, METH_FASTCALL, NULL},
     {"draw_rows", (PyCFunction)(void (*)(void))draw_rows, METH_FASTCALL, NULL},

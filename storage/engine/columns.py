@@ -71,6 +71,9 @@ class ArrayRows(CopiedInSteps):
 
     __slots__ = ("values",)
 
+    addresses: None = None
+    """The values are read as arrays; see `TensorRows`."""
+
     def __init__(self, values: Sequence[np.ndarray | RowRefs]) -> None:
         self.values, self.count = values, len(values[0])
 
@@ -107,17 +110,18 @@ class ArrayRows(CopiedInSteps):
 class TensorRows(CopiedInSteps):
     """Rows as tensors with the layout of an earlier batch, which are copied by their addresses."""
 
-    __slots__ = ("_addresses", "_check", "values")
+    __slots__ = ("_check", "addresses", "values")
 
     def __init__(
         self, values: list[torch.Tensor], addresses: list[int], count: int, check: BatchCheck
     ) -> None:
         self.values, self.count = values, count
-        self._addresses, self._check = addresses, check
+        self.addresses, self._check = addresses, check
+        """The addresses of the values, in column order."""
 
     def copy_to(self, columns: Columns, slot: int) -> None:
         """Copy the memory of each tensor."""
-        columns.copy_memory(slot, self.count, self._addresses)
+        columns.copy_memory(slot, self.count, self.addresses)
 
     def as_arrays(self) -> ArrayRows:
         """Return arrays over the same memory."""
@@ -127,7 +131,7 @@ class TensorRows(CopiedInSteps):
 
     def without_overlap(self, lent: PrivateRows) -> NewRows:
         """Return the rows, converted to arrays if one of the tensors must be copied first."""
-        if lent.hold(self._addresses).any():
+        if lent.hold(self.addresses).any():
             return self.as_arrays().without_overlap(lent)
         return self
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from importlib import import_module
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from tallyroll.storage.errors import ExtensionMismatch
 from tallyroll.storage.files.commit_header import ADDRESSES, CommitCounts
 
 Word = TypeVar("Word")
+Values: TypeAlias = np.ndarray | int | None
+"""The values of a column: an array, an address, or None if there is no such column."""
 
 
 class TreeKernel(Protocol):
@@ -184,7 +186,43 @@ class FrameKernel(Protocol):
         """
 
 
-class Kernel(TreeKernel, FrameKernel, Protocol):
+class IdKernel(Protocol):
+    """The functions for trajectory ids; see `IdChecks`.
+
+    ``tails`` is int64 [7 * lanes + 3]: for each lane, the trajectory of its last row and the next
+    step, both also for an admitted batch, the last trajectory in that batch, the number of the
+    batch, and the lanes in that batch; then the number of the last batch, the largest id, and the
+    number of lanes in the batch.
+    """
+
+    def admit_rows(
+        self,
+        ids: Values,
+        steps: Values,
+        lanes: Values,
+        ends: Values,
+        others: Values,
+        done: Values,
+        tails: np.ndarray,
+        count: int,
+        lane_nbytes: int,
+        /,
+    ) -> int | None:
+        """Admit ``count`` rows, if each continues its lane's trajectory or begins a larger id.
+
+        Each column is an array, or the address of its values: int64 ids and steps, lanes of
+        ``lane_nbytes`` bytes (4 or 8), and bool flags or None. Return the largest id then, or None
+        if the rows need other checks.
+
+        Raises:
+            BufferError, ValueError, TypeError: an array is not contiguous, or has another size.
+        """
+
+    def settle_rows(self, tails: np.ndarray, /) -> None:
+        """Make the rows that were admitted last the last rows of their lanes."""
+
+
+class Kernel(TreeKernel, FrameKernel, IdKernel, Protocol):
     """The compiled functions.
 
     :func:`table_of` makes their tables. The caller keeps the arrays of a table alive.

@@ -64,7 +64,7 @@ class FirstRows:
         self.input_rows, self.id_checks = InputRows(reader, schema), IdChecks.of(reader, schema)
         self.checked = self.input_rows.checked(rows, without)
         if ids != "fresh" and self.id_checks is not None:
-            self.id_checks.admit(self.checked.values)
+            self.id_checks.admit(self.checked)
         opened.require_room(schema, self.checked.count)
 
     def require_at_once(self, record: bytes | None) -> None:
@@ -265,7 +265,7 @@ class RowWriter:
             engine.right.require()
         checked = self.input_rows.checked(rows, without)
         if ids != "fresh" and (watch := self._id_checks) is not None:
-            watch.admit(checked.values)
+            watch.admit(checked)
         return checked
 
     @cached_property

@@ -8,12 +8,14 @@ trajectories.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
+from tallyroll.storage.engine.kernel import IdKernel, compiled
 from tallyroll.storage.errors import TrajectoryIdTaken
 from tallyroll.storage.rows.keys import DONE, LANE, STEP, TERMINATED, TRAJ_IDS, TRUNCATED
 from tallyroll.storage.rows.schema import Schema
@@ -31,6 +33,22 @@ from tallyroll.storage.trajectories.lane_stretches import (
 Ids: TypeAlias = Literal["check", "renumber", "fresh"]
 
 _FIRST = np.zeros(1, np.int64)
+
+
+class CheckedRows(Protocol):
+    """Rows that fit the schema."""
+
+    @property
+    def values(self) -> Sequence[Any]:
+        """Arrays or tensors [n, ...], one per column."""
+
+    @property
+    def count(self) -> int:
+        """The number of rows."""
+
+    @property
+    def addresses(self) -> Sequence[int] | None:
+        """The address of each column's values, if they can be read there."""
 
 
 class IdChecks:
@@ -55,13 +73,13 @@ class IdChecks:
         self.seen = 0
         """The number of rows whose ids have been read."""
         self._largest: int = NOBODY
-        # For each lane: the trajectory of the last row and its next step. The trajectory is
-        # `NOBODY` if it has ended, or if the row was not looked up.
-        self._tail_id = np.empty(0, np.int64)
-        self._tail_next = np.empty(0, np.int64)
+        self._kernel, self._columns, self._lane_nbytes = _compiled(schema, self._places, self._ends)
+        self._make_tails(0)
         self._episodes: Episodes | None = None
         """The episode table, computed for the first batch that needs it."""
         self._admitted: tuple[int, Any, Any, Any] | None = None
+        self._compiled_largest: int | None = None
+        """The largest id, once the extension has admitted a batch; None: it has not."""
         self._replaces_all = False
         """True if the batch fills the ring, so that it replaces all stored rows."""
 
@@ -75,15 +93,44 @@ class IdChecks:
         self._catch_up()
         return self._largest
 
-    def admit(self, values: Sequence[Any]) -> None:
-        """Check the batch that is written next: arrays or tensors [n, ...], one per column.
+    def _make_tails(self, lanes: int) -> None:
+        """Make the tails of ``lanes`` lanes, whose last rows are unknown; see `IdKernel`."""
+        self._tails = np.zeros(7 * lanes + 3, np.int64)
+        # For each lane: the trajectory of the last row and its next step. The trajectory is
+        # `NOBODY` if it has ended, or if the row was not looked up.
+        self._tail_id, self._tail_next = self._tails[: 2 * lanes].reshape(2, lanes)
+        self._tail_id[:] = NOBODY
+        self._tails[-2] = self._largest
+
+    def admit(self, rows: CheckedRows) -> None:
+        """Check the batch that is written next.
 
         Raises:
             TrajectoryIdTaken: an id belongs to another trajectory.
         """
         if self.seen != self._reader.head:
             self._catch_up()
-        self._admitted = None
+        self._admitted = self._compiled_largest = None
+        values = rows.values
+        if self._kernel is not None and rows.count:
+            given: Sequence[Any] = rows.addresses or values
+            ids, steps, lane, end, other, done = [
+                None if place is None else given[place] for place in self._columns
+            ]
+            with suppress(BufferError, TypeError, ValueError):
+                self._compiled_largest = self._kernel.admit_rows(
+                    ids,
+                    steps,
+                    lane,
+                    end,
+                    other,
+                    done,
+                    self._tails,
+                    rows.count,
+                    self._lane_nbytes,
+                )
+            if self._compiled_largest is not None:
+                return
         ids, steps, lane = (values[place] for place in self._places)
         if len(ids) == 1:
             self._admit_one(ids.item(), steps.item(), lane.item(), values)
@@ -188,11 +235,18 @@ class IdChecks:
             (largest, lane, id, step), self._admitted = self._admitted, None
             self._tail_id[lane], self._tail_next[lane] = id, step
             self._largest, self.seen = max(self._largest, largest), head
+            self._tails[-2] = self._largest
+        elif self._compiled_largest is not None:
+            assert self._kernel is not None
+            self._kernel.settle_rows(self._tails)
+            self._largest, self.seen = self._compiled_largest, head
+            self._tails[-2], self._compiled_largest = self._largest, None
 
     def _know_lane(self, lane: int) -> None:
         if lane >= len(self._tail_id):
-            self._tail_id = extended(self._tail_id, lane + 1, NOBODY)
-            self._tail_next = np.resize(self._tail_next, len(self._tail_id))
+            id, step = self._tail_id, self._tail_next
+            self._make_tails(len(extended(id, lane + 1, NOBODY)))
+            self._tail_id[: len(id)], self._tail_next[: len(step)] = id, step
 
     def _ended(self, values: Sequence[Any], at: np.ndarray | None = None) -> np.ndarray:
         """Return a mask [n] of the rows, or of the rows ``at`` [n], that end their trajectories."""
@@ -206,11 +260,11 @@ class IdChecks:
 
     def _catch_up(self) -> None:
         """Process rows that were written without checks."""
-        self._tail_id = np.empty(0, np.int64)
         for start, stop in unread(self._reader, self):
             ids = self._order.chunk(self._reader, start, stop).ids
             self._largest = max(self._largest, int(ids.max(initial=NOBODY)))
             self.seen = stop
+        self._make_tails(0)
 
     def _require_own(self, id: int, step: int, lane: int, row: int, *, opens: bool) -> None:
         """Raise if an id is already stored, unless the row continues from that id's last row.
@@ -274,6 +328,28 @@ class IdChecks:
             return f"its last step is {last.steps[0]}"
         ended = self._ended(self._reader.copies(np.array([row])), _FIRST)[0]
         return "it ended there" if ended else None
+
+
+def _compiled(
+    schema: Schema, places: Sequence[int], ends: Sequence[int]
+) -> tuple[IdKernel | None, list[int | None], int]:
+    """Return the extension, the positions of the columns that it reads, and the size of a lane.
+
+    The extension is None if it cannot read the columns.
+    """
+    columns, flags = schema.columns, [*ends]
+    done = [schema.keys.index(DONE)] if DONE in schema.keys else []
+    read: list[int | None] = [*places, *flags, *[None] * (2 - len(flags)), *done]
+    read += [None] * (6 - len(read))
+    kernel = compiled()
+    for place in places:
+        sizes = (4, 8) if columns[place].key == LANE else (8,)
+        if columns[place].numpy_dtype.kind != "i" or columns[place].row_nbytes not in sizes:
+            kernel = None
+    for place in (*flags, *done):
+        if columns[place].dtype is not torch.bool or columns[place].row_nbytes != 1:
+            kernel = None
+    return kernel, read, columns[places[2]].row_nbytes
 
 
 def _flags_at(column: Any, at: np.ndarray | None) -> np.ndarray:
