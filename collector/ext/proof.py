@@ -209,12 +209,12 @@ def prove(
     places = distinct(by_path)
     total = 3 * PARTS * len(places)
 
-    def told(check: int) -> Progress:
-        def tell(done: int, of: int) -> None:
+    def stage_of(check: int) -> Progress:
+        def report_stage(done: int, of: int) -> None:
             if progress is not None:
                 progress(min(total, check * PARTS + PARTS * done // max(1, of)), total)
 
-        return tell
+        return report_stage
 
     proofs = []
     for number, path in enumerate(places):
@@ -228,19 +228,19 @@ def prove(
             "env_kwargs": env_kwargs,
         }
         options |= {"create_env_fn": create_env_fn, "accept_copy": accept_copy}
-        proofs.append(_proof_of(path, options, [told(3 * number + each) for each in range(3)]))
+        proofs.append(_proof_of(path, options, [stage_of(3 * number + each) for each in range(3)]))
     if all(each.verification is None for each in proofs):
         reasons = "; ".join(gap for each in proofs for gap in each.gaps)
         raise ArgumentError(f"there is nothing to prove: {reasons or 'no path was given'}")
     return Proof(tuple(_compared(proofs)), versions())
 
 
-def _proof_of(path: str, options: dict[str, Any], told: Sequence[Progress]) -> StorageProof:
+def _proof_of(path: str, options: dict[str, Any], stages: Sequence[Progress]) -> StorageProof:
     faults: list[str] = []
     gaps: list[str] = []
     accept_copy = options["accept_copy"]
     checked = _tried(
-        "verified", gaps, lambda: verify(path, progress=told[0], accept_copy=accept_copy)
+        "verified", gaps, lambda: verify(path, progress=stages[0], accept_copy=accept_copy)
     )
     runs: list[Run] = []
     content = again = None
@@ -249,10 +249,10 @@ def _proof_of(path: str, options: dict[str, Any], told: Sequence[Progress]) -> S
         gaps += [f"{each}: {checked.healing}" for each in checked.notes[:1]]
     if checked is not None and checked.format is not None:
         content = _tried(
-            "hashed", gaps, lambda: content_hash(path, progress=told[1], accept_copy=accept_copy)
+            "hashed", gaps, lambda: content_hash(path, progress=stages[1], accept_copy=accept_copy)
         )
         runs = _runs_of(path, gaps, accept_copy=accept_copy)
-        again = _tried("replayed", gaps, lambda: replay(path, progress=told[2], **options))
+        again = _tried("replayed", gaps, lambda: replay(path, progress=stages[2], **options))
     if again is not None:
         faults += [f"replay: {each}" for each in again.differences[:1]]
         refused = {why: len(ids) for why, ids in again.not_replayed.items()} | dict(again.left_out)
