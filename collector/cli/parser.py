@@ -23,6 +23,19 @@ _CHECKS = (
 )
 _CHECKS_OF_OTHERS = "columns, rows, timestamps, tasks, spaces, videos, statistics"
 """Checks that only apply to datasets of other libraries. Some checks above apply to them too."""
+COMMON = (
+    "collect",
+    "watch",
+    "inspect",
+    "view",
+    "verify",
+    "report",
+    "replay",
+    "copy",
+    "export",
+    "envs",
+)
+"""Commands that the first help screen shows, in this order. ``--help --all`` shows every command."""
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 """Shells for which `tallyroll completion` prints a script."""
 _FILE = "file"
@@ -44,6 +57,20 @@ class _Parser(argparse.ArgumentParser):
         """
         emit(self.format_help())
 
+    def format_help(self) -> str:
+        """Format the help. That of the program lists the common commands, unless ``all`` is set."""
+        if self._subparsers is None or self.get_default("all_commands"):
+            return super().format_help()
+        (commands,) = self._subparsers._group_actions
+        listed: Any = commands
+        every = listed._choices_actions
+        of = {each.dest: each for each in every}
+        listed._choices_actions = [of[name] for name in COMMON]
+        try:
+            return super().format_help()
+        finally:
+            listed._choices_actions = every  # completion reads this list
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Reject an unknown option, and show the usage of the command to which it was given.
 
@@ -54,7 +81,10 @@ class _Parser(argparse.ArgumentParser):
         # Collectors accept resume="auto"; "--resume auto" would take "auto" as the environment.
         words = ["--resume" if each == "--resume=auto" else each for each in words]
         ours = takewhile(lambda word: word[:1] == "-", words) if self._subparsers else words
-        self._refuse_unknown(takewhile(lambda word: word != "--", ours))
+        ours = list(takewhile(lambda word: word != "--", ours))
+        self._refuse_unknown(ours)
+        if self._subparsers:  # before argparse shows the help, which may come first
+            self.set_defaults(all_commands="--all" in ours)
         found, unknown = super().parse_known_args(words, namespace)
         if unknown:
             self.error(f"unrecognized argument {unknown[0]}")
@@ -430,6 +460,8 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. Its result has the name of the command in ``command``."""
     parser = _Parser(prog="tallyroll", description=texts.ABOUT, epilog=texts.EXAMPLES)
     parser.add_argument("--version", action=_Version, nargs=0, help="show versions and exit")
+    text = "with --help: list all commands"
+    parser.add_argument("--all", action="store_true", dest="all_commands", help=text)
     commands = parser.add_subparsers(
         required=True, metavar="COMMAND", title="commands", dest="command"
     )

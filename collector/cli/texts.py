@@ -17,8 +17,8 @@ examples:
   continue after Ctrl-C or a kill; the run ends at exactly a million:
     tallyroll collect --resume --out runs/pole
 
-`tallyroll COMMAND --help` describes the options of a command; `tallyroll envs`
-lists the environment systems that can be collected from.
+`tallyroll COMMAND --help` describes the options of a command, and
+`tallyroll --help --all` lists all commands.
 """
 
 COLLECT_USAGE = """\

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tallyroll.collector.cli import main
-from tallyroll.collector.cli.parser import SHELLS, make_parser
+from tallyroll.collector.cli.parser import COMMON, SHELLS, make_parser
 from tallyroll.storage.package.near_names import did_you_mean
 
 COMMANDS = ["collect", "completion", "envs", "info", "inspect", "plan", "prove", "verify", "view"]
@@ -109,6 +109,29 @@ def test_help_fits_80_columns(
     assert len(list(itertools.takewhile(bool, lines))) <= 2  # the usage
 
 
+def listed(text: str) -> list[str]:
+    """Return the commands that a help text of the program lists."""
+    return re.findall(r"^    ([a-z]+)(?:$| +[a-z])", text.partition("  COMMAND")[2], re.MULTILINE)
+
+
+def test_the_first_help_lists_common_commands_and_all_lists_every_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = make_parser()
+    assert parser._subparsers is not None
+    every = {*parser._subparsers._group_actions[0].choices}
+    first = listed(help_of("", capsys).partition("examples:")[0])
+    assert first == [*COMMON]
+    assert len(first) <= 12
+    for words in ("--all", "--help --all"):
+        assert {*listed(help_of(words, capsys).partition("examples:")[0])} == every
+    assert "--all" in help_of("", capsys)
+    for command in every:
+        assert f"usage: tallyroll {command} " in help_of(command, capsys)
+    assert refused("--all", capsys)[-1].endswith("are required: COMMAND")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_option_is_described_once(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = re.findall(r"^  (?:-h, )?(--[a-z-]+)", help_of(command, capsys), re.MULTILINE)
@@ -175,6 +198,9 @@ def test_bash_completes(scripts: dict[str, str], tmp_path: Path) -> None:
     def offered(*words: str) -> set[str]:
         return completed(scripts["bash"], tmp_path, "tallyroll", *words)
 
+    parser = make_parser()
+    assert parser._subparsers is not None
+    assert offered("") >= {*parser._subparsers._group_actions[0].choices}
     assert offered("co") == {"collect", "completion", "copy"}
     assert offered("collect", "--fr") == {"--frames", "--frames-per-batch", "--frame-skip"}
     assert offered("collect", "X", "--format", "") >= {"memmap", "hdf5", "zarr"}
