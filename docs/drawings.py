@@ -1,6 +1,7 @@
-"""Draw the three pictures of the README and the concepts page: `python docs/drawings.py`.
+"""Draw the pictures of the front page and the concepts page: `python docs/drawings.py`.
 
-Each picture has its own background and two sets of colours, for light and dark mode.
+Each picture has its own background and two sets of colours, for light and dark mode. The bars of
+the front page show figures that the script reads from the tables of other pages.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from html import escape
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "drawings"
+ROOT = Path(__file__).parents[1]
 WIDTH, CELL, GAP = 480, 44, 6  # a phone shows them at two thirds of this size, with letters of 8 px
 STEP = CELL + GAP
+BYTES = "bytes a row"
 
 STYLE = """
 .ground { fill: #ffffff; stroke: #d0d4da; }
@@ -21,6 +24,7 @@ text { font: 14px sans-serif; fill: #24292f; }
 .middle { text-anchor: middle; }
 .row { fill: #cfe3f7; stroke: #3a75b0; }
 .over { fill: #f6d9a8; stroke: #a76a10; }
+.other { fill: #e4e7eb; stroke: #8b929b; }
 .none { fill: none; stroke: #8b929b; stroke-dasharray: 4 3; }
 .line { stroke: #8b929b; fill: none; stroke-width: 1.5; }
 .mark { stroke: #c0392b; fill: none; stroke-width: 2.5; }
@@ -29,6 +33,7 @@ text { font: 14px sans-serif; fill: #24292f; }
   text { fill: #e6edf3; }
   .row { fill: #1d4468; stroke: #6ba6dd; }
   .over { fill: #6b4a12; stroke: #e0ad55; }
+  .other { fill: #2d333b; stroke: #8b949e; }
   .none { stroke: #8b949e; }
   .line { stroke: #8b949e; }
   .mark { stroke: #ff7b6b; }
@@ -158,10 +163,104 @@ def kill() -> str:
     return picture(284, "After a kill every committed row is there, and nothing else", parts)
 
 
+def figure(page: str, row: str, column: str) -> float:
+    """Return a number of a table: that of the row with this name, in the column with this name."""
+    column_at = None
+    for line in (ROOT / page).read_text("utf-8").splitlines():
+        if not line.startswith("|"):
+            column_at = None  # the table ends
+            continue
+        cells = [each.strip() for each in line.strip("|").split("|")]
+        if column in cells:
+            column_at = cells.index(column)
+        elif column_at is not None and cells[0] == row:
+            return float(cells[column_at].strip("*").replace(",", ""))
+    raise LookupError(f"{page} has no table with a row {row!r} and a column {column!r}")
+
+
+def bars(
+    title: str, values: Iterable[tuple[str, float, str]], notes: Iterable[str], longest: float
+) -> str:
+    """Draw a bar for each value, with its name and the text that gives it."""
+    parts, y = [text(20, 30, title, "strong")], 44
+    for name, value, shown in values:
+        width = max(value / longest * 180, 1.5) if value else 0
+        kind = "row" if name.startswith("Tallyroll") else "other"
+        parts += [
+            text(20, y + 15, name),
+            f'<rect x="220" y="{y}" width="{width:g}" height="20" rx="3" class="{kind}"/>',
+            text(220 + width + 8, y + 15, shown, *(["strong"] if kind == "row" else [])),
+        ]
+        y += 28
+    for note in notes:
+        y += 18
+        parts.append(text(20, y, note, "small"))
+    return picture(y + 16, title, parts)
+
+
+def memory() -> str:
+    """Draw the memory of a million Atari transitions, in the buffers that return true ones."""
+    of = {
+        "Tallyroll": figure("docs/pixels.md", "Breakout", "bytes a row, stored once"),
+        "cpprb, next_of": figure("docs/truth.md", "cpprb `next_of`, a buffer for each lane", BYTES),
+        "TorchRL, compressed list": figure(
+            "docs/truth.md", "TorchRL `CompressedListStorage`", BYTES
+        ),
+        "Tianshou": figure("docs/truth.md", "Tianshou `VectorReplayBuffer`", BYTES),
+        "Stable-Baselines3": figure("docs/truth.md", "Stable-Baselines3 `ReplayBuffer`", BYTES),
+    }
+    values = [
+        (name, nbytes, f"{nbytes / 1000:.2g} GB" if nbytes < 1000 else f"{nbytes / 1000:.0f} GB")
+        for name, nbytes in of.items()
+    ]
+    notes = (
+        "Bytes a row of Breakout, random actions, times a million.",
+        "Only buffers that returned the true transition in every draw.",
+    )
+    return bars("Memory of a million Atari transitions", values, notes, max(of.values()))
+
+
+def speed() -> str:
+    """Draw the speed of collecting beside that of a raw loop."""
+    of = {
+        "raw loop, nothing stored": 1.0,
+        **{
+            shown: figure("docs/speed.md", row, "8 lanes")
+            for shown, row in {
+                "Tallyroll, to disk": "Tallyroll, `MemmapStorage`",
+                "Stable-Baselines3": "Stable-Baselines3, `ReplayBuffer` in memory",
+                "Tianshou": "Tianshou, `VectorReplayBuffer` in memory",
+                "TorchRL, to disk": "TorchRL, `LazyMemmapStorage`",
+            }.items()
+        },
+    }
+    values = [(name, value, f"{value:.2f}") for name, value in of.items()]
+    notes = ("CartPole, 8 lanes, random actions; 1 is as fast as env.step alone.",)
+    return bars("Speed beside the raw loop", values, notes, 1)
+
+
+def losses() -> str:
+    """Draw the stored rows that are lost if their process is killed."""
+    of = {
+        shown: figure("benchmarks/README.md", row, "at most")
+        for shown, row in {
+            "Tallyroll": "Tallyroll, `storage=PATH`",
+            "TorchRL, memory-mapped": "TorchRL, `LazyMemmapStorage`",
+            "Stable-Baselines3": "Stable-Baselines3, `ReplayBuffer`",
+        }.items()
+    }
+    values = [(name, value, f"{value:,.0f}") for name, value in of.items()]
+    notes = ("Of 10,000 rows, opened again in a new process, no checkpoint.",)
+    return bars("Rows lost after kill -9", values, notes, 10_000)
+
+
 DRAWINGS: dict[str, Callable[[], str]] = {
     "reset_slot.svg": reset_slot,
     "surplus.svg": surplus,
     "kill.svg": kill,
+    "memory.svg": memory,
+    "speed.svg": speed,
+    "losses.svg": losses,
 }
 
 

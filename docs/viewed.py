@@ -7,6 +7,7 @@ markup, and one that the command may move away.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -57,8 +58,10 @@ def write_markup(path: Path) -> None:
 def main(command: list[str]) -> int:
     """Serve the storages while the command runs. Return its exit status."""
     torch.set_num_threads(1)
+    start = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder, name) for name in ("pole", "breakout", "markup", "moved")]
+        os.chdir(folder)  # so that the pages show short paths
+        paths = [Path(name) for name in ("pole", "breakout", "markup", "moved")]
         collect(paths[0], "CartPole-v1", 4_000)
         collect(paths[1], "ale:breakout", 800)
         write_markup(paths[2])
@@ -69,12 +72,14 @@ def main(command: list[str]) -> int:
         thread = threading.Thread(target=viewer.serve)
         thread.start()
         try:
-            return subprocess.run([*command, folder, viewer.url], check=False).returncode
+            words = [*command, folder, viewer.url]
+            return subprocess.run(words, cwd=start, check=False).returncode
         finally:
             viewer.stop()
             thread.join()
             for each in datasets:
                 each.close()
+            os.chdir(start)
 
 
 if __name__ == "__main__":

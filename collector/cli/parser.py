@@ -35,7 +35,7 @@ COMMON = (
     "export",
     "envs",
 )
-"""Commands that the first help screen shows, in this order. ``--help --all`` shows every command."""
+"""Commands that the first help screen shows, in this order. ``--help --all`` shows all of them."""
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 """Shells for which `tallyroll completion` prints a script."""
 _FILE = "file"
@@ -61,15 +61,15 @@ class _Parser(argparse.ArgumentParser):
         """Format the help. That of the program lists the common commands, unless ``all`` is set."""
         if self._subparsers is None or self.get_default("all_commands"):
             return super().format_help()
-        (commands,) = self._subparsers._group_actions
-        listed: Any = commands
-        every = listed._choices_actions
+        group: Any = self._subparsers
+        listed = group._group_actions[0]._choices_actions  # noqa: SLF001  argparse shows this list
+        every = listed[:]
         of = {each.dest: each for each in every}
-        listed._choices_actions = [of[name] for name in COMMON]
+        listed[:] = [of[name] for name in COMMON]
         try:
             return super().format_help()
         finally:
-            listed._choices_actions = every  # completion reads this list
+            listed[:] = every  # completion reads the list too
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Reject an unknown option, and show the usage of the command to which it was given.

@@ -178,18 +178,83 @@ def test_faults_of_the_built_site_are_found(tmp_path: Path) -> None:
     assert [each.partition(" in ")[0] for each in check(tmp_path)] == ["no page is"]
 
 
-def test_every_page_is_in_the_table_of_contents_and_in_the_readme() -> None:
-    trees = "".join(code for _, code in FENCE.findall(PAGES["index.md"]))
-    listed = re.findall(r"^(\w+)$", trees, re.MULTILINE)
-    assert {f"{name}.md" for name in listed} == {*PAGES} - {"index.md", "README.md"}
-    assert [name for name in listed if f"](docs/{name}.md)" not in PAGES["README.md"]] == []
+def test_every_page_is_in_the_table_of_contents() -> None:
+    trees = [code for page in ("index.md", "api.md") for _, code in FENCE.findall(PAGES[page])]
+    listed = re.findall(r"^(\w+)$", "".join(trees), re.MULTILINE)
+    assert sorted(f"{name}.md" for name in listed) == sorted({*PAGES} - {"index.md", "README.md"})
+
+
+def test_readme_and_site_have_the_same_front_page() -> None:
+    readme, site = PAGES["README.md"], PAGES["index.md"]
+    headings = re.findall(r"^## .*$", site, re.MULTILINE)
+    assert headings == re.findall(r"^## .*$", readme, re.MULTILINE)[: len(headings)]
+    for name in headings[1:]:
+        one, other = (
+            page.partition(f"{name}\n")[2].partition("\n## ")[0].replace("](docs/", "](")
+            for page in (readme, site)
+        )
+        assert {*re.findall(r"\]\(([\w/]+\.(?:svg|md))\)", other)} <= {
+            *re.findall(r"\]\(([\w/]+\.(?:svg|md))\)", one)
+        }, name
+    at = [readme.index(mark) for mark in ORDER]
+    assert at == sorted(at)
+    assert len(readme.splitlines()) <= 100
+    assert "python3 -m venv .venv && .venv/bin/pip install" in readme
+    assert "./check.sh\n" in readme
+
+
+ORDER = (
+    "exact",  # the sentence
+    "At a time limit",
+    "pip install",
+    "```python",
+    "```text",
+    "pictures/view-light.png",
+    *("memory.svg", "speed.svg", "losses.svg"),
+    *("TorchRL: the collector", "Stable-Baselines3: the environment", "CleanRL: the same"),
+    *("**On-policy**", "**Off-policy**", "**Datasets**", "**Papers**"),
+)
+"""Parts of the front page, in their order."""
+
+
+def test_the_bars_show_the_figures_of_the_pages() -> None:
+    drawings = runpy.run_path(str(DOCS / "drawings.py"))
+    figure, bars = drawings["figure"], drawings["bars"]
+    page = PAGES["pixels.md"]
+    (row,) = re.findall(r"^\| Breakout \| (\d+) \| ([\d,]+) \|$", page, re.MULTILINE)
+    read = [figure("docs/pixels.md", "Breakout", f"{name}") for name in ("whole", STORED_ONCE)]
+    assert read == [float(row[1].replace(",", "")), float(row[0])]
+    with pytest.raises(LookupError, match="no table with a row 'Pong'"):
+        figure("docs/truth.md", "Pong", "bytes a row")
+    widths = [
+        float(width)
+        for width in re.findall(
+            r'width="([\d.]+)" height="20"',
+            bars("A title", [("Tallyroll", 0, "0"), ("a", 50, "50"), ("b", 100, "100")], (), 100),
+        )
+    ]
+    assert widths == [0, 90, 180]
+
+
+STORED_ONCE = "bytes a row, stored once"
+
+
+def test_pictures_are_small_and_shown() -> None:
+    pictures = [*(DOCS / "pictures").iterdir()]
+    assert {path.name for path in pictures} == {"view-light.png", "view-dark.png"}
+    assert sum(path.stat().st_size for path in pictures) < 200_000
+    for path in pictures:
+        assert path.read_bytes().startswith(b"\x89PNG\r\n")
+        assert f"docs/pictures/{path.name}" in PAGES["README.md"]
+        assert f"pictures/{path.name}" in PAGES["index.md"]
 
 
 @pytest.mark.parametrize("package", ["tallyroll.collector", "tallyroll.storage"])
 def test_every_public_name_has_its_place(package: str) -> None:
-    """The API page lists every public name, and the troubleshooting page lists every error."""
+    """The API pages list every public name, and the troubleshooting page lists every error."""
     errors = import_module(f"{package}.errors").__all__
-    api = {*re.findall(r"^\.\. auto\w+:: (\w+)$", PAGES["api.md"], re.MULTILINE)}
+    pages = "".join(text for name, text in PAGES.items() if name.startswith("api_"))
+    api = {*re.findall(r"^\.\. auto\w+:: (\w+)$", pages, re.MULTILINE)}
     assert {*import_module(package).__all__} - api == set()
     assert {*errors} - {*re.findall(r"`(\w+)`", PAGES["troubleshooting.md"])} == set()
 

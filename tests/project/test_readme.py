@@ -53,10 +53,6 @@ def test_what_is_made_by_examples_and_pages_does_not_collide() -> None:
     assert sorted(made) == sorted(set(made))
 
 
-def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 150
-
-
 def test_the_files_that_it_names_are_there() -> None:
     named = re.findall(r"`((?:examples|benchmarks)/[\w./]*)`", ALL)
     assert [name for name in named if not (ROOT / name).exists()] == []
