@@ -124,6 +124,9 @@ def test_the_first_help_lists_common_commands_and_all_lists_every_one(
     first = listed(help_of("", capsys).partition("examples:")[0])
     assert first == [*COMMON]
     assert len(first) <= 12
+    parser.format_help()
+    parser.set_defaults(all_commands=True)
+    assert {*listed(parser.format_help().partition("examples:")[0])} == every
     for words in ("--all", "--help --all"):
         assert {*listed(help_of(words, capsys).partition("examples:")[0])} == every
     assert "--all" in help_of("", capsys)
