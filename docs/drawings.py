@@ -221,7 +221,7 @@ def memory() -> str:
 
 
 def speed() -> str:
-    """Draw the speed of collecting beside that of a raw loop."""
+    """Draw the speed of collecting relative to a raw loop."""
     of = {
         "raw loop, nothing stored": 1.0,
         **{
@@ -236,7 +236,7 @@ def speed() -> str:
     }
     values = [(name, value, f"{value:.2f}") for name, value in of.items()]
     notes = ("CartPole, 8 lanes, random actions; 1 is as fast as env.step alone.",)
-    return bars("Speed beside the raw loop", values, notes, 1)
+    return bars("Speed relative to the raw loop", values, notes, 1)
 
 
 def losses() -> str:
