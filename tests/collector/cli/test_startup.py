@@ -15,7 +15,7 @@ import pytest
 from tallyroll.collector.cli import main
 
 STOPPED = "tallyroll: stopped by Ctrl-C during start-up; nothing was changed\n"
-ENDLESS = ("collect", "CartPole-v1", "--frames", "1e9", "--quiet", "--out")
+ENDLESS = ("collect", "CartPole-v1", "--frames", "2e7", "--quiet", "--out")
 # Print "up" once Ctrl-C is handled, and begin to import only then.
 SCRIPT = """
 import signal, sys
