@@ -487,6 +487,9 @@ def _rewound(
         run = None if own is None else own.stored_run
         rewound, gone, since = at.go_back(storage, run)
         found = replace(found, rewound=rewound, gone=gone)
+        refill = getattr(None if own is None else own.storage, "refill", None)
+        if refill is not None:  # the storage is the mirror of a ring
+            refill()
     if collector is not None and own is not None:
         own.go_on_from(state["collector"], since)
         cut = state["collector"]["open"]
@@ -508,6 +511,9 @@ def _storage_of(collector: Collector | None, storage: DiskStorage | None) -> Dis
             "buffer as a part, under a keyword of its own."
         )
     own = None if collector is None else collector.restarting.storage
+    if own is not None and isinstance(mirror := getattr(own, "mirror", None), DiskStorage):
+        own.flush()  # the checkpoint refers to the rows on disk
+        own = mirror
     if own is not None and not isinstance(own, DiskStorage):
         raise ArgumentError(
             "collector: expected one that writes its rows to a storage on disk, which a checkpoint "

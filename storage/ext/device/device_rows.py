@@ -24,6 +24,7 @@ from tallyroll.storage.rows.indexing import resolve
 from tallyroll.storage.rows.keys import Key, Keys
 from tallyroll.storage.rows.schema import Column, Schema
 from tallyroll.storage.rows.transfers import HOST, move_columns, same_place
+from tallyroll.storage.trajectories.index import TrajectoryIndex
 
 FORMAT: Final = "tallyroll.device"
 
@@ -52,10 +53,12 @@ class DeviceRows(RowReader):
     host. `at_slots` returns tensors on the device.
     """
 
-    def __init__(self, ring: int, device: torch.device) -> None:
+    def __init__(self, ring: int, device: torch.device, durable: RowReader | None = None) -> None:
+        """Make a ring of ``ring`` slots; ``durable`` reads the rows of its mirror."""
         self.path, self.ring, self.device = Path(f"DeviceStorage on {device}"), ring, device
         self.turn = threading.RLock()
         """Lock that is held while rows are written, and while rows are read on the device."""
+        self.durable = durable
         self.entries: list[dict[str, Any]] = []
         self.newest: tuple[int, bytes] | None = None
         # Torch has few operations on unsigned integers, so columns hold their bits as signed ones.
@@ -84,6 +87,8 @@ class DeviceRows(RowReader):
 
     @property
     def manifest(self) -> Manifest:
+        if self.durable is not None and self.durable.initialised:
+            return self.durable.manifest
         return {**self._identity, "runs": self.entries}
 
     @property
@@ -92,6 +97,8 @@ class DeviceRows(RowReader):
 
     @property
     def record(self) -> tuple[int, bytes] | None:
+        if self.newest is None and self.durable is not None:
+            return self.durable.record
         return self.newest
 
     @property
@@ -163,6 +170,44 @@ class DeviceRows(RowReader):
             raise
         self._head = stop
         return range(start, stop)
+
+    def refill(self) -> None:
+        """Replace all rows by the newest rows of the mirror."""
+        durable = self.durable
+        assert durable is not None
+        self.newest, self._drawn, self.trajectory_index = None, None, TrajectoryIndex()
+        if not durable.initialised:
+            return
+        if self._schema is None:
+            self.allocate(durable.schema)
+        span = durable.span
+        first = max(span.start, span.stop - self.ring)
+        # Indices are those of the mirror, unless a kill has torn rows of its ring.
+        same = first == max(durable.floor, span.stop - self.ring)
+        self._floor = durable.floor if same else first
+        self._head = self._reserve = first
+        self._emptied += 1
+        count = max(1, _REFILL_NBYTES // self.schema.row_nbytes)
+        for start in range(first, span.stop, count):
+            rows = np.arange(start, min(start + count, span.stop))
+            self.write(self.moved([as_tensor(each) for each in durable.copies(rows)]))
+
+    def moved(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the columns of rows on the device, in the dtypes of the ring."""
+        moved = move_columns(dict(enumerate(values)), self.device)
+        return [
+            value.view(stored_dtype(column))
+            for value, column in zip(moved.values(), self.schema.columns, strict=True)
+        ]
+
+    def release(self) -> None:
+        """Release the memory of a storage without rows, which may then adopt another schema."""
+        self._columns, self._schema = {}, None
+
+    def skip_to(self, head: int) -> None:
+        """Invalidate every row, and continue at the number ``head``."""
+        self._head = self._reserve = self._floor = head
+        self._drawn, self._emptied = None, self._emptied + 1
 
     def empty(self) -> None:
         """Invalidate every row. Later rows continue the numbering."""
@@ -249,6 +294,14 @@ _REMEDY: Final = (
     "Make max_size smaller, or store fewer columns (Columns(exclude=...)). MemmapStorage(max_size="
     "...) keeps a ring on the disk."
 )
+
+
+_REFILL_NBYTES: Final = 2**24
+
+
+def as_tensor(array: np.ndarray) -> torch.Tensor:
+    """Return a column of rows as a tensor; of bfloat16, the bits."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def stored_dtype(column: Column) -> torch.dtype:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import weakref
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -9,9 +12,10 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from tallyroll.storage.errors import NotPicklable
+from tallyroll.storage.errors import NotAStorage, NotPicklable, StorageExists, StorageMissing
 from tallyroll.storage.ext.device.device_rows import DeviceRows
 from tallyroll.storage.ext.device.device_writer import DeviceWriter
+from tallyroll.storage.ext.device.mirror import Mirror
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.readers.file_reader import Mode
 from tallyroll.storage.readers.row_reader import RowReader, columns_of, index_of
@@ -19,14 +23,17 @@ from tallyroll.storage.replay import buffers
 from tallyroll.storage.replay.tensor_storage import AsTensorStorage
 from tallyroll.storage.rows.keys import Keys
 from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.storages import MemmapStorage
 from tallyroll.storage.trajectories.mapping import Trajectories
 
 
 class DeviceStorage(AsTensorStorage):
-    """Ring of rows in the memory of a torch device. The rows are lost when the process ends.
+    """Ring of rows in the memory of a torch device, with an optional mirror on disk.
 
-    Checkpoints cannot save its rows, and no later process can continue its run. Collect to a
-    `MemmapStorage` if rows must survive.
+    Without a mirror, the rows are lost when the process ends, checkpoints cannot save them, and no
+    later process can continue the run. With a mirror, every row is also written to a
+    `MemmapStorage`, which is the durable copy: a `DeviceStorage` that is made with the same mirror
+    begins with its newest rows, and a collector with ``resume=True`` continues the run from there.
 
     A collector writes to it with ``storage=``, with the same rows, counts and ids as to a
     `MemmapStorage`. The class is also a TorchRL storage: ``ReplayBuffer(storage=...)`` accepts it.
@@ -37,9 +44,18 @@ class DeviceStorage(AsTensorStorage):
     Args:
         max_size: the number of slots of the ring. New rows overwrite the oldest.
         device: the device, such as ``"cuda"`` or ``"cpu"``.
+        mirror: the durable copy: a `MemmapStorage` that is open for writing, or a path, at which
+            one that keeps all rows is opened or made, and closed with the ring. It keeps all rows,
+            or it is a ring of ``max_size`` rows. Only the ring may write to it.
+        mirror_lag: the number of rows that the device may be ahead of the mirror. With 0, an append
+            returns when its rows are committed on disk. Otherwise a thread writes them, and an
+            append waits if the disk is too slow. A killed process loses at most ``mirror_lag``
+            rows. Rows that do not come from the ``storage=`` of a collector have no lag.
 
     Raises:
-        ValueError: ``max_size`` is not a positive number, or the device is not available.
+        ValueError: an argument is invalid, or the device is not available.
+        NotEnoughMemory: the ring does not fit on the device, for the columns of the mirror.
+        StorageLocked: another process writes to the mirror.
 
     Examples:
         >>> import torch
@@ -58,15 +74,31 @@ class DeviceStorage(AsTensorStorage):
     writer: DeviceWriter
     mode: Mode = "append"
 
-    def __init__(self, *, max_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        *,
+        max_size: int,
+        device: torch.device | str,
+        mirror: str | os.PathLike[str] | MemmapStorage | None = None,
+        mirror_lag: int = 0,
+    ) -> None:
         super().__init__()
         if type(max_size) is not int or max_size < 1:
             raise ValueError(f"max_size: expected a positive number of rows, got {max_size!r}.")
         self.device = _available(device)
-        self.reader = DeviceRows(max_size, self.device)
-        self.writer = DeviceWriter(self.reader)
+        self._mirror = _mirror_of(mirror, mirror_lag, max_size)
+        durable = None if self._mirror is None else self._mirror.storage.reader
+        self.reader = DeviceRows(max_size, self.device, durable)
+        self.writer = DeviceWriter(self.reader, self._mirror)
         self.path = self.reader.path
         self._fit_ring()
+        if self._mirror is not None:
+            weakref.finalize(self, self._mirror.close).atexit = False
+            try:
+                self.reader.refill()
+            except BaseException:
+                self.close()
+                raise
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -97,14 +129,50 @@ class DeviceStorage(AsTensorStorage):
         buffers.attach(self, buffer)
 
     def reserve(self, rows: int) -> None:
-        """Do nothing, because a ring has a fixed size."""
+        """Reserve space for ``rows`` rows in the mirror, if there is one; see `DiskStorage`."""
+        if self._mirror is not None:
+            self._mirror.storage.reserve(rows)
 
     def flush(self) -> None:
-        """Do nothing, because no other process can read the rows."""
+        """Wait until all rows are in the mirror, and flush it. Without a mirror, do nothing.
+
+        Raises:
+            WriteError: the mirror has refused rows.
+        """
+        if self._mirror is not None:
+            self._mirror.wait()
+            self._mirror.storage.flush()
+
+    def refill(self) -> None:
+        """Replace the rows by the newest rows of the mirror.
+
+        A checkpoint that rewinds the mirror calls this method.
+
+        Raises:
+            ValueError: there is no mirror.
+            WriteError: the mirror has refused rows.
+        """
+        if self._mirror is None:
+            raise ValueError("refill: expected a storage with a mirror. Pass mirror=.")
+        self._mirror.wait()
+        with self.reader.turn:
+            self.reader.require_open()
+            self.reader.refill()
+        buffers.seat_writers(self)
 
     def close(self) -> None:
-        """Release the memory. A second call has no effect."""
-        self.reader.close()
+        """Wait until all rows are in the mirror, and release the memory.
+
+        The mirror is closed if this object opened it. A second call has no effect.
+
+        Raises:
+            WriteError: the mirror has refused rows.
+        """
+        try:
+            if self._mirror is not None:
+                self._mirror.close()
+        finally:
+            self.reader.close()
 
     def __enter__(self) -> Self:
         return self
@@ -203,6 +271,16 @@ class DeviceStorage(AsTensorStorage):
         return self.reader.head
 
     @property
+    def mirror(self) -> MemmapStorage | None:
+        """The durable copy of the rows, or None."""
+        return None if self._mirror is None else self._mirror.storage
+
+    @property
+    def committed(self) -> int:
+        """The number of rows ever committed to the mirror; 0 without a mirror."""
+        return 0 if self._mirror is None else self._mirror.committed
+
+    @property
     def span(self) -> range:
         """The numbers of the valid rows, counted over all rows ever written."""
         return self.reader.span
@@ -252,25 +330,30 @@ class DeviceStorage(AsTensorStorage):
     # --- states and copies, which a storage in memory does not have -------------------------------
 
     def dumps(self, path: Any) -> NoReturn:
-        """Raise `NotPicklable`, because the storage is not durable."""
+        """Raise `NotPicklable`, because the rows are in the memory of this process."""
         self._refuse()
 
     def loads(self, path: Any) -> NoReturn:
-        """Raise `NotPicklable`, because the storage is not durable."""
+        """Raise `NotPicklable`, because the rows are in the memory of this process."""
         self._refuse()
 
     def state_dict(self) -> dict[str, Any]:
-        """Raise `NotPicklable`, because the storage is not durable."""
+        """Raise `NotPicklable`, because the rows are in the memory of this process."""
         self._refuse()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise `NotPicklable`, because the storage is not durable."""
+        """Raise `NotPicklable`, because the rows are in the memory of this process."""
         self._refuse()
 
     def __getstate__(self) -> NoReturn:
         self._refuse()
 
     def _refuse(self) -> NoReturn:
+        if self._mirror is not None:
+            raise NotPicklable(
+                f"{self.path} cannot be saved, loaded or sent to another process, because it is in "
+                f"the memory of this one. Use its mirror, {self._mirror.storage.path}."
+            )
         raise NotPicklable(
             f"{self.path} cannot be saved, loaded or sent to another process: its rows are only in "
             "the memory of this process. Extend a MemmapStorage(path) with in_order(), or collect "
@@ -279,6 +362,52 @@ class DeviceStorage(AsTensorStorage):
 
     def _fork_safe(self) -> bool:
         return False  # a copy in a forked process would get no later rows
+
+
+def _mirror_of(
+    mirror: str | os.PathLike[str] | MemmapStorage | None, lag: int, max_size: int
+) -> Mirror | None:
+    if type(lag) is not int or lag < 0:
+        raise ValueError(f"mirror_lag: expected a number of rows, 0 or more, got {lag!r}.")
+    if mirror is None:
+        if lag:
+            raise ValueError(f"mirror_lag: expected 0 without a mirror, got {lag}. Pass mirror=.")
+        return None
+    if not isinstance(mirror, (str, os.PathLike, MemmapStorage)):
+        raise ValueError(
+            f"mirror: expected a path or a MemmapStorage, got {type(mirror).__name__}."
+        )
+    owned = not isinstance(mirror, MemmapStorage)
+    storage = mirror if isinstance(mirror, MemmapStorage) else _opened(mirror)
+    try:
+        storage.reader.require_open()
+        if storage.mode == "read":
+            raise ValueError(
+                f"mirror: expected a storage open for writing, got {storage.path} with "
+                'mode="read". Open it with mode="append".'
+            )
+        if storage.ring not in (0, max_size):
+            raise ValueError(
+                f"mirror: expected a storage that keeps all rows, or a ring of {max_size:,} rows "
+                f"as max_size says, got {storage.path}, a ring of {storage.ring:,} rows. Make "
+                "max_size equal to it, or choose another mirror."
+            )
+    except BaseException:
+        if owned:
+            storage.close()
+        raise
+    return Mirror(storage, lag, owned=owned)
+
+
+def _opened(path: str | os.PathLike[str]) -> MemmapStorage:
+    """Open the storage at ``path`` to append to it, or make a new one."""
+    try:
+        return MemmapStorage(path, mode="append")
+    except (StorageMissing, NotAStorage):
+        # "create" accepts the files of a process that was killed before it wrote the manifest.
+        with suppress(StorageExists):
+            return MemmapStorage(path)
+        raise
 
 
 def _available(device: torch.device | str) -> torch.device:

@@ -11,19 +11,19 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from tallyroll.storage.engine.columns import CopiedInSteps
+from tallyroll.storage.engine.columns import ArrayRows, CopiedInSteps
 from tallyroll.storage.engine.ring import require_slots
 from tallyroll.storage.errors import NotAnAppend, RowsMismatch, SchemaMismatch
-from tallyroll.storage.ext.device.device_rows import DeviceRows, stored_dtype
+from tallyroll.storage.ext.device.device_rows import DeviceRows, as_tensor
+from tallyroll.storage.ext.device.mirror import Mirror
 from tallyroll.storage.files.copied_runs import is_collected
 from tallyroll.storage.files.manifest import run_of
 from tallyroll.storage.rows.batch_check import fitting_tensors
 from tallyroll.storage.rows.keys import Key
-from tallyroll.storage.rows.row_refs import RowRefs
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.rows.slot_order import oldest_first
 from tallyroll.storage.rows.tensordict_builder import leaves
-from tallyroll.storage.rows.transfers import move_columns
+from tallyroll.storage.rows.transfers import HOST, move_columns
 from tallyroll.storage.stores.input_rows import schema_of
 from tallyroll.storage.stores.run_claim import RunClaim
 
@@ -33,8 +33,9 @@ class DeviceWriter:
 
     in_one_call = False
 
-    def __init__(self, reader: DeviceRows) -> None:
-        self.reader, self.claim = reader, RunClaim(reader)
+    def __init__(self, reader: DeviceRows, mirror: Mirror | None = None) -> None:
+        self.reader, self.mirror = reader, mirror
+        self.claim = RunClaim(reader) if mirror is None else mirror.writer.claim
         self._tell: Callable[[range], None] | None = None
         self._staged: bytes | None = None
         self._fresh_in: int | None = None
@@ -53,10 +54,10 @@ class DeviceWriter:
 
     def append(self, rows: CopiedInSteps, record: bytes | None = None) -> range:
         """Append rows of a run as `RunWriter.append` does."""
-        values = [_as_tensor(value) for value in rows.as_arrays().values]
+        arrays = [np.asarray(value) for value in rows.as_arrays().values]
         with self.reader.turn:
             self.reader.require_open()
-            span = self._commit(values, record)
+            span = self._commit(list(map(as_tensor, arrays)), record, rows)
         if self._tell is not None:
             self._tell(span)
         return span
@@ -109,9 +110,13 @@ class DeviceWriter:
         require_slots(reader.path, reader.ring, len(values[0]))
         if not reader.initialised:
             self.begin(schema)
-        elif not own and is_collected(reader.entries[-1]):
+        elif self.mirror is None and not own and is_collected(reader.entries[-1]):
             reader.entries.append(run_of(reader.head, {}))  # the rows are not of that run
-        return self._commit(values, self._staged)
+        if self.mirror is None:
+            return self._commit(values, self._staged)
+        record, writer = self._staged, self.mirror.writer
+        arrays = dict(zip(schema.keys, _arrays_of(values), strict=True))
+        return self._commit_first(values, record, lambda: writer.write(arrays, record, ids="fresh"))
 
     def _values_of(
         self, rows: TensorDictBase, without: Key | None, schema: Schema
@@ -130,18 +135,56 @@ class DeviceWriter:
             found.pop(without, None)
         return fitting_tensors(found, schema, self.reader.path)
 
-    def _commit(self, values: Sequence[torch.Tensor], record: bytes | None) -> range:
-        """Copy rows to the device if they are elsewhere, and append them with the record."""
-        reader = self.reader
-        moved = move_columns(dict(enumerate(values)), reader.device)
-        found = [
-            value.view(stored_dtype(column))
-            for value, column in zip(moved.values(), reader.schema.columns, strict=True)
+    def _commit(
+        self,
+        values: Sequence[torch.Tensor],
+        record: bytes | None,
+        rows: CopiedInSteps | None = None,
+    ) -> range:
+        """Append rows with the record, to the mirror too. ``rows`` are the same rows in arrays."""
+        mirror = self.mirror
+        if mirror is None:
+            return self._write_there(values, record)
+        if len(values[0]) > mirror.lag:
+            new = ArrayRows(_arrays_of(values)) if rows is None else rows
+            return self._commit_first(values, record, lambda: mirror.writer.append(new, record))
+        # The caller may reuse the memory of arrays after the call.
+        arrays = [
+            each.copy() if value.device.type == "cpu" else each
+            for each, value in zip(_arrays_of(values), values, strict=True)
         ]
+        mirror.admit(len(values[0]))
+        span = self._write_there(values, record)
+        mirror.put(ArrayRows(arrays), span.start, record)
+        return span
+
+    def _commit_first(
+        self, values: Sequence[torch.Tensor], record: bytes | None, commit: Callable[[], range]
+    ) -> range:
+        """Commit rows to the mirror by ``commit``, and then write them to the device.
+
+        If the device fails, the rows count as written, because the disk has them.
+        """
+        reader, mirror = self.reader, self.mirror
+        assert mirror is not None
+        mirror.wait()
+        mirror.require_next(start := reader.head)
+        try:
+            commit()
+            return self._write_there(values, record)
+        except BaseException:
+            if start < mirror.committed:
+                reader.skip_to(mirror.committed)
+            raise
+
+    def _write_there(self, values: Sequence[torch.Tensor], record: bytes | None) -> range:
+        """Write rows with the record to the device."""
+        reader = self.reader
+        found = reader.moved(values)
         reader.trajectory_index.make_way(reader, range(len(found[0])))
         span = reader.write(found)
         if record is not None:
-            self.put_record(record)
+            reader.newest = reader.head, bytes(record)
         self._staged = None
         return span
 
@@ -150,6 +193,9 @@ class DeviceWriter:
         reader = self.reader
         with reader.turn:
             reader.require_open()
+            if self.mirror is not None:
+                self.mirror.wait()
+                self.mirror.writer.empty()
             reader.trajectory_index.make_way(reader, range(reader.ring))
             reader.empty()
 
@@ -157,6 +203,9 @@ class DeviceWriter:
 
     def put_record(self, payload: bytes) -> None:
         """Replace the record without writing rows."""
+        if self.mirror is not None:
+            self.mirror.wait()
+            self.mirror.writer.put_record(payload)
         self.reader.newest = self.reader.head, bytes(payload)
 
     def stage_record(self, payload: bytes) -> None:
@@ -189,28 +238,46 @@ class DeviceWriter:
             NotEnoughMemory: the ring does not fit on the device; nothing was changed.
             SchemaMismatch: the storage has another schema; nothing was changed.
         """
-        reader = self.reader
+        reader, mirror = self.reader, self.mirror
         entry = run_of(reader.head, provenance or {})
         with reader.turn:
-            if reader.initialised:
-                self.require_schema(schema)
-            else:
+            if is_new := not reader.initialised:
                 reader.allocate(schema)
-            reader.entries.append(entry)
+            else:
+                self.require_schema(schema)
+            if mirror is None:
+                reader.entries.append(entry)
+                return
+            try:
+                mirror.wait()
+                mirror.require_next(reader.head)
+                mirror.writer.runs.begin(schema, provenance)
+            except BaseException:
+                if is_new:
+                    reader.release()
+                raise
 
     def withdraw(self, run: Mapping[str, Any]) -> None:
         """Remove the entry ``run``, which has no rows, if it exists."""
+        if self.mirror is not None:
+            self.mirror.writer.runs.withdraw(run)
+            return
         entries = self.reader.entries
         entries[:] = [each for each in entries if each != run]
 
     def add_event(self, run: Mapping[str, Any], event: Mapping[str, Any]) -> Mapping[str, Any]:
         """Add an environment call to the entry ``run``; return the updated entry."""
+        if self.mirror is not None:
+            return self.mirror.writer.runs.add_event(run, event)
         entry = next(each for each in self.reader.entries if each is run)
         entry.setdefault("events", []).append(dict(event))
         return entry
 
 
-def _as_tensor(value: np.ndarray | RowRefs) -> torch.Tensor:
-    """Return a column of new rows as a tensor; of bfloat16, the bits."""
-    array = np.asarray(value)
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+def _arrays_of(values: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """Return columns as arrays on the host; of bfloat16, the bits."""
+    moved = move_columns(dict(enumerate(values)), HOST, staged=True)
+    return [
+        (each.view(torch.uint16) if each.dtype is torch.bfloat16 else each).numpy()
+        for each in moved.values()
+    ]
