@@ -303,6 +303,45 @@ def test_dqn_atari_stores_frames_once(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_ppo_on_a_device_stores_its_budget_in_a_ring_there(run: Run, tmp_path: Path) -> None:
+    out = run(
+        "devices/ppo_on_device.py",
+        tmp_path,
+        device="cpu",
+        total_frames=1001,
+        frames_per_batch=400,
+        num_envs=8,
+        epochs=1,
+        minibatch=200,
+        ring=600,
+    )
+    assert re.findall(r"^ +(\d+) transitions, mean return \d", out, re.M) == ["400", "800", "1001"]
+    assert "the ring has 600 of 1001 rows on cpu, " in out
+    assert "the mean reward of 600 of them is 1.0" in out
+
+
+@pytest.mark.slow
+def test_dqn_with_a_device_ring_resumes_from_its_disk(run: Run, tmp_path: Path) -> None:
+    for frames, begins in ((300, 0), (501, 300)):
+        out = run(
+            "devices/dqn_device_ring.py",
+            tmp_path,
+            device="cpu",
+            out="kept",
+            total_frames=frames,
+            random_frames=100,
+            num_envs=8,
+            ring=200,
+            updates=1,
+            minibatch=16,
+        )
+        assert f"begins with {begins} transitions, {min(begins, 200)} in the ring" in out
+        assert f"200 rows on cpu, {frames} on disk" in out
+    assert open_storage(tmp_path / "kept" / "rows").head == 501
+    assert not verify(tmp_path / "kept" / "rows").findings
+
+
+@pytest.mark.slow
 def test_async_offpolicy_trains_on_exactly_its_budget(run: Run, tmp_path: Path) -> None:
     out = run(
         "async_offpolicy.py",
