@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from tallyroll.storage.engine.available_memory import available_bytes
-from tallyroll.storage.engine.ring import pieces
+from tallyroll.storage.engine.ring import first_valid, pieces
 from tallyroll.storage.errors import IndexOutOfRange, NotEnoughMemory, NotInitialised, StorageClosed
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.readers.row_reader import ColumnReader, RowReader, columns_of
@@ -83,7 +83,7 @@ class DeviceRows(RowReader):
 
     @property
     def span(self) -> range:
-        return range(max(self._floor, self._reserve - self.ring), self._head)
+        return range(max(self._floor, first_valid(self._reserve, self.ring)), self._head)
 
     @property
     def manifest(self) -> Manifest:
