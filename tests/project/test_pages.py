@@ -86,7 +86,7 @@ def run_console(blocks: list[Block], server: WarmServer, folder: Path) -> None:
     for block in blocks:
         assert block.code.startswith("$ ")
         for part in block.code.removeprefix("$ ").split("\n$ "):
-            command, _, shown = part.partition("\n")
+            command, _, shown = part.replace("\\\n", "").partition("\n")
             name, *argv = shlex.split(command, comments=True)
             assert name == "tallyroll"
             out = server.run(folder, *argv).out
