@@ -111,10 +111,14 @@ class Mirror:
         with self._changed:
             while self._error is None and self._behind > most:
                 self._changed.wait(_LOOK_SECONDS)
-                if self._thread is not None and not self._thread.is_alive():
-                    break
+                if self._error is None and self._behind > most and not self._is_running:
+                    self._error = RuntimeError("the thread that writes has ended")
             if self._error is not None:
                 self._refuse(self._error)
+
+    @property
+    def _is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def _refuse(self, error: BaseException) -> NoReturn:
         raise WriteError(

@@ -43,6 +43,7 @@ from tallyroll.storage.errors import (
     WriteError,
 )
 from tallyroll.storage.ext.device.device_rows import DeviceRows
+from tallyroll.storage.ext.device.mirror import Mirror
 from tallyroll.storage.stores.row_writer import RowWriter
 
 from devices_kit import ACCELERATOR, SIMULATED, here_and_there
@@ -301,6 +302,21 @@ def test_a_disk_that_fails_raises_at_the_next_call(
             pass
         assert collector.ledger.stored == again.committed == 60
         assert_mirrored(again)
+
+
+def test_rows_are_not_called_durable_if_the_thread_has_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Mirror, "_commit_queue", lambda self: None)
+    monkeypatch.setattr("tallyroll.storage.ext.device.mirror._LOOK_SECONDS", 0.01)
+    ring = DeviceStorage(max_size=90, device="cpu", mirror=tmp_path, mirror_lag=12)
+    batches = iter(run_of(ring))
+    for call in (partial(deque, batches, 0), ring.flush, ring.close):
+        with pytest.raises(WriteError, match="the thread that writes has ended"):
+            call()
+    ring.close()
+    with open_storage(tmp_path) as disk:
+        assert disk.head == 0
 
 
 def test_rows_on_disk_count_if_the_device_fails(
