@@ -78,6 +78,10 @@ SEARCH_WORDS = {
     "systems": ("environments", "MuJoCo", "Brax", "EnvPool", "PettingZoo"),
     "training_from": ("offline", "offline RL", "DataLoader", "behaviour cloning"),
     "truth": ("time limit", "truncation", "bootstrap"),
+    "tutorial_dataset": ("publish", "upload", "train-test split"),
+    "tutorial_dqn_atari": ("Breakout", "replay memory", "ALE"),
+    "tutorial_paper": ("LaTeX", "reproducibility", "experiment", "proof"),
+    "tutorial_ppo": ("own environment", "custom environment", "plain PyTorch"),
     "workers": ("parallel", "subprocess", "vectorized"),
 }
 """Index entries of each page: words of the field with which people search, but which the text may
