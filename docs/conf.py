@@ -91,7 +91,7 @@ _of_attributes: dict[str, list[str]] = {}
 
 
 def setup(app: Any) -> None:
-    """Add index entries, and keep napoleon from taking words of attributes for types."""
+    """Add index entries, and keep napoleon from parsing words of attributes as types."""
     app.connect("autodoc-process-docstring", _remember, priority=400)
     app.connect("autodoc-process-docstring", _restore, priority=600)
     app.connect("source-read", _add_search_words)

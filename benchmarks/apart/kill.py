@@ -118,7 +118,7 @@ READERS: dict[str, Callable[[str], int]] = {
 
 
 def report(name: str, folder: str) -> None:
-    """Write rows for ever, and print the count of each full thousand."""
+    """Write rows until the process is killed, and print each full thousand."""
     said = 0
     for count in WRITERS[name](folder):
         if count // BATCH > said:
@@ -135,6 +135,8 @@ def lost(name: str, rows: int) -> int:
             for line in child.stdout:
                 if line.strip().isdigit() and int(line) >= rows:
                     break
+            else:
+                raise RuntimeError(f"{name}: the writer ended before {rows} rows")
             child.kill()
         done = subprocess.run([*command, "read"], stdout=subprocess.PIPE, text=True, check=True)
         return max(rows - int(done.stdout.splitlines()[-1]), 0)

@@ -56,8 +56,8 @@ _OF_DATASETS = {
 def main(argv: Sequence[str] | None = None, *, ready: Callable[[], object] = lambda: None) -> int:
     """Run the command line ``argv`` and return the exit status.
 
-    If ``argv`` is None, the command line of the process is used. ``ready`` is called when the
-    command is imported, before it runs.
+    If ``argv`` is None, the command line of the process is used. ``ready`` is called after
+    the module of the command is imported, and before the command runs.
     """
     reopen_closed()
     # At exit, the interpreter would collect garbage in all imported modules for half a second.

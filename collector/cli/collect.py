@@ -161,6 +161,8 @@ class CollectRun:
             self.first_row = last_run_of(self.runs, storage.path, self.head).first_row
         self.began, self.has_begun = 0, False
         """Rows that the run had before this command, and whether the manifest lists the run."""
+        self.is_over = False
+        """True if all rows of the run are collected and committed."""
         self.plan = self._planned()
         self.frames = self.plan.own_frames
         """Frames of the run, or of its shard; None if the budget is a number of episodes."""
@@ -315,6 +317,7 @@ class CollectRun:
                     show(last=True)
             seconds = time.monotonic() - started
         self.signals.stop = None
+        self.is_over = True
         return collector, seconds
 
     @contextmanager
@@ -607,7 +610,7 @@ def default_batch(plan: Plan, ring: int = 0) -> int:
 
 
 def require_usage(args: argparse.Namespace) -> None:
-    """Refuse options that do not go together, or lack another one."""
+    """Reject invalid combinations of options, and missing ones."""
     if not args.resume and args.env is None:
         args.usage_error("the following arguments are required: ENV")
     if not args.resume and args.frames is None and args.episodes is None:
@@ -642,12 +645,16 @@ def run(args: argparse.Namespace) -> int:
     if args.checkpoint_rows is not None and not args.resume:
         args.usage_error("--checkpoint-rows needs --resume, which loads a checkpoint")
     signals = Signals([signal.Signals[args.checkpoint_on]] if args.checkpoint_on else [])
+    made: CollectRun | None = None
     with signals.install():
         try:
             with open_output(args) as storage:
-                return CollectRun(args, storage, signals).run()
+                made = CollectRun(args, storage, signals)
+                return made.run()
         except KeyboardInterrupt:
-            say(f"tallyroll: stopped by {signals.number.name}; nothing was collected yet")
+            is_over = made is not None and made.is_over
+            what = "all rows are committed" if is_over else "nothing was collected yet"
+            say(f"tallyroll: stopped by {signals.number.name}; {what}")
             return signals.exit_status
         finally:
             if signals.received:  # exit handlers of other code may print too

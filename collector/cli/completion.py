@@ -17,7 +17,7 @@ _LINES: Final = {
     "zsh": (".zshrc", "fpath=(~/.zfunc $fpath); autoload -Uz compinit && compinit"),
     "tcsh": (".tcshrc", "source ~/.tallyroll.tcsh"),
 }
-"""File and line with which shells load the script, unless they find it by its place."""
+"""Startup file, and the line in it that loads the script, for shells that do not find it."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,22 +35,22 @@ def run(args: argparse.Namespace) -> int:
             "pip install --upgrade shtab"
         )
     script = shtab.complete(make_parser(), args.shell) + "\n"
-    emit(_installed(args.shell, script) if args.install else script)
+    emit(_install(args.shell, script) if args.install else script)
     return 0
 
 
-def _installed(shell: str, script: str) -> str:
+def _install(shell: str, script: str) -> str:
     """Write the script to the folder of the shell, and return what to do."""
-    place = _place_of(shell)
+    place = _script_path(shell)
     try:
-        if place.exists() and (not place.is_file() or _MARK not in place.read_text("utf-8")):
+        if place.exists() and (not place.is_file() or _MARK.encode() not in place.read_bytes()):
             raise CommandError(
                 f"--install: {place} exists and is not a completion script of Tallyroll. Move it, "
                 f"or redirect the script: tallyroll completion {shell} > FILE"
             )
         place.parent.mkdir(parents=True, exist_ok=True)
         _write(place, script)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise CommandError(f"--install: {place} cannot be written: {error}") from error
     said = f"wrote {place}\n"
     if shell not in _LINES:
@@ -62,8 +62,8 @@ def _installed(shell: str, script: str) -> str:
     return f"{said}Add this line to ~/{file}, for new shells:\n    {line}\n"
 
 
-def _place_of(shell: str) -> Path:
-    """Return the path at which the shell looks for the script, or from which its line loads it."""
+def _script_path(shell: str) -> Path:
+    """Return the path where the shell finds the script, or from which its startup file loads it."""
     home, get = Path.home(), os.environ.get
     if shell == "bash":
         data = Path(get("XDG_DATA_HOME") or home / ".local/share")

@@ -1,16 +1,18 @@
 """``tallyroll plan``: print the execution plan and the disk space of a run, without collecting."""
 
 import argparse
+import contextlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from rich.filesize import decimal
 
 from tallyroll.collector.cli.collect import CollectRun, Signals, default_batch, require_usage
-from tallyroll.collector.cli.output import as_json, emit
+from tallyroll.collector.cli.output import CommandError, as_json, emit
 from tallyroll.collector.cli.page import Page
 from tallyroll.collector.cli.plan import Plan, open_output
 from tallyroll.collector.cli.row_space import RowSpace
@@ -25,9 +27,9 @@ def run(args: argparse.Namespace) -> int:
     frames = args.frames
     with tempfile.TemporaryDirectory(prefix="tallyroll-plan-") as folder:
         args.out = os.path.join(folder, f"plan{place.suffix}")
-        # An HDF5 file reserves its rows, so the budget is that of one batch.
+        # An HDF5 file reserves space for the whole budget, so use the budget of one batch.
         args.frames = _frames_of_a_batch(Plan.of(args))
-        with open_output(args) as storage:
+        with _named(args.out, place), open_output(args) as storage:
             made = CollectRun(args, storage, Signals())
             with made.make_collector(*made.load()) as collector:
                 plan = collector.plan
@@ -50,8 +52,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _named(temporary: str, place: Path) -> Iterator[None]:
+    """Let errors name the path that the user gave."""
+    try:
+        yield
+    except CommandError as error:
+        raise CommandError(str(error).replace(temporary, str(place))) from error
+
+
 def _frames_of_a_batch(plan: Plan) -> int | None:
-    """Return a budget with the same decisions as the whole one; None with an episode budget."""
+    """Return a budget of one batch that leads to the same plan; None with an episode budget."""
     if plan.frames is None:
         return None
     parts = 1 if plan.shard is None else Shard.parsed(plan.shard).of

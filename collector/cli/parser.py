@@ -58,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
         emit(self.format_help())
 
     def format_help(self) -> str:
-        """Format the help. That of the program lists the common commands, unless ``all`` is set."""
+        """Format the help. Without ``--all``, that of the program has only the common commands."""
         if self._subparsers is None or self.get_default("all_commands"):
             return super().format_help()
         group: Any = self._subparsers
@@ -509,6 +509,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add(replay, "--env-kwargs", "--tolerance", "--render", "--picture", "--accept-copy")
     _add_output(replay, "--json", "--quiet")
     report = command("report", "summarize many runs in a table and a page")
+    report.set_defaults(usage_error=report.error)
     _add_folders(report)
     _add(report, "--group-by", default="environment,label")
     _add(report, "--window", default=100)

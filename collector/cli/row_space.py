@@ -10,7 +10,7 @@ from tallyroll.storage.rows.keys import format_key
 from tallyroll.storage.storages import DiskStorage, MemmapStorage, ZarrStorage
 
 LARGE_NBYTES = 10**9
-"""Disk space of a run from which a hint about images is worth a line."""
+"""Disk space of a run from which a hint about images is shown."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class RowSpace:
     @property
     def most_rows(self) -> int | None:
         """Rows that exist at the same time; None if the budget does not give their number."""
-        return self.ring or self.rows
+        return min(filter(None, (self.ring, self.rows)), default=None)
 
     @property
     def takes(self) -> str:
@@ -76,7 +76,7 @@ class RowSpace:
 
     @property
     def hint(self) -> str:
-        """Say how to make rows smaller; "" if they are small, or have no images."""
+        """Hint on how to make rows smaller; "" if they are small or have no images."""
         if not self.images or (self.most_rows or 0) * self.row_nbytes < LARGE_NBYTES:
             return ""
         once = "--once yes stores each frame once, " if self.can_store_once else ""
@@ -91,7 +91,7 @@ class RowSpace:
         return {
             "row_bytes": self.row_nbytes,
             "rows": self.rows,
-            "bytes": None if self.rows is None else self.rows * self.row_nbytes,
+            "bytes": None if self.rows is None else (self.most_rows or 0) * self.row_nbytes,
             "ring": self.ring or None,
             "full_ring_bytes": self.ring * self.row_nbytes if self.ring else None,
             "once": [*self.once],

@@ -167,11 +167,11 @@ examples:
 
 PLAN_USAGE = "%(prog)s ENV (--frames N | --episodes E) [options]"
 PLAN = """\
-Print the execution plan of a run, with the reason for each part that does not
-take a faster path, and the disk space of its rows. Nothing is collected and
-nothing is written to --out, whose ending chooses the format. The options are
-those of `tallyroll collect` on which the plan of a new run depends. The
-environment is created and reset, and a policy is called once.
+Print the execution plan of a run and the disk space of its rows. For each part
+that does not take a faster path, the plan gives the reason. Nothing is
+collected or written to --out, whose ending selects the format. The options are
+those of `tallyroll collect` that affect a new run's plan. The environment is
+created and reset, and a policy is called once.
 """
 PLAN_EXAMPLES = """\
 examples:

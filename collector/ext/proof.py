@@ -123,10 +123,9 @@ class StorageProof(PageSource):
         if self.content is not None:
             page.print(f"  content  sha256 {self.content}")
         if (again := self.replay) is not None and again.replayed:
-            within = f" within {again.atol:g}" if again.atol else ", bit for bit"
             page.print(
-                f"  replay   {again.equal:,} of {again.replayed:,} trajectories equal{within}; "
-                f"{again.rows:,} of {found.rows if found else 0:,} rows compared"
+                f"  replay   {again.equal:,} of {again.replayed:,} trajectories equal, "
+                f"bit for bit; {again.rows:,} of {found.rows if found else 0:,} rows compared"
             )
         for run in self.runs:
             page.print(f"  made by  {_made_by(run)}")
@@ -198,11 +197,11 @@ def prove(
         sample: the number of trajectories to replay.
         create_env_fn: the environment of all runs; None creates it from each run's manifest.
         env_kwargs: keyword arguments for an id, in addition to those of the run.
-        progress: function called with the progress and its total, in units without a meaning.
+        progress: function called with the progress and its total, in arbitrary units.
         accept_copy: see `open_storage`.
 
     Raises:
-        ArgumentError: no path has a storage.
+        ArgumentError: no storage can be read.
     """
     found = [each for path in distinct(paths) for each in storages_at(path, accept_copy)]
     by_path = dict(found)
@@ -231,15 +230,17 @@ def prove(
         proofs.append(_proof_of(path, options, [stage_of(3 * number + each) for each in range(3)]))
     if all(each.verification is None for each in proofs):
         reasons = "; ".join(gap for each in proofs for gap in each.gaps)
-        raise ArgumentError(f"there is nothing to prove: {reasons or 'no path was given'}")
-    return Proof(tuple(_compared(proofs)), versions())
+        raise ArgumentError(
+            f"paths: expected storages that can be read, got none: {reasons or 'no path'}."
+        )
+    return Proof(tuple(_with_cross_checks(proofs)), versions())
 
 
 def _proof_of(path: str, options: dict[str, Any], stages: Sequence[Progress]) -> StorageProof:
     faults: list[str] = []
     gaps: list[str] = []
     accept_copy = options["accept_copy"]
-    checked = _tried(
+    checked = _attempt(
         "verified", gaps, lambda: verify(path, progress=stages[0], accept_copy=accept_copy)
     )
     runs: list[Run] = []
@@ -248,18 +249,20 @@ def _proof_of(path: str, options: dict[str, Any], stages: Sequence[Progress]) ->
         faults += [str(each) for each in checked.findings]
         gaps += [f"{each}: {checked.healing}" for each in checked.notes[:1]]
     if checked is not None and checked.format is not None:
-        content = _tried(
+        content = _attempt(
             "hashed", gaps, lambda: content_hash(path, progress=stages[1], accept_copy=accept_copy)
         )
-        runs = _runs_of(path, gaps, accept_copy=accept_copy)
-        again = _tried("replayed", gaps, lambda: replay(path, progress=stages[2], **options))
+        runs = _attempt("read", gaps, lambda: _runs_of(path, gaps, accept_copy=accept_copy)) or []
+        again = _attempt("replayed", gaps, lambda: replay(path, progress=stages[2], **options))
     if again is not None:
-        faults += [f"replay: {each}" for each in again.differences[:1]]
+        differing = [f"replay: {each}" for each in again.differences[:1]]
         refused = {why: len(ids) for why, ids in again.not_replayed.items()} | dict(again.left_out)
         gaps += [f"not replayed: {n:,} trajectories: {why}" for why, n in refused.items()]
-        if again.versions and again.differences:
+        if again.versions and differing:  # equality is guaranteed for the same versions only
             other = _named({name: was for name, (was, _) in again.versions.items()})
-            faults.append(f"the differing rows were made with other versions: {other}")
+            gaps += [*differing, f"the differing rows were made with other versions: {other}"]
+        else:
+            faults += differing
     for run in runs:
         _, fault, gap = _budget(run)
         faults += [fault] if fault else []
@@ -276,7 +279,7 @@ def _runs_of(path: str, gaps: list[str], *, accept_copy: bool) -> list[Run]:
         return [*runs_in(storage, path, lambda rows: None, gaps.append)]
 
 
-def _tried(what: str, gaps: list[str], check: Callable[[], Any]) -> Any:
+def _attempt(what: str, gaps: list[str], check: Callable[[], Any]) -> Any:
     """Return the result of a check; if it is not possible, add the reason to ``gaps``."""
     try:
         return check()
@@ -287,7 +290,7 @@ def _tried(what: str, gaps: list[str], check: Callable[[], Any]) -> Any:
 
 
 def _budget(run: Run) -> tuple[str, str, str]:
-    """Compare a run with its budget; return a sentence, and a fault or a gap that it is."""
+    """Compare a run with its budget; return a sentence, a fault or "", and a gap or ""."""
     call = part(run.entry, "call")
     if call.get("budget_unit") == "agent_transitions":
         have = (run.counts or {}).get("agent_transitions", 0)
@@ -309,7 +312,7 @@ def _budget(run: Run) -> tuple[str, str, str]:
     return f"{run.state}: {said}", "", f"{run.path}: {run.state} at {said}"
 
 
-def _compared(proofs: Sequence[StorageProof]) -> list[StorageProof]:
+def _with_cross_checks(proofs: Sequence[StorageProof]) -> list[StorageProof]:
     """Add faults and gaps that only several storages show: equal content, and missing shards."""
     first: dict[str, str] = {}
     shards: dict[tuple[object, int], set[int]] = {}

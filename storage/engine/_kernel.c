@@ -348,7 +348,7 @@ static int open_values(PyObject *object, Py_buffer *buffer, Py_ssize_t nbytes)
     return -1;
 }
 
-/* The arrays of `IdTails`, [lanes] each, and its numbers. */
+/* The arrays of `tails`, [lanes] each, and its three numbers; see `IdKernel`. */
 typedef struct {
     int64_t *id, *next, *pending_id, *pending_next, *pending_run, *batch, *touched, lanes;
     int64_t *number, *largest, *count;

@@ -189,10 +189,17 @@ class FrameKernel(Protocol):
 class IdKernel(Protocol):
     """The functions for trajectory ids; see `IdChecks`.
 
-    ``tails`` is int64 [7 * lanes + 3]: for each lane, the trajectory of its last row and the next
-    step, both also for an admitted batch, the last trajectory in that batch, the number of the
-    batch, and the lanes in that batch; then the number of the last batch, the largest id, and the
-    number of lanes in the batch.
+    ``tails`` is an int64 array [7 * lanes + 3]: seven arrays [lanes], and three numbers.
+
+    1. the trajectory of each lane's last row
+    2. its next step
+    3. the trajectory of each lane's last row after the admitted batch
+    4. its next step
+    5. the trajectory of each lane's last row in that batch, even if it ended
+    6. the number of the last batch with rows of the lane
+    7. the lanes of the admitted batch, as a list that fills the array from its start
+
+    The numbers are the number of the last batch, the largest id, and the length of that list.
     """
 
     def admit_rows(
@@ -208,11 +215,11 @@ class IdKernel(Protocol):
         lane_nbytes: int,
         /,
     ) -> int | None:
-        """Admit ``count`` rows, if each continues its lane's trajectory or begins a larger id.
+        """Admit rows if each continues its lane's trajectory or begins one with a larger id.
 
-        Each column is an array, or the address of its values: int64 ids and steps, lanes of
-        ``lane_nbytes`` bytes (4 or 8), and bool flags or None. Return the largest id then, or None
-        if the rows need other checks.
+        Each column is an array of ``count`` rows, or the address of its values: int64 ids and
+        steps, lanes of ``lane_nbytes`` bytes (4 or 8), and bool flags or None. Return the largest
+        id, or None if the rows need other checks.
 
         Raises:
             BufferError, ValueError, TypeError: an array is not contiguous, or has another size.

@@ -39,8 +39,8 @@ class FrameWindows:
 
     A next observation usually is the observation moved by one frame. In rows where it is not, such
     as after frames were skipped, the window contains its last frame only, and the whole next stack
-    is in ``unshifted_next``. If there are such rows, `next_observation` is a copy instead of a
-    view.
+    is in ``unshifted_next``. So are stacks that share no frames in a pool. If there are such rows,
+    `next_observation` is a copy instead of a view.
     """
 
     key: Key
@@ -48,14 +48,14 @@ class FrameWindows:
     stack: int
     """Number of frames of a value, n; 1 if a value is one frame without an axis of frames."""
     windows: torch.Tensor
-    """The windows, [*batch, n + 1, *frame], with the dtype of the column."""
+    """The windows, ``[*batch, n + 1, *frame]``, with the dtype of the column."""
     unshifted: torch.Tensor
     """Indices into the flattened batch of the rows whose next stack is not in their window, int64
     [m], ascending."""
     unshifted_next: torch.Tensor
-    """The next observations of these rows, [m, *shape of a value]."""
+    """The next observations of these rows, ``[m, *shape of a value]``."""
     others: TensorDict
-    """The other columns, with batch size [*batch]."""
+    """The other columns, with batch size ``[*batch]``."""
 
     def to(self, device: torch.device | str | int) -> FrameWindows:
         """Return the rows on ``device``.
@@ -77,8 +77,8 @@ class FrameWindows:
 
     @property
     def observation(self) -> torch.Tensor:
-        """The observations, a view [*batch, n, *frame] of ``windows``; [*batch, *frame] if
-        values are no stacks."""
+        """The observations, a view ``[*batch, n, *frame]`` of ``windows``, or ``[*batch, *frame]``
+        if values are no stacks."""
         return self._part(0)
 
     @property
@@ -94,7 +94,7 @@ class FrameWindows:
 
     @property
     def rows(self) -> TensorDict:
-        """The rows as a new TensorDict [*batch], with `observation` and `next_observation`."""
+        """The rows as a new TensorDict ``[*batch]``, with `observation` and `next_observation`."""
         found = self.others.copy()
         found.set(self.key, self.observation)
         found.set((NEXT, *self.key), self.next_observation)
@@ -115,14 +115,14 @@ def frame_windows(
     keys: Keys | None = None,
     stack: int | None = None,
 ) -> FrameWindows:
-    """Read rows so that each frame of a stack and its next stack is copied, and sent, once.
+    """Read rows as windows of frames, so that each frame of a row is copied to a device only once.
 
     For stacks of n frames, the result has windows of n + 1 frames. Any storage may be read. If
     its frames are stored once, only n + 1 frames of each row are decoded.
 
     Args:
         storage: the storage of the rows.
-        index: rows as ``storage.get`` accepts them, in an array or tensor of the shape [*batch].
+        index: rows as ``storage.get`` accepts them, an array or tensor ``[*batch]``.
         key: the observation. ``next`` must have a column of the same dtype and shape.
         keys: the other columns to read, which may be overlays; None: all.
         stack: the number of frames of a value, along its first axis; 1 if the value is one frame.

@@ -74,6 +74,8 @@ class RowStore:
                 "Use MemmapStorage(path, max_size=...), or leave max_size out."
             )
         existing = is_auto and mode == "append"
+        if existing:
+            _check_once(once, stacks)
         plan = None if existing else self._plan_of(once, stacks)
         files = FileReader(kind, self.path, mode)
         self.reader = files
@@ -97,20 +99,14 @@ class RowStore:
 
     def _plan_of(self, once: Once, stacks: Sequence[FrameStack]) -> PlanOnce | None:
         """Return the plan of the columns that a new storage with any rows stores once."""
-        if type(once) is not bool and once != "auto":
-            raise ValueError(f'once: expected "auto", True or False, got {once!r:.80}.')
-        if stacks and once is not True:
-            raise ValueError(
-                f"stacks: expected once=True, got once={once!r}. Pass once=True, or leave stacks "
-                "out."
-            )
+        _check_once(once, stacks)
         if once == "auto":
             return None
         if once and not self._format_class.pools:
             raise ValueError(
                 f"once: expected a MemmapStorage or ZarrStorage, got {type(self).__name__}. Its "
-                "file cannot grow while it is open, and the size of a frame pool is not known "
-                'before. Use MemmapStorage(path, once=True), or pack(format="hdf5") after the run.'
+                "file cannot grow while it is open, and the size of a frame pool is not known in "
+                'advance. Use MemmapStorage(path, once=True), or pack(format="hdf5") after the run.'
             )
         if once and self.mode != "create":
             raise ValueError(
@@ -430,6 +426,15 @@ def _mode_at(files: Format) -> Mode:
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def _check_once(once: object, stacks: Sequence[FrameStack]) -> None:
+    if type(once) is not bool and once != "auto":
+        raise ValueError(f'once: expected "auto", True or False, got {once!r:.80}.')
+    if stacks and once is not True:
+        raise ValueError(
+            f"stacks: expected once=True, got once={once!r}. Pass once=True, or leave stacks out."
+        )
 
 
 def _check_rows(name: str, rows: object) -> None:

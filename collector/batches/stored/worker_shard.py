@@ -128,7 +128,11 @@ class WorkerShard:
         own = replace(options, shard=part, total_frames=None)
         os.makedirs(Path(keep.path).parent, exist_ok=True)
         self._rows = MemmapStorage(keep.path, once=keep.once, stacks=keep.stacks)
-        self._writer = BatchWriter(self._rows, None, False, None, own.largest_batch, part)
+        try:
+            self._writer = BatchWriter(self._rows, None, False, None, own.largest_batch, part)
+        except BaseException:
+            self._rows.close()
+            raise
         try:
             stored_run = self._writer.stored_run
             stored_run.count_ids(keep.first_id - 1)
@@ -208,5 +212,7 @@ class WorkerShard:
             self._close()
 
     def _close(self) -> None:
-        self._writer.close()
-        self._rows.close()
+        try:
+            self._writer.close()
+        finally:
+            self._rows.close()

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 
 from tallyroll.collector.cli.output import CommandError, as_json, emit, say
@@ -23,6 +24,9 @@ def run(args: argparse.Namespace) -> int:
     files = {name: path for name in _FILES if (path := getattr(args, name))}
     if {"png", "pdf"} & {*files}:
         needs("matplotlib.figure", "plot", "plots")
+    places = [os.path.realpath(path) for path in files.values()]
+    if len({*places}) < len(places):
+        args.usage_error("expected a file of its own for each option, got one for two of them")
     for name, path in files.items():  # before all rows are read
         with _named(name, path):
             require_report(path, force=args.force)

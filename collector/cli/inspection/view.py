@@ -115,7 +115,7 @@ def _as_storage(name: str, args: argparse.Namespace) -> Iterator[str]:
     from tallyroll.storage.ext.exchange.registry import kinds
 
     kind, _, place = name.partition(":")
-    if not place or kind not in kinds():
+    if not place or kind not in kinds() or os.path.exists(name):
         yield name
         return
     if args.flags:

@@ -488,7 +488,7 @@ def _rewound(
         rewound, gone, since = at.go_back(storage, run)
         found = replace(found, rewound=rewound, gone=gone)
         refill = getattr(None if own is None else own.storage, "refill", None)
-        if refill is not None:  # the storage is the mirror of a ring
+        if refill is not None:  # a ring, whose mirror was rewound
             refill()
     if collector is not None and own is not None:
         own.go_on_from(state["collector"], since)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal
 
@@ -81,7 +82,7 @@ def curve_points(groups: Iterable[Group]) -> str:
                 None if each is None else float(each[at])
                 for each in (curve.value, curve.low, curve.high)
             ]
-            cells: list[Any] = [None if v != v else v for v in values]
+            cells: list[Any] = [None if v is None or math.isnan(v) else v for v in values]
             writer.writerow([group.name, len(group.scores), transitions, *cells])
     return text.getvalue()
 

@@ -312,7 +312,7 @@
       });
       return h("section", null, h("h3", null, title), facts, chart({ x, lines, xLabel: "value", height: 160 }).element);
     };
-    return [...(several ? [h("p", { class: "quiet" }, "Shares of the values.")] : []),
+    return [...(several ? [h("p", { class: "quiet" }, "Each line is one storage: the share of its values in each bin.")] : []),
       h("div", { class: "many" }, [...shown].map(drawn))];
   }
 

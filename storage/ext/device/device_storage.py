@@ -32,8 +32,8 @@ class DeviceStorage(AsTensorStorage):
 
     Without a mirror, the rows are lost when the process ends, checkpoints cannot save them, and no
     later process can continue the run. With a mirror, every row is also written to a
-    `MemmapStorage`, which is the durable copy: a `DeviceStorage` that is made with the same mirror
-    begins with its newest rows, and a collector with ``resume=True`` continues the run from there.
+    `MemmapStorage`, the durable copy. A new `DeviceStorage` with the same mirror starts with the
+    newest rows of the mirror, and a collector with ``resume=True`` continues the run from there.
 
     A collector writes to it with ``storage=``, with the same rows, counts and ids as to a
     `MemmapStorage`. The class is also a TorchRL storage: ``ReplayBuffer(storage=...)`` accepts it.
@@ -44,9 +44,9 @@ class DeviceStorage(AsTensorStorage):
     Args:
         max_size: the number of slots of the ring. New rows overwrite the oldest.
         device: the device, such as ``"cuda"`` or ``"cpu"``.
-        mirror: the durable copy: a `MemmapStorage` that is open for writing, or a path, at which
-            one that keeps all rows is opened or made, and closed with the ring. It keeps all rows,
-            or it is a ring of ``max_size`` rows. Only the ring may write to it.
+        mirror: the durable copy: a `MemmapStorage` that is open for writing, or a path. It keeps
+            all rows, or is a ring of ``max_size`` rows. A path is opened, or a storage that keeps
+            all rows is created there; `close` closes it. Only this object may write to the mirror.
         mirror_lag: the number of rows that the device may be ahead of the mirror. With 0, an append
             returns when its rows are committed on disk. Otherwise a thread writes them, and an
             append waits if the disk is too slow. A killed process loses at most ``mirror_lag``
@@ -168,11 +168,12 @@ class DeviceStorage(AsTensorStorage):
         Raises:
             WriteError: the mirror has refused rows.
         """
-        try:
-            if self._mirror is not None:
-                self._mirror.close()
-        finally:
-            self.reader.close()
+        with self.reader.turn:  # so that no rows come between
+            try:
+                if self._mirror is not None:
+                    self._mirror.close()
+            finally:
+                self.reader.close()
 
     def __enter__(self) -> Self:
         return self

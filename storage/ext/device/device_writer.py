@@ -116,7 +116,9 @@ class DeviceWriter:
             return self._commit(values, self._staged)
         record, writer = self._staged, self.mirror.writer
         arrays = dict(zip(schema.keys, _arrays_of(values), strict=True))
-        return self._commit_first(values, record, lambda: writer.write(arrays, record, ids="fresh"))
+        return self._commit_to_mirror_first(
+            values, record, lambda: writer.write(arrays, record, ids="fresh")
+        )
 
     def _values_of(
         self, rows: TensorDictBase, without: Key | None, schema: Schema
@@ -144,21 +146,23 @@ class DeviceWriter:
         """Append rows with the record, to the mirror too. ``rows`` are the same rows in arrays."""
         mirror = self.mirror
         if mirror is None:
-            return self._write_there(values, record)
+            return self._write_to_device(values, record)
         if len(values[0]) > mirror.lag:
             new = ArrayRows(_arrays_of(values)) if rows is None else rows
-            return self._commit_first(values, record, lambda: mirror.writer.append(new, record))
+            return self._commit_to_mirror_first(
+                values, record, lambda: mirror.writer.append(new, record)
+            )
         # The caller may reuse the memory of arrays after the call.
         arrays = [
             each.copy() if value.device.type == "cpu" else each
             for each, value in zip(_arrays_of(values), values, strict=True)
         ]
         mirror.admit(len(values[0]))
-        span = self._write_there(values, record)
+        span = self._write_to_device(values, record)
         mirror.put(ArrayRows(arrays), span.start, record)
         return span
 
-    def _commit_first(
+    def _commit_to_mirror_first(
         self, values: Sequence[torch.Tensor], record: bytes | None, commit: Callable[[], range]
     ) -> range:
         """Commit rows to the mirror by ``commit``, and then write them to the device.
@@ -171,13 +175,13 @@ class DeviceWriter:
         mirror.require_next(start := reader.head)
         try:
             commit()
-            return self._write_there(values, record)
+            return self._write_to_device(values, record)
         except BaseException:
             if start < mirror.committed:
                 reader.skip_to(mirror.committed)
             raise
 
-    def _write_there(self, values: Sequence[torch.Tensor], record: bytes | None) -> range:
+    def _write_to_device(self, values: Sequence[torch.Tensor], record: bytes | None) -> range:
         """Write rows with the record to the device."""
         reader = self.reader
         found = reader.moved(values)

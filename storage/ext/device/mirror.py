@@ -14,7 +14,7 @@ from tallyroll.storage.errors import NotAnAppend, StorageError, WriteError
 from tallyroll.storage.storages import MemmapStorage
 from tallyroll.storage.stores.row_writer import RowWriter
 
-_LOOK_SECONDS: Final = 1.0
+_CHECK_SECONDS: Final = 1.0
 """Time between two checks whether the thread still runs."""
 
 
@@ -42,7 +42,7 @@ class Mirror:
         self._changed = threading.Condition()
         """Lock of the fields below, which is notified when one of them changes."""
         self._queue: deque[_Append] = deque()
-        self._behind = 0
+        self._uncommitted = 0
         """Number of rows that were put in the queue and are not committed."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -60,7 +60,7 @@ class Mirror:
         """
         with self._changed:
             self._queue.append(_Append(rows, at, record))
-            self._behind += rows.count
+            self._uncommitted += rows.count
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._commit_queue, name="tallyroll-mirror", daemon=True
@@ -74,7 +74,7 @@ class Mirror:
         Raises:
             WriteError: the disk has refused earlier rows.
         """
-        self._wait_for(self.lag - count)
+        self._wait_until_uncommitted(self.lag - count)
 
     def wait(self) -> None:
         """Wait until all rows are committed.
@@ -82,7 +82,7 @@ class Mirror:
         Raises:
             WriteError: the disk has refused rows.
         """
-        self._wait_for(0)
+        self._wait_until_uncommitted(0)
 
     def close(self) -> None:
         """Commit the queued rows and stop the thread; close the storage if the mirror owns it.
@@ -106,12 +106,12 @@ class Mirror:
             if self._owned:
                 self.storage.close()
 
-    def _wait_for(self, most: int) -> None:
-        """Wait until at most ``most`` queued rows are not committed."""
+    def _wait_until_uncommitted(self, limit: int) -> None:
+        """Wait until at most ``limit`` queued rows are not committed."""
         with self._changed:
-            while self._error is None and self._behind > most:
-                self._changed.wait(_LOOK_SECONDS)
-                if self._error is None and self._behind > most and not self._is_running:
+            while self._error is None and self._uncommitted > limit:
+                self._changed.wait(_CHECK_SECONDS)
+                if self._error is None and self._uncommitted > limit and not self._is_running:
                     self._error = RuntimeError("the thread that writes has ended")
             if self._error is not None:
                 self._refuse(self._error)
@@ -156,7 +156,7 @@ class Mirror:
                 return
             with self._changed:
                 self._queue.popleft()
-                self._behind -= append.rows.count
+                self._uncommitted -= append.rows.count
                 self._changed.notify_all()
 
 

@@ -24,7 +24,7 @@ class Duplicates:
     """The earlier member that has the same trajectories."""
     count: int
     pairs: tuple[tuple[int, int, int], ...]
-    """Some of the pairs, in the numbers of each member's own storage.
+    """Some of the pairs, with row numbers and ids of each member's own storage.
 
     A pair has the first row and the id of the duplicate, and the id of the earlier trajectory.
     """

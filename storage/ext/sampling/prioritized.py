@@ -275,8 +275,8 @@ class PrioritizedSampler(Sampler):
 
         ``sample(n)`` returns a TensorDict of n rows [n], or of sequences [n, slice_len], with
         ``"priority_weight"`` and ``("collector", "row")``. ``sample(n, n_step=3, gamma=0.99)``
-        returns the same rows as `n_step` does, with rewards of up to 3 steps and with their
-        ``"index"``. Sequences are then not marked at their ends, because the sums go on there.
+        returns these rows as `n_step` does: rewards cover up to 3 steps, and ``"index"`` is added.
+        The ends of sequences are then not marked, because the sums include later steps.
 
         ``sample(storage, n)``, which TorchRL's buffers call, returns the index of n rows,
         and a mapping that contains these two columns and the values that differ from the stored

@@ -169,7 +169,7 @@ class ShardedWriter(NoWriter):
 
     @property
     def stores_once(self) -> bool:
-        """True if shards have columns that are stored once, or must have some."""
+        """True if the shards store some columns once; before the first row, if ``once`` is True."""
         return bool(self.reader.once) if self.reader.initialised else self._plan_once is not None
 
     @property

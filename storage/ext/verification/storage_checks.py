@@ -360,7 +360,7 @@ def _union_report(union: UnionReader, skip: Collection[str], progress: Progress 
 
 
 def _add_duplicates(union: UnionReader, findings: Findings, notes: Findings) -> None:
-    """Add the trajectories that occur in two members, under the numbers of each member's storage.
+    """Report trajectories that occur in two members, with the ids and rows of each storage.
 
     A few short trajectories may be equal by chance, but not more than half of those of a member.
     """

@@ -92,7 +92,8 @@ def test_it_is_the_plan_of_the_run(
         if not facts["once"]:
             assert facts["row_bytes"] == storage.schema.row_nbytes
         if facts["rows"] is not None:
-            assert facts["bytes"] == facts["rows"] * facts["row_bytes"]
+            most = min(facts["rows"], facts["ring"] or facts["rows"])
+            assert facts["bytes"] == most * facts["row_bytes"]
             assert facts["rows"] == storage.head
         assert (facts["ring"] or 0) == (storage.ring or 0)
     main(["inspect", CHOICES[words], "--json"])
@@ -118,6 +119,7 @@ IMAGES = 2 * SIDE**2
         ("--frames 1e6 --out x.zarr", True),
         ("--frames 1e9 --max-size 1e6 --once no", True),
         ("--frames 1e9 --max-size 1e5 --once no", False),
+        ("--frames 1e3 --max-size 1e6 --once no", False),
         ("--frames 1e5", False),
         ("--frames 1e6 --once yes", False),
         ("--frames 1e6 --max-size 1e6", False),
@@ -187,11 +189,12 @@ def test_wrong_arguments(words: str, said: str, capsys: pytest.CaptureFixture[st
         ("CartPole-v1 --frames 5 --out x.h5 --format zarr", "--format"),
     ],
 )
-def test_what_cannot_be_planned(
+def test_invalid_runs_are_refused(
     words: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *words.split()]) == 1
     shown = capsys.readouterr()
     assert shown.out == ""
     assert said in shown.err
+    assert "scratch" not in shown.err
     assert [*(folder / "scratch").iterdir()] == []

@@ -115,6 +115,29 @@ def test_a_changed_action_is_found_by_the_replay_alone(
     assert found["content"] != content_hash(runs / "pole-0")
 
 
+def test_a_difference_under_other_versions_refutes_nothing(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(runs / "pole-0", path := tmp_path / "pole")
+    file = path / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest.pop("crc32", None)
+    manifest["runs"][-1]["versions"]["gymnasium"] = "0.1"
+    file.write_text(json.dumps(manifest))
+    status, facts = proof(capsys, path, "--all")
+    assert (status, facts["verdict"]) == (0, "proved")
+    (file,) = path.rglob("action.memmap")
+    actions = np.memmap(file, np.int64, "r+")
+    actions[70] = 1 - actions[70]
+    actions.flush()
+    status, facts = proof(capsys, path, "--all")
+    assert (status, facts["verdict"], only(facts)["faults"]) == (2, "incomplete", [])
+    not_replayed, difference, reason = only(facts)["gaps"]
+    assert not_replayed.startswith("not replayed: 2 trajectories")
+    assert difference.startswith("replay: ")
+    assert reason == "the differing rows were made with other versions: gymnasium 0.1"
+
+
 def test_damaged_rows_are_a_fault(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,4 +249,6 @@ def test_nothing_to_prove(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["prove", str(tmp_path)]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("tallyroll: error: there is nothing to prove: not read: ")
+    assert said.err.startswith(
+        "tallyroll: error: paths: expected storages that can be read, got none: not read: "
+    )

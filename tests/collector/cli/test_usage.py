@@ -239,10 +239,11 @@ def test_a_script_is_installed(
         main(["completion", shell, "--install"])
         said = capsys.readouterr().out
     assert said.endswith("in new shells.\n")
-    place.write_text("complete -F mine tallyroll")
-    assert main(["completion", shell, "--install"]) == 1
-    assert "exists and is not a completion script of Tallyroll" in capsys.readouterr().err
-    assert place.read_text() == "complete -F mine tallyroll"
+    for other in (b"complete -F mine tallyroll", b"\xff\xfe"):
+        place.write_bytes(other)
+        assert main(["completion", shell, "--install"]) == 1
+        assert "exists and is not a completion script of Tallyroll" in capsys.readouterr().err
+        assert place.read_bytes() == other
 
 
 def test_bash_finds_an_installed_script(home: Path) -> None:

@@ -215,6 +215,14 @@ def test_errors_are_one_line(
     assert message in line
 
 
+def test_a_storage_with_the_name_of_a_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    coded(tmp_path / "npz:rows", 20)
+    assert exported(tmp_path, "npz:rows").data["api"]["datasets"] == ["npz:rows"]
+
+
 def test_flags_are_for_storages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     coded(tmp_path / "rows", 20)
     with pytest.raises(SystemExit) as end:

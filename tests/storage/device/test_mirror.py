@@ -308,7 +308,7 @@ def test_rows_are_not_called_durable_if_the_thread_has_ended(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(Mirror, "_commit_queue", lambda self: None)
-    monkeypatch.setattr("tallyroll.storage.ext.device.mirror._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("tallyroll.storage.ext.device.mirror._CHECK_SECONDS", 0.01)
     ring = DeviceStorage(max_size=90, device="cpu", mirror=tmp_path, mirror_lag=12)
     batches = iter(run_of(ring))
     for call in (partial(deque, batches, 0), ring.flush, ring.close):

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from tallyroll.collector import SyncCollector
-from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage
+from tallyroll.storage import FrameStack, H5Storage, MemmapStorage, ZarrStorage
 from tallyroll.storage.errors import (
     DirectoryNotEmpty,
     NotAStorage,
@@ -114,3 +114,14 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
 def test_a_temporary_storage_is_created_by_mode_create() -> None:
     with pytest.raises(ValueError, match="Give its path"):
         MemmapStorage(mode="auto")
+
+
+@pytest.mark.parametrize("options", [{"once": "yes"}, {"stacks": [FrameStack("observation", 4)]}])
+def test_options_are_checked_for_an_existing_storage_too(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match="once"):
+            MemmapStorage(tmp_path / "rows", mode="auto", **options)
+        with MemmapStorage(tmp_path / "rows", mode="auto") as storage:
+            storage.extend(rows(len(storage), len(storage) + 3))

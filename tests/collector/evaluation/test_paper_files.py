@@ -57,7 +57,7 @@ def test_the_table_has_the_numbers_of_the_groups(found: Any, tmp_path: Path) -> 
         assert len(cells(row)) == len(cells(heads)) == len(columns)
 
 
-def test_names_and_numbers_that_latex_would_read(found: Any) -> None:
+def test_latex_characters_are_escaped(found: Any) -> None:
     group = found.groups[0]
     low = replace(group.mean, value=-1234.5, low=None, high=None)
     odd = replace(group, fields={"a_b": "50 % & #1 {x} \\y ~ ^ $z\x1b"}, mean=low)
@@ -131,6 +131,14 @@ def test_the_command_writes_what_python_writes(
     assert capsys.readouterr().err == ""
     for file in FILES.values():
         assert (tmp_path / file).read_bytes() == (tmp_path / f"python-{file}").read_bytes()
+
+
+def test_two_options_of_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "x")
+    with pytest.raises(SystemExit) as end:
+        main(["report", "runs", "--latex", str(tmp_path / "x"), "--curves", str(tmp_path / "link")])
+    assert end.value.code == 2
+    assert "expected a file of its own for each option" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", FILES)
