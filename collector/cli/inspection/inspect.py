@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             with shown_progress("hashed", args.json) as progress:
                 facts["content"] = content_hash(storage, progress=progress)
     if args.runs:
-        facts = {"path": facts["path"], "runs": facts["runs"]}
+        facts = {name: facts[name] for name in ("path", "content", "runs") if name in facts}
     text = runs_as_text if args.runs else as_text
     emit(json.dumps(as_json(facts), indent=2, allow_nan=False) + "\n" if args.json else text(facts))
     return 0
@@ -247,8 +247,8 @@ def as_text(facts: Mapping[str, Any]) -> str:
     """Format ``facts`` as text."""
     page = Page()
     page.print(
-        f"{facts['path']}: {facts['rows']:,} rows of {facts['row_bytes']:,} bytes, "
-        f"{decimal(facts['bytes'])} ({facts['format']}, created {facts['created']})"
+        f"{facts['path']}: {facts['rows']:,} rows of {_size(facts)} ({facts['format']}, created "
+        f"{facts['created']})"
     )
     if facts["ring"]:
         page.print(
@@ -322,6 +322,16 @@ def _show_columns(page: Page, columns: Sequence[Mapping[str, Any]]) -> None:
     page.table(heads, lines)
 
 
+def _size(facts: Mapping[str, Any]) -> str:
+    """Describe the size of a row and of all rows."""
+    whole = f"{facts['row_bytes']:,} bytes, {decimal(facts['bytes'])}"
+    if not facts["once"]:
+        return whole
+    each = facts["stored_row_bytes"]
+    stored = f"{each:,} bytes, {decimal(each * facts['rows'])}"
+    return f"{stored}; {whole} if observations were stored whole"
+
+
 def _show_stored(page: Page, facts: Mapping[str, Any]) -> None:
     """Show the size of rows in the files, the columns stored once, and the excluded ones."""
     if ring := facts["full_ring_bytes"]:
@@ -364,6 +374,8 @@ def _show_members(page: Page, facts: Mapping[str, Any]) -> None:
 def runs_as_text(facts: Mapping[str, Any]) -> str:
     """Format the runs of ``facts`` as text, with the place and the code that made each."""
     page = Page()
+    if "content" in facts:
+        page.print(f"content {facts['content']}")
     _show_runs(page, facts["runs"], made=True)
     return page.text
 

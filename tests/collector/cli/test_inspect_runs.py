@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
 from tallyroll.collector.cli.inspection import trajectories
-from tallyroll.storage import MemmapStorage, open_storage
+from tallyroll.storage import MemmapStorage, content_hash, open_storage
 from tallyroll.storage.files.manifest import sealed
 
 from collect_kit import ByObservation
@@ -130,6 +130,9 @@ def test_runs_alone(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(shown(capsys, str(path), "--runs", "--json"))
     assert {*facts} == {"path", "runs"}
     assert [run["made"] for run in facts["runs"]] == [run["made"] for run in runs]
+    hashed = json.loads(shown(capsys, str(path), "--runs", "--hash", "--json"))
+    assert hashed == {**facts, "content": content_hash(path)}
+    assert f"content {hashed['content']}\n" in shown(capsys, str(path), "--runs", "--hash")
     text = shown(capsys, str(path), "--runs")
     for run in runs:
         assert f"made {run['made']['at']}, on {run['made']['host']}" in text

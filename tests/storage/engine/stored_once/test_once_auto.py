@@ -337,6 +337,10 @@ def test_commands_print_the_choice(
     out, err = command(capsys, "collect", "once-auto/Images-v0", *ring, *given)
     shown, _ = command(capsys, "inspect", path)
     facts = json.loads(command(capsys, "inspect", path, "--json")[0])
+    head = f"{facts['rows']:,} rows of {facts['stored_row_bytes']:,} bytes, "
+    assert head in shown.splitlines()[0]
+    whole = f"; {facts['row_bytes']:,} bytes, "
+    assert (whole in shown.splitlines()[0]) == bool(facts["once"])
     row, full = facts["stored_row_bytes"], facts["full_ring_bytes"]
     assert full == RING * row
     if once == "no":
