@@ -70,7 +70,7 @@ class RunLoop:
         self._output, self.fast_collect, self._acting = output, fast_collect, acting
         self._apart = apart
         self._blocks = CheckedBlocks(
-            run, rollout, checks, slabs.rewards, slabs.looked_at, in_place=slabs.in_place
+            run, rollout, checks, slabs.rewards, slabs.flags_and_rewards, in_place=slabs.in_place
         )
         self._everywhere = np.ones(len(run.lanes.step), np.bool_)
         self._at_once = plan.rows.way == "slab"

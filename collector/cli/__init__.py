@@ -78,7 +78,7 @@ def _main(argv: Sequence[str] | None, ready: Callable[[], object]) -> int:
         status = 2 if args.command in _STATUS_2 else 1
         with visible_warnings():
             # Import the command only now: torch takes seconds, which would delay --help.
-            with _start_shown(args):
+            with _startup_message(args):
                 module = import_module(f"{__name__}.{_module_of(args.command)}")
             ready()
             return int(module.run(args))
@@ -102,18 +102,18 @@ def _module_of(command: str) -> str:
 
 
 @contextlib.contextmanager
-def _start_shown(args: argparse.Namespace) -> Iterator[None]:
+def _startup_message(args: argparse.Namespace) -> Iterator[None]:
     """Show a line on a terminal while a command is imported, and erase it afterwards."""
     if args.command in _QUICK or getattr(args, "quiet", False) or not sys.stderr.isatty():
         yield
         return
-    moves = os.environ.get("TERM", "dumb") != "dumb"
-    sys.stderr.write("tallyroll: starting, which takes a few seconds" + ("" if moves else "\n"))
+    can_erase = os.environ.get("TERM", "dumb") != "dumb"
+    sys.stderr.write("tallyroll: starting, which takes a few seconds" + ("" if can_erase else "\n"))
     sys.stderr.flush()
     try:
         yield
     finally:
-        if moves:
+        if can_erase:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
 

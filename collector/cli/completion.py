@@ -77,14 +77,14 @@ def _script_path(shell: str) -> Path:
 
 def _write(place: Path, script: str) -> None:
     """Write a file as a whole, or not at all."""
-    file, aside = tempfile.mkstemp(prefix=".tallyroll-", dir=place.parent)
+    file, temporary = tempfile.mkstemp(prefix=".tallyroll-", dir=place.parent)
     try:
         with open(file, "w", encoding="utf-8") as opened:
             opened.write(script)
         os.umask(mask := os.umask(0o077))
-        os.chmod(aside, 0o666 & ~mask)
-        os.replace(aside, place)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, place)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(aside)
+            os.unlink(temporary)
         raise

@@ -119,7 +119,7 @@ class SlabPlan:
     """Spaces of observations and actions as JSON, by column name; workers may have other ones."""
 
     @property
-    def looked_at(self) -> tuple[Key, ...]:
+    def flags_and_rewards(self) -> tuple[Key, ...]:
         """Keys of the flags and rewards, which the run loop reads."""
         keys = (DONE, TERMINATED, TRUNCATED, *self.dones, *self.inits, *self.rewards)
         return tuple(key for key in dict.fromkeys(keys) if key in self.layout)

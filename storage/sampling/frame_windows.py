@@ -139,7 +139,7 @@ def frame_windows(
     """
     key, reader = as_key(key), storage.reader
     if keys is not None:
-        reader = storage.reader_with([*reader.keys, *_all(keys)])
+        reader = storage.reader_with([*reader.keys, *_as_sequence(keys)])
     column = _observation(reader, key)
     frames = stack if stack is not None else reader.column(key).stack or guessed_stack(column)
     if frames != 1 and column.shape[:1] != (frames,):
@@ -147,14 +147,14 @@ def frame_windows(
             f"stack: expected 1, or the {column.shape[0] if column.shape else 1} entries of the "
             f"first axis of {format_key(key)}, got {stack!r}."
         )
-    asked = reader.keys if keys is None else [as_key(each) for each in _all(keys)]
+    asked = reader.keys if keys is None else [as_key(each) for each in _as_sequence(keys)]
     if asked:
         columns_of(reader, asked)  # raises if a column does not exist
     chosen = tuple(each for each in asked if each not in (key, (NEXT, *key)))
     return read_consistently(reader, lambda: _read(reader, index, column, frames, chosen))
 
 
-def _all(keys: Keys) -> Sequence[str | Key]:
+def _as_sequence(keys: Keys) -> Sequence[str | Key]:
     return (keys,) if isinstance(keys, str) else tuple(keys)
 
 

@@ -356,16 +356,16 @@ def _make_plan(
         [key for key in _FLAGS if key in reader.keys],
         keys,
         read,
-        [column.key for column in read if not _of_the_end(column.key)],
-        [column.key for column in read if _of_the_end(column.key)],
+        [column.key for column in read if not _is_from_last_row(column.key)],
+        [column.key for column in read if _is_from_last_row(column.key)],
         len(read) > len(reader.keys) / 2,
         frozenset([*columns, *added]),
         TensorDictBuilder(list(zip(keys, dtypes, strict=True)), reader.schema.batch_shapes),
-        _plain(reader, rewards),
+        _compiled_source(reader, rewards),
     )
 
 
-def _plain(
+def _compiled_source(
     reader: RowReader, rewards: Sequence[_Reward]
 ) -> tuple[Kernel, Column, list[Key]] | None:
     kernel = compiled()
@@ -422,10 +422,12 @@ class _Out:
 
 
 def _rows(reader: RowReader, index: Any, returns: _Returns, out: _Out | None) -> TensorDict:
-    return read_consistently(reader, lambda: _rows_left(reader, index, returns, out))
+    return read_consistently(reader, lambda: _read_with_retries(reader, index, returns, out))
 
 
-def _rows_left(reader: RowReader, index: Any, returns: _Returns, out: _Out | None) -> TensorDict:
+def _read_with_retries(
+    reader: RowReader, index: Any, returns: _Returns, out: _Out | None
+) -> TensorDict:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         rows = numbers_of(reader, index)
@@ -461,7 +463,7 @@ def _read(reader: RowReader, shaped: np.ndarray, returns: _Returns, out: _Out | 
             for key in some:
                 reader.column(key).take(numbers, out=arrays[key])
     elif plan.reads_most:  # to memory that is reused
-        ends = [last if _of_the_end(key) else rows for key in reader.keys]
+        ends = [last if _is_from_last_row(key) else rows for key in reader.keys]
         arrays = dict(zip(reader.keys, reader.gather(ends), strict=True))
     else:
         arrays = {}
@@ -525,7 +527,7 @@ def _compiled_sums(
     return count.reshape(-1), last, found
 
 
-def _of_the_end(key: Key) -> bool:
+def _is_from_last_row(key: Key) -> bool:
     return key[0] == NEXT or bool(next_valid_keys([key]))
 
 

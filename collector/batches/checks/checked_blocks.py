@@ -27,7 +27,7 @@ class CheckedBlocks:
         rollout: the source of blocks.
         checks: the checks of values.
         rewards: keys of the reward columns.
-        looked_at: keys of the columns that the run loop reads.
+        flags_and_rewards: keys of the columns that the run loop reads.
         in_place: True if the slab holds the policy's observations.
     """
 
@@ -37,12 +37,12 @@ class CheckedBlocks:
         rollout: TransitionSource,
         checks: RangeChecks,
         rewards: Sequence[Key],
-        looked_at: Sequence[Key],
+        flags_and_rewards: Sequence[Key],
         *,
         in_place: bool,
     ) -> None:
         self._run, self._rollout, self._checks, self._in_place = run, rollout, checks, in_place
-        self._rewards, self._looked_at, self._has_warned = rewards, looked_at, False
+        self._rewards, self._flags_and_rewards, self._has_warned = rewards, flags_and_rewards, False
 
     def take(self, want: int, raised: BaseException | None = None) -> Block:
         """Return the next block, or raise ``raised``, the exception of an earlier fill.
@@ -65,7 +65,7 @@ class CheckedBlocks:
         post(self._run.ledger, block.entry)
         slab = block.slab
         # On a device, the extremes of columns come to the host together with the flags.
-        fetch = None if slab.on_host else partial(block.fetch, self._looked_at)
+        fetch = None if slab.on_host else partial(block.fetch, self._flags_and_rewards)
         bad = self._checks.first_violation(slab, block.used, self._run.lanes, fetch)
         if bad is not None:
             raise bad.error

@@ -117,11 +117,11 @@ class RowSource:
     @cached_property
     def large(self) -> tuple[Key, ...]:
         """Columns with large rows, without rewards and flags, because the run loop reads these."""
-        looked_at = {*self.plan.rewards, *self.plan.dones, DONE, TERMINATED, TRUNCATED}
+        flags_and_rewards = {*self.plan.rewards, *self.plan.dones, DONE, TERMINATED, TRUNCATED}
         return tuple(
             key
             for key, column in self.plan.layout.items()
-            if key not in looked_at
+            if key not in flags_and_rewards
             and column.dtype.itemsize * math.prod(column.shape) >= LARGE_NBYTES
         )
 
@@ -171,17 +171,19 @@ class RowSource:
             key: RowRefs([slab.flat[key]], block.index) for key in self.large if key in slab.flat
         }
         get = self._take_pooled if alone else take
-        looked_at = {} if slab.on_host else block.fetched(self.plan.looked_at)
+        flags_and_rewards = {} if slab.on_host else block.fetched(self.plan.flags_and_rewards)
         # Many functions read or change the flags, so the flags stay on the host. `as_tensordict`
         # copies them to the device of the batch, together with the ids.
-        flags = {key: each for key, each in looked_at.items() if key not in self.plan.rewards}
+        flags = {
+            key: each for key, each in flags_and_rewards.items() if key not in self.plan.rewards
+        }
         rows = {
             key: flags[key] if key in flags else get(block, key)
             for key in self.plan.layout
             if key not in large
         }
         _complete_flags(rows)
-        rewards = self._rewards({**rows, **looked_at})
+        rewards = self._rewards({**rows, **flags_and_rewards})
         ended = rows[DONE].numpy()[:, 0]
         version = slab.version.reshape(-1).take(block.index)
         numbers = number(state, block.lane, ended, rewards, version)

@@ -234,7 +234,7 @@ class BatchWriter:
 
     def _checked(self, sink: RowSink, rows: Columns) -> ArrayRows | Mapping[Key, torch.Tensor]:
         """Return rows in the form that the storage takes; raise if they do not fit it."""
-        if takes_tensors(sink.writer) and any(map(_is_elsewhere, rows.values())):
+        if takes_tensors(sink.writer) and any(map(_is_on_device, rows.values())):
             tensors = {key: _tensor_of(column) for key, column in rows.items()}
             schema = sink.reader.schema
             return dict(
@@ -373,7 +373,7 @@ def _append(
     return writer.append_tensors(rows, sink.reader.head, record)
 
 
-def _is_elsewhere(column: torch.Tensor | RowRefs) -> bool:
+def _is_on_device(column: torch.Tensor | RowRefs) -> bool:
     return isinstance(column, torch.Tensor) and column.device.type != "cpu"
 
 

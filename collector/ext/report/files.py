@@ -68,7 +68,7 @@ def write_report(path: str, content: str | bytes, *, force: bool = False) -> Non
     """Write a report's file atomically; see `require_report` for errors."""
     require_report(path, force=force)
     place = os.path.realpath(path)
-    file, aside = tempfile.mkstemp(prefix=".report-", suffix=".tmp", dir=os.path.dirname(place))
+    file, temporary = tempfile.mkstemp(prefix=".report-", suffix=".tmp", dir=os.path.dirname(place))
     try:
         if isinstance(content, str):
             # Escape surrogates of file names, which UTF-8 cannot encode.
@@ -78,9 +78,9 @@ def write_report(path: str, content: str | bytes, *, force: bool = False) -> Non
             opened.flush()
             os.fsync(opened.fileno())
         os.umask(mask := os.umask(0o077))
-        os.chmod(aside, 0o666 & ~mask)
-        os.replace(aside, place)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, place)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(aside)
+            os.unlink(temporary)
         raise
