@@ -539,7 +539,7 @@ class StorageContract:
     @pytest.mark.parametrize(
         ("options", "wording"),
         [
-            ({"mode": "w"}, "mode: expected one of 'create', 'append', 'read', got 'w'"),
+            ({"mode": "w"}, "mode: expected one of 'create', 'append', 'read', 'auto', got 'w'"),
             ({"durability": "x"}, "durability: expected one of 'process', 'power', got 'x'"),
             ({"capacity": 0}, "capacity: expected a positive number of rows or None, got 0"),
             ({"capacity": 2.0}, "capacity: expected a positive number of rows or None, got 2.0"),

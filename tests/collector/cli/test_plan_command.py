@@ -81,7 +81,8 @@ def test_it_is_the_plan_of_the_run(
     said = capsys.readouterr()
     assert said.err == ""
     facts = facts_of(capsys, shlex.join(command))
-    assert sorted(each.name for each in folder.rglob("*")) == ["acts.py", "scratch"]
+    files = [each for each in folder.rglob("*") if "__pycache__" not in each.parts]
+    assert sorted(each.name for each in files) == ["acts.py", "scratch"]
     assert main(["collect", *command, "--plan"]) == 0
     of_run = capsys.readouterr().err
     plan, space, *_ = said.out.rpartition("\n\n")[0], said.out.rpartition("\n\n")[2]
