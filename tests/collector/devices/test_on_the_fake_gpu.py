@@ -15,7 +15,7 @@ import fake_gpu_kit
 from fake_gpu_kit import BuildFailed, CannotBuild, variables
 
 ROOT = Path(__file__).resolve().parents[3]
-SECONDS = 500
+SECONDS = 900
 Skipped = pytest.skip.Exception
 PARTS = {
     "devices": [
