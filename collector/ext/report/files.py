@@ -67,12 +67,18 @@ def _is_report(path: str) -> bool:
 def write_report(path: str, content: str | bytes, *, force: bool = False) -> None:
     """Write a report's file atomically; see `require_report` for errors."""
     require_report(path, force=force)
-    place = os.path.realpath(path)
-    file, temporary = tempfile.mkstemp(prefix=".report-", suffix=".tmp", dir=os.path.dirname(place))
+    if isinstance(content, str):
+        # Escape surrogates of file names, which UTF-8 cannot encode.
+        content = content.encode("utf-8", "backslashreplace")
+    replace_file(os.path.realpath(path), content)
+
+
+def replace_file(place: str, content: bytes) -> None:
+    """Write a file atomically, with the permissions of a new file."""
+    file, temporary = tempfile.mkstemp(
+        prefix=".tallyroll-", suffix=".tmp", dir=os.path.dirname(place)
+    )
     try:
-        if isinstance(content, str):
-            # Escape surrogates of file names, which UTF-8 cannot encode.
-            content = content.encode("utf-8", "backslashreplace")
         with open(file, "wb") as opened:
             opened.write(content)
             opened.flush()
