@@ -579,7 +579,7 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``plan``: those of ``collect`` that a new run's plan depends on."""
+    """Add the options of ``plan``, which are the options of ``collect`` that affect a new run."""
     without = dict.fromkeys(("append", "resume", "accept_copy", "finalize", "quiet"), False)
     saved = ("checkpoint", "checkpoint_every", "checkpoint_on", "checkpoint_rows", "log")
     parser.set_defaults(**without, **dict.fromkeys(saved))

@@ -40,7 +40,7 @@ def option(default: Any, text: str) -> Any:
 @dataclass
 class Args:
     device: str = option("cpu", "of the ring and of the updates")
-    out: str = option("", "folder of the durable copy, from which the run goes on; none: temporary")
+    out: str = option("", "folder of the durable copy, which resumes a killed run; none: temporary")
     seed: int = option(1, "of weights, environments, actions and samples")
     num_envs: int = option(64, "lanes")
     total_frames: int = option(50_000, "transitions to train on, exactly")

@@ -31,7 +31,7 @@ RING = 150
 
 
 def heads_until_killed(path: Path, source: str, lag: int, batches: int, seconds: float) -> int:
-    """Collect or resume a run; return the last head of its ring that was heard of.
+    """Collect or resume a run; return the last head of its ring that the child reported.
 
     Kill it `seconds` after that many batches. It may end before.
     """
