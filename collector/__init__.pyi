@@ -15,6 +15,7 @@ from tallyroll.collector.ext.checkpoints.checkpoint import (
 from tallyroll.collector.ext.checkpoints.checkpoint import (
     save_checkpoint as save_checkpoint,
 )
+from tallyroll.collector.ext.episode_batches import EpisodeBatches as EpisodeBatches
 from tallyroll.collector.ext.evaluation import Evaluation as Evaluation
 from tallyroll.collector.ext.evaluation import evaluate as evaluate
 from tallyroll.collector.ext.logs.run_log import LogWarning as LogWarning

@@ -31,6 +31,7 @@ def test_what_users_meet_first_has_examples() -> None:
     assert sorted(name.rpartition(".")[2] for name in EXAMPLES) == [
         "Columns",
         "DeviceStorage",
+        "EpisodeBatches",
         "Ledger",
         "MemmapStorage",
         "OnePolicy",

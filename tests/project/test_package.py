@@ -29,6 +29,7 @@ PUBLIC: dict[str, set[str]] = {
         "Columns",
         "Devices",
         "Episode",
+        "EpisodeBatches",
         "Evaluation",
         "FixedWidth",
         "GymnasiumVectorEnv",
