@@ -181,11 +181,12 @@ def test_a_stopped_holder_of_the_counts_is_named(tmp_path: Path) -> None:
         def hold() -> None:
             with open_storage(path) as rows:
                 own = RateLimit(rows, 1.0)
-                own._try(lambda counts: (time.sleep(60), counts)[1])
+                own._try(lambda counts: (held.touch(), time.sleep(60), counts)[-1])
 
+        held = tmp_path / "held"
         holder = forked(hold)
         try:
-            wait_until(lambda: limit._try(lambda counts: counts) is None)
+            wait_until(held.exists)
             os.kill(holder, signal.SIGSTOP)
             with pytest.raises(RateStalled, match="holds the lock on the counts"):
                 limit.wait_to_insert(1)
