@@ -260,7 +260,7 @@ def test_the_commands(
         main(["push", str(packed), address, "--patience", "0"])
 
 
-@pytest.mark.timeout(60 + 12 * KILLS)
+@pytest.mark.timeout(60 + 40 * KILLS)
 def test_a_killed_push_leaves_a_part_that_says_so_or_the_whole(
     proxy: Proxy, packed: Path, address: str
 ) -> None:
@@ -285,7 +285,7 @@ def test_a_killed_push_leaves_a_part_that_says_so_or_the_whole(
     assert parts
 
 
-@pytest.mark.timeout(60 + 12 * KILLS)
+@pytest.mark.timeout(60 + 40 * KILLS)
 def test_a_killed_pull_leaves_nothing_or_the_whole(
     proxy: Proxy, packed: Path, address: str, tmp_path: Path
 ) -> None:
