@@ -51,6 +51,10 @@ class StorageProof(PageSource):
     """Sentences about faults that a check found."""
     gaps: tuple[str, ...]
     """Sentences about checks that were not possible, with the reason."""
+    notes: tuple[str, ...] = ()
+    """Sentences that do not change the verdict."""
+    id: str | None = None
+    """The id of the storage, which copies of its files share."""
 
     @property
     def verdict(self) -> Verdict:
@@ -75,6 +79,7 @@ class StorageProof(PageSource):
             "verdict": self.verdict,
             "faults": [*self.faults],
             "gaps": [*self.gaps],
+            "notes": [*self.notes],
             "rows": None
             if found is None
             else {
@@ -133,6 +138,8 @@ class StorageProof(PageSource):
             page.print(f"  fault    {fault}")
         for gap in self.gaps:
             page.print(f"  gap      {gap}")
+        for note in self.notes:
+            page.print(f"  note     {note}")
 
 
 @dataclass(frozen=True)
@@ -189,7 +196,8 @@ def prove(
 
     A storage is proved if `verify` finds no fault, each run has exactly the transitions or episodes
     of its budget, the ledger balances, and the replayed trajectories are equal bit for bit. Two
-    storages with the same content are a fault, because they are not two runs of an experiment.
+    storages with the same content are a fault, because they are not two runs of an experiment; if
+    they are separate runs with the same seed, such as of settings without an effect, it is noted.
 
     Args:
         paths: storages of any format, or folders that contain storages.
@@ -244,7 +252,7 @@ def _proof_of(path: str, options: dict[str, Any], stages: Sequence[Progress]) ->
         "verified", gaps, lambda: verify(path, progress=stages[0], accept_copy=accept_copy)
     )
     runs: list[Run] = []
-    content = again = None
+    content = again = id = None
     if checked is not None:
         faults += [str(each) for each in checked.findings]
         gaps += [f"{each}: {checked.healing}" for each in checked.notes[:1]]
@@ -252,7 +260,9 @@ def _proof_of(path: str, options: dict[str, Any], stages: Sequence[Progress]) ->
         content = _attempt(
             "hashed", gaps, lambda: content_hash(path, progress=stages[1], accept_copy=accept_copy)
         )
-        runs = _attempt("read", gaps, lambda: _runs_of(path, gaps, accept_copy=accept_copy)) or []
+        runs, id = _attempt(
+            "read", gaps, lambda: _runs_of(path, gaps, accept_copy=accept_copy)
+        ) or ([], None)
         again = _attempt("replayed", gaps, lambda: replay(path, progress=stages[2], **options))
     if again is not None:
         differing = [f"replay: {each}" for each in again.differences[:1]]
@@ -271,12 +281,15 @@ def _proof_of(path: str, options: dict[str, Any], stages: Sequence[Progress]) ->
             gaps.append(f"{run.path}: the ring has overwritten the oldest rows")
         if run.unversioned:
             gaps.append(f"{run.path}: {run.unversioned}")
-    return StorageProof(path, tuple(runs), checked, content, again, tuple(faults), tuple(gaps))
+    return StorageProof(
+        path, tuple(runs), checked, content, again, tuple(faults), tuple(gaps), id=id
+    )
 
 
-def _runs_of(path: str, gaps: list[str], *, accept_copy: bool) -> list[Run]:
+def _runs_of(path: str, gaps: list[str], *, accept_copy: bool) -> tuple[list[Run], str | None]:
+    """Return the runs of a storage, and its id."""
     with open_storage(path, accept_copy=accept_copy) as storage:
-        return [*runs_in(storage, path, lambda rows: None, gaps.append)]
+        return [*runs_in(storage, path, lambda rows: None, gaps.append)], storage.reader.id
 
 
 def _attempt(what: str, gaps: list[str], check: Callable[[], Any]) -> Any:
@@ -312,17 +325,26 @@ def _budget(run: Run) -> tuple[str, str, str]:
     return f"{run.state}: {said}", "", f"{run.path}: {run.state} at {said}"
 
 
+def _are_one_run(one: StorageProof, other: StorageProof) -> bool:
+    """Return True if equal rows cannot come from two runs with the same seed."""
+    seeds = [[run.seed for run in each.runs] for each in (one, other)]
+    return one.id == other.id or seeds[0] != seeds[1] or None in seeds[0]
+
+
 def _with_cross_checks(proofs: Sequence[StorageProof]) -> list[StorageProof]:
     """Add faults and gaps that only several storages show: equal content, and missing shards."""
-    first: dict[str, str] = {}
+    first: dict[str, StorageProof] = {}
     shards: dict[tuple[object, int], set[int]] = {}
     found = []
     for each in proofs:
         if each.content is not None and each.runs:
-            before = first.setdefault(each.content, each.path)
-            if before != each.path:
-                fault = f"it has the same rows as {before}, so the two are one run"
+            before = first.setdefault(each.content, each)
+            if before is not each and _are_one_run(before, each):
+                fault = f"it has the same rows as {before.path}, so the two are one run"
                 each = replace(each, faults=(*each.faults, fault))
+            elif before is not each:
+                note = f"it has the same rows as {before.path}, a run with the same seed"
+                each = replace(each, notes=(*each.notes, note))
         for run in each.runs:
             if (said := recorded_shard([run.entry])) is not None:
                 shards.setdefault((said[0], said[2]), set()).add(said[1])

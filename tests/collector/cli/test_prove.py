@@ -178,13 +178,27 @@ def test_rows_that_do_not_match_the_budget(
 def test_the_same_rows_twice(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(runs / "pole-0", tmp_path / "pole-0")
-    collected(tmp_path / "pole-1", 0)
+    for name in ("pole-0", "pole-1"):
+        shutil.copytree(runs / "pole-0", tmp_path / name)
     status, facts = proof(capsys, tmp_path)
     first, second = facts["storages"]
     assert (status, first["faults"]) == (1, [])
     (fault,) = second["faults"]
     assert fault == f"it has the same rows as {first['path']}, so the two are one run"
+
+
+def test_two_runs_with_the_same_seed_and_rows(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(runs / "pole-0", tmp_path / "pole-0")
+    collected(tmp_path / "pole-1", 0)
+    status, facts = proof(capsys, tmp_path)
+    first, second = facts["storages"]
+    assert (status, facts["verdict"], first["notes"], second["faults"]) == (0, "proved", [], [])
+    note = f"it has the same rows as {first['path']}, a run with the same seed"
+    assert second["notes"] == [note]
+    main(["prove", str(tmp_path)])
+    assert f"  note     {note}\n" in capsys.readouterr().out
 
 
 def test_a_shard_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
