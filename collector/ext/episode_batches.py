@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 
 import torch
 from tensordict import TensorDict, TensorDictBase, cat
@@ -45,7 +46,7 @@ class EpisodeBatches(Iterator[TensorDict]):
         episodes_per_batch: the number of episodes of an item.
 
     Raises:
-        ArgumentError: the number is not positive, a batch has not the columns of a collector, or
+        ArgumentError: the number is not positive, a batch lacks the columns of a collector, or
             ``set_truncated`` has marked its cuts as ends.
 
     Examples:
@@ -81,20 +82,16 @@ class EpisodeBatches(Iterator[TensorDict]):
     def __next__(self) -> TensorDict:
         while True:
             first = heapq.nsmallest(self._count, self._held)
-            if len(first) == self._count and self._ended.issuperset(first):
-                return self._take(first)
+            ready = [*takewhile(self._ended.__contains__, first)]
+            if len(ready) == self._count:
+                return self._take(ready)
             batch = next(self._batches, None)
             if batch is None:
                 break
             self._add(batch)
-        first = []
-        for id in heapq.nsmallest(self._count, self._held):
-            if id not in self._ended:
-                break
-            first.append(id)
-        if not first:
+        if not ready:
             raise StopIteration
-        return self._take(first)
+        return self._take(ready)
 
     def _take(self, ids: list[int]) -> TensorDict:
         pieces = [piece for id in ids for piece in self._held.pop(id)]
@@ -111,9 +108,10 @@ class EpisodeBatches(Iterator[TensorDict]):
         rows = batch.reshape(-1)
         if MASK in keys:
             rows = rows[rows[MASK].reshape(-1)]
-        ids = rows[TRAJ_IDS].reshape(-1)
-        for id in dict.fromkeys(ids.tolist()):
-            self._add_episode(id, _as_stored(rows[torch.nonzero(ids == id).reshape(-1)]))
+        ids, order = rows[TRAJ_IDS].reshape(-1).sort(stable=True)
+        found, counts = ids.unique_consecutive(return_counts=True)
+        for id, index in zip(found.tolist(), order.split(counts.tolist()), strict=True):
+            self._add_episode(id, _as_stored(rows[index]))
 
     def _add_episode(self, id: int, rows: TensorDictBase) -> None:
         """Add rows of an episode, in the order of its steps."""
