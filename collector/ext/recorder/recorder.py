@@ -288,7 +288,7 @@ class Recorder:
         return True
 
     def _step_env(self, action: Any) -> Any:
-        """Step an environment that is no vector, and record the transition."""
+        """Step the environment, and record its transitions."""
         if self._passes():
             return self.env.step(action)
         self._run.before_step(action)
@@ -300,18 +300,23 @@ class Recorder:
         self._run.after_step(returned)
         return returned
 
-    def _reset_env(self, seed: int | None, options: dict[str, Any] | None) -> Any:
-        """Reset an environment that is no vector, and cut a running episode."""
+    def _reset_env(self, seed: Any, options: dict[str, Any] | None) -> Any:
+        """Reset the environment, or some of its lanes, and cut running episodes."""
         if self._run.is_full:
             return self.env.reset(seed=seed, options=options)
-        self._run.before_reset(None)
+        mask = self._mask_in(options)
+        self._run.before_reset(mask)
         try:
             returned = self.env.reset(seed=seed, options=options)
         except BaseException as error:
             self._commit_before(error)
             raise
-        self._run.after_reset(returned, None)
+        self._run.after_reset(returned, mask)
         return returned
+
+    def _mask_in(self, options: Mapping[str, Any] | None) -> Mask | None:
+        """Return the mask of the lanes that a reset resets; None if it resets all."""
+        return None
 
     def _commit_before(self, error: BaseException) -> None:
         """Commit the rows before a step or reset in which the environment raised ``error``."""
@@ -344,30 +349,11 @@ class VectorRecorder(Recorder, VectorWrapper[Any, Any, Any, Any, Any]):
 
     def step(self, actions: Any) -> Any:
         """Step all lanes, and record their transitions."""
-        if self._passes():
-            return self.env.step(actions)
-        self._run.before_step(actions)
-        try:
-            returned = self.env.step(actions)
-        except BaseException as error:
-            self._commit_before(error)
-            raise
-        self._run.after_step(returned)
-        return returned
+        return self._step_env(actions)
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
         """Reset all lanes, or the lanes of ``options["reset_mask"]``, and cut running episodes."""
-        if self._run.is_full:
-            return self.env.reset(seed=seed, options=options)
-        mask = self._mask_in(options)
-        self._run.before_reset(mask)
-        try:
-            returned = self.env.reset(seed=seed, options=options)
-        except BaseException as error:
-            self._commit_before(error)
-            raise
-        self._run.after_reset(returned, mask)
-        return returned
+        return self._reset_env(seed, options)
 
     def _mask_in(self, options: Mapping[str, Any] | None) -> Mask | None:
         """Return a copy of the reset mask, because Gymnasium removes it from ``options``."""
