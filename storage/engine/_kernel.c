@@ -348,41 +348,75 @@ static int open_values(PyObject *object, Py_buffer *buffer, Py_ssize_t nbytes)
     return -1;
 }
 
-/* The arrays of `tails`, [lanes] each, and its three numbers; see `IdKernel`. */
+enum { TAIL_ARRAYS = 8, TAIL_NUMBERS = 2, WINDOW_WORDS = 64, WINDOW_IDS = 64 * WINDOW_WORDS };
+
+/* The trajectory ids in use: all ids below `base`, and id `base + i` if bit i of `used` is set. No id
+   is larger than `largest`, which is below `base + WINDOW_IDS`. */
 typedef struct {
-    int64_t *id, *next, *pending_id, *pending_next, *pending_run, *batch, *touched, lanes;
-    int64_t *number, *largest, *count;
+    int64_t base, largest;
+    uint64_t used[WINDOW_WORDS];
+} IdWindow;
+
+/* The arrays of `tails`, [lanes] each, and what follows them; see `IdKernel`. */
+typedef struct {
+    int64_t *id, *next, *run, *pending_id, *pending_next, *pending_run, *batch, *touched, lanes;
+    int64_t *number, *count;
+    IdWindow *window, *pending_window;
 } Tails;
 
 static int open_tails(PyObject *object, Py_buffer *buffer, Tails *tails)
 {
-    enum { ARRAYS = 7, NUMBERS_AFTER = 3 };
+    const Py_ssize_t after = 8 * TAIL_NUMBERS + 2 * (Py_ssize_t)sizeof(IdWindow);
     if (PyObject_GetBuffer(object, buffer, PyBUF_WRITABLE) < 0)
         return -1;
-    tails->lanes = (buffer->len / 8 - NUMBERS_AFTER) / ARRAYS;
-    int64_t **arrays[] = {&tails->id, &tails->next, &tails->pending_id, &tails->pending_next,
-                          &tails->pending_run, &tails->batch, &tails->touched, &tails->number};
-    for (int i = 0; i <= ARRAYS; i++)
+    tails->lanes = (buffer->len - after) / (8 * TAIL_ARRAYS);
+    if (buffer->len < after || buffer->len != after + 8 * TAIL_ARRAYS * tails->lanes) {
+        PyBuffer_Release(buffer);
+        PyErr_SetString(PyExc_ValueError, "the tails have another size");
+        return -1;
+    }
+    int64_t **arrays[] = {&tails->id, &tails->next, &tails->run, &tails->pending_id,
+                          &tails->pending_next, &tails->pending_run, &tails->batch, &tails->touched,
+                          &tails->number};
+    for (int i = 0; i <= TAIL_ARRAYS; i++)
         *arrays[i] = (int64_t *)buffer->buf + i * tails->lanes;
-    tails->largest = tails->number + 1;
-    tails->count = tails->number + 2;
+    tails->count = tails->number + 1;
+    tails->window = (IdWindow *)(tails->number + TAIL_NUMBERS);
+    tails->pending_window = tails->window + 1;
     return 0;
 }
 
-/* Return 1 if `id` is one of the first `count` ids. */
-static int is_taken(const int64_t *ids, int64_t count, int64_t id)
+/* Mark `id` as used. Return 0 if it may be in use already. */
+static int take_id(IdWindow *window, int64_t id)
 {
-    for (int64_t i = 0; i < count; i++)
-        if (ids[i] == id)
-            return 1;
-    return 0;
+    if (id < window->base)
+        return 0;
+    uint64_t at = (uint64_t)id - (uint64_t)window->base;
+    if (at >= WINDOW_IDS) { /* move the window; ids that fall out of it count as used */
+        const uint64_t words = (at - WINDOW_IDS) / 64 + 1 + WINDOW_WORDS / 4;
+        if (words < WINDOW_WORDS) {
+            memmove(window->used, window->used + words, (WINDOW_WORDS - words) * 8);
+            memset(window->used + WINDOW_WORDS - words, 0, words * 8);
+            window->base += (int64_t)words * 64;
+        } else { /* `largest` is far below */
+            memset(window->used, 0, sizeof window->used);
+            window->base = id - WINDOW_IDS / 2;
+        }
+        at = (uint64_t)id - (uint64_t)window->base;
+    }
+    const uint64_t bit = (uint64_t)1 << at % 64;
+    if (window->used[at / 64] & bit)
+        return 0;
+    window->used[at / 64] |= bit;
+    window->largest = id > window->largest ? id : window->largest;
+    return 1;
 }
 
-/* admit_rows(ids, steps, lanes, ends, others, done, tails, count, lane_nbytes): see `Kernel`. The
+/* admit_rows(ids, steps, lanes, ends, others, done, tails, count, lane_nbytes): see `IdKernel`. The
    caller owns the values, and keeps those at addresses alive. */
 static PyObject *admit_rows(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
-    enum { VALUES = 6, MOST_NEW = 64 };
+    enum { VALUES = 6 };
     (void)self;
     Py_buffer buffers[VALUES], room;
     Tails tails;
@@ -402,8 +436,9 @@ static PyObject *admit_rows(PyObject *self, PyObject *const *args, Py_ssize_t gi
     const int64_t *ids = buffers[0].buf, *steps = buffers[1].buf;
     const char *lanes = buffers[2].buf, *ends = buffers[3].buf, *others = buffers[4].buf;
     const char *done = buffers[5].buf;
-    int64_t new_ids[MOST_NEW], runs = 0, largest = *tails.largest;
-    const int64_t number = ++*tails.number;
+    IdWindow *window = tails.pending_window;
+    const int64_t number = ++*tails.number, largest = tails.window->largest;
+    *window = *tails.window;
     *tails.count = 0;
     for (int64_t i = 0; fits && i < rows; i++) {
         const int64_t lane = lane_nbytes == 4 ? ((const int32_t *)lanes)[i]
@@ -417,12 +452,10 @@ static PyObject *admit_rows(PyObject *self, PyObject *const *args, Py_ssize_t gi
         const int64_t before = begun ? tails.pending_id[lane] : tails.id[lane];
         const int64_t next = begun ? tails.pending_next[lane] : tails.next[lane];
         if (before != id || next != step || id == INT64_MIN) {
-            fits = id > *tails.largest && runs < MOST_NEW && !is_taken(new_ids, runs, id) &&
-                   !(begun && id < tails.pending_run[lane]);
+            const int64_t last = begun ? tails.pending_run[lane] : tails.run[lane];
+            fits = (id > last || (!begun && id > largest)) && take_id(window, id);
             if (!fits)
                 break;
-            new_ids[runs++] = id;
-            largest = id > largest ? id : largest;
         }
         if (!begun) {
             tails.batch[lane] = number;
@@ -433,12 +466,32 @@ static PyObject *admit_rows(PyObject *self, PyObject *const *args, Py_ssize_t gi
         tails.pending_next[lane] = (int64_t)((uint64_t)step + 1);
         tails.pending_run[lane] = id;
     }
+    const int64_t new_largest = window->largest;
     PyBuffer_Release(&room);
     release_buffers(buffers, VALUES);
-    return fits ? PyLong_FromLongLong(largest) : Py_NewRef(Py_None);
+    return fits ? PyLong_FromLongLong(new_largest) : Py_NewRef(Py_None);
 }
 
-/* settle_rows(tails): see `Kernel`. */
+/* use_ids(tails, ids): see `IdKernel`. */
+static PyObject *use_ids(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    (void)self;
+    Py_buffer room, ids;
+    Tails tails;
+    if (want(given, 2) < 0 || PyObject_GetBuffer(args[1], &ids, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (open_tails(args[0], &room, &tails) < 0) {
+        PyBuffer_Release(&ids);
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < ids.len / 8; i++)
+        take_id(tails.window, ((const int64_t *)ids.buf)[i]);
+    PyBuffer_Release(&room);
+    PyBuffer_Release(&ids);
+    Py_RETURN_NONE;
+}
+
+/* settle_rows(tails): see `IdKernel`. */
 static PyObject *settle_rows(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
@@ -450,7 +503,9 @@ static PyObject *settle_rows(PyObject *self, PyObject *const *args, Py_ssize_t g
         const int64_t lane = tails.touched[i];
         tails.id[lane] = tails.pending_id[lane];
         tails.next[lane] = tails.pending_next[lane];
+        tails.run[lane] = tails.pending_run[lane];
     }
+    *tails.window = *tails.pending_window;
     PyBuffer_Release(&room);
     Py_RETURN_NONE;
 }
@@ -467,6 +522,7 @@ static PyMethodDef functions[] = {
     {"same_rows", (PyCFunction)(void (*)(void))same_rows, METH_FASTCALL, NULL},
     {"sum_steps", (PyCFunction)(void (*)(void))sum_steps, METH_FASTCALL, NULL},
     {"admit_rows", (PyCFunction)(void (*)(void))admit_rows, METH_FASTCALL, NULL},
+    {"use_ids", (PyCFunction)(void (*)(void))use_ids, METH_FASTCALL, NULL},
     {"settle_rows", (PyCFunction)(void (*)(void))settle_rows, METH_FASTCALL, NULL},
     {"put_leaves", (PyCFunction)(void (*)(void))put_leaves, METH_FASTCALL, NULL},
     {"renew_sums", (PyCFunction)(void (*)(void))renew_sums, METH_FASTCALL, NULL},

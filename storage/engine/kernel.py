@@ -186,20 +186,31 @@ class FrameKernel(Protocol):
         """
 
 
+WINDOW = 66
+"""The length of a window of trajectory ids; see `IdKernel`."""
+
+
 class IdKernel(Protocol):
     """The functions for trajectory ids; see `IdChecks`.
 
-    ``tails`` is an int64 array [7 * lanes + 3]: seven arrays [lanes], and three numbers.
+    ``tails`` is an int64 array [8 * lanes + 2 + 2 * `WINDOW`]: eight arrays [lanes], two numbers
+    and two windows.
 
-    1. the trajectory of each lane's last row
+    1. the trajectory of each lane's last row, or `NOBODY` if it ended or is unknown
     2. its next step
-    3. the trajectory of each lane's last row after the admitted batch
-    4. its next step
-    5. the trajectory of each lane's last row in that batch, even if it ended
-    6. the number of the last batch with rows of the lane
-    7. the lanes of the admitted batch, as a list that fills the array from its start
+    3. the trajectory of each lane's last row, even if it ended; the largest int64 if unknown
+    4. the trajectory of each lane's last row after the admitted batch, or `NOBODY` if it ended
+    5. its next step
+    6. the trajectory of each lane's last row in that batch, even if it ended
+    7. the number of the last batch with rows of the lane
+    8. the lanes of the admitted batch, as a list that fills the array from its start
 
-    The numbers are the number of the last batch, the largest id, and the length of that list.
+    The numbers are the number of the last batch and the length of that list. The windows, before
+    and after the admitted batch, record which ids are in use: a base, the largest id, and 4,096
+    bits, one for each id from the base on. All ids below the base count as used.
+
+    An id below the largest can be new: collectors number a trajectory when it begins, but its
+    first row may be stored after rows of later trajectories.
     """
 
     def admit_rows(
@@ -215,7 +226,7 @@ class IdKernel(Protocol):
         lane_nbytes: int,
         /,
     ) -> int | None:
-        """Admit rows if each continues its lane's trajectory or begins one with a larger id.
+        """Admit rows if each continues its lane's trajectory or begins one with an unused id.
 
         Each column is an array of ``count`` rows, or the address of its values: int64 ids and
         steps, lanes of ``lane_nbytes`` bytes (4 or 8), and bool flags or None. Return the largest
@@ -227,6 +238,9 @@ class IdKernel(Protocol):
 
     def settle_rows(self, tails: np.ndarray, /) -> None:
         """Make the rows that were admitted last the last rows of their lanes."""
+
+    def use_ids(self, tails: np.ndarray, ids: np.ndarray, /) -> None:
+        """Mark int64 ids as used."""
 
 
 class Kernel(TreeKernel, FrameKernel, IdKernel, Protocol):

@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, Protocol, TypeAlias
 import numpy as np
 import torch
 
-from tallyroll.storage.engine.kernel import IdKernel, compiled
+from tallyroll.storage.engine.kernel import WINDOW, IdKernel, compiled
 from tallyroll.storage.errors import TrajectoryIdTaken
 from tallyroll.storage.rows.keys import DONE, LANE, STEP, TERMINATED, TRAJ_IDS, TRUNCATED
 from tallyroll.storage.rows.schema import Schema
@@ -33,6 +33,7 @@ from tallyroll.storage.trajectories.lane_stretches import (
 Ids: TypeAlias = Literal["check", "renumber", "fresh"]
 
 _FIRST = np.zeros(1, np.int64)
+_UNKNOWN = np.iinfo(np.int64).max
 
 
 class CheckedRows(Protocol):
@@ -77,7 +78,8 @@ class IdChecks:
         self._make_tails(0)
         self._episodes: Episodes | None = None
         """The episode table, computed for the first batch that needs it."""
-        self._admitted: tuple[int, Any, Any, Any] | None = None
+        self._admitted: tuple[np.ndarray, Any, Any, Any, Any] | None = None
+        """The ids that began; lanes, last ids or `NOBODY`, next steps, and last ids."""
         self._compiled_largest: int | None = None
         """The largest id, once the extension has admitted a batch; None: it has not."""
         self._replaces_all = False
@@ -95,12 +97,14 @@ class IdChecks:
 
     def _make_tails(self, lanes: int) -> None:
         """Make the tails of ``lanes`` lanes, whose last rows are unknown; see `IdKernel`."""
-        self._tails = np.zeros(7 * lanes + 3, np.int64)
-        # For each lane: the trajectory of the last row and its next step. The trajectory is
-        # `NOBODY` if it has ended, or if the row was not looked up.
-        self._tail_id, self._tail_next = self._tails[: 2 * lanes].reshape(2, lanes)
+        self._tails = np.zeros(8 * lanes + 2 + 2 * WINDOW, np.int64)
+        # For each lane: the trajectory of the last row, its next step, and the trajectory even if
+        # it has ended. The first is `NOBODY` if it has ended, or if the row was not looked up.
+        self._tail_id, self._tail_next, self._tail_run = self._tails[: 3 * lanes].reshape(3, lanes)
         self._tail_id[:] = NOBODY
-        self._tails[-2] = self._largest
+        self._tail_run[:] = _UNKNOWN
+        window = self._tails[-2 * WINDOW : -WINDOW]
+        window[:3] = self._largest, self._largest, 1  # all ids up to the largest count as used
 
     def admit(self, rows: CheckedRows) -> None:
         """Check the batch that is written next.
@@ -149,7 +153,7 @@ class IdChecks:
             self._admit_many(np.array([id]), np.array([step]), np.array([lane]), values)
             return
         id_next = NOBODY if self._ended(values, _FIRST)[0] else id
-        self._admitted = id, lane, id_next, step + 1
+        self._admitted = np.array([id]), lane, id_next, step + 1, id
 
     def _admit_slot(
         self, ids: np.ndarray, steps: np.ndarray, lane: np.ndarray, values: Sequence[Any]
@@ -161,9 +165,10 @@ class IdChecks:
         known &= self._tail_next.take(lane) == steps
         if not known.all():
             return False
+        id = ids
         if any(values[place].any() for place in self._ends):
-            ids = np.where(self._ended(values), NOBODY, ids)
-        self._admitted = NOBODY, lane, ids, steps + 1
+            id = np.where(self._ended(values), NOBODY, ids)
+        self._admitted = ids[:0], lane, id, steps + 1, ids
         return True
 
     def _admit_many(
@@ -190,8 +195,9 @@ class IdChecks:
                 row, own, opens = int(order.at[at]), int(runs.lane[run]), at in order.first
                 self._require_own(int(ids[at]), int(steps[at]), own, row, opens=opens)
         last = order.last
-        id = np.where(ended.take(last), NOBODY, ids.take(last))
-        self._admitted = int(begun.max()), order.own, id, steps.take(last) + 1
+        last_ids = ids.take(last)
+        id = np.where(ended.take(last), NOBODY, last_ids)
+        self._admitted = begun, order.own, id, steps.take(last) + 1, last_ids
 
     def _require_trajectories(
         self, runs: LaneStretches, ids: np.ndarray, steps: np.ndarray, ended: np.ndarray
@@ -232,21 +238,25 @@ class IdChecks:
     def settle(self, head: int) -> None:
         """Record that the admitted rows were written and that ``head`` rows are committed."""
         if self._admitted is not None:
-            (largest, lane, id, step), self._admitted = self._admitted, None
-            self._tail_id[lane], self._tail_next[lane] = id, step
-            self._largest, self.seen = max(self._largest, largest), head
-            self._tails[-2] = self._largest
+            (begun, lane, id, step, run), self._admitted = self._admitted, None
+            self._tail_id[lane], self._tail_next[lane], self._tail_run[lane] = id, step, run
+            self._largest, self.seen = max(self._largest, int(begun.max(initial=NOBODY))), head
+            if self._kernel is not None:
+                self._kernel.use_ids(self._tails, begun)
         elif self._compiled_largest is not None:
             assert self._kernel is not None
             self._kernel.settle_rows(self._tails)
             self._largest, self.seen = self._compiled_largest, head
-            self._tails[-2], self._compiled_largest = self._largest, None
+            self._compiled_largest = None
 
     def _know_lane(self, lane: int) -> None:
         if lane >= len(self._tail_id):
-            id, step = self._tail_id, self._tail_next
-            self._make_tails(len(extended(id, lane + 1, NOBODY)))
-            self._tail_id[: len(id)], self._tail_next[: len(step)] = id, step
+            before = self._tails, self._tail_id, self._tail_next, self._tail_run
+            self._make_tails(len(extended(self._tail_id, lane + 1, NOBODY)))
+            now = self._tails, self._tail_id, self._tail_next, self._tail_run
+            now[0][-2 * WINDOW :] = before[0][-2 * WINDOW :]
+            for tail, known in zip(now[1:], before[1:], strict=True):
+                tail[: len(known)] = known
 
     def _ended(self, values: Sequence[Any], at: np.ndarray | None = None) -> np.ndarray:
         """Return a mask [n] of the rows, or of the rows ``at`` [n], that end their trajectories."""

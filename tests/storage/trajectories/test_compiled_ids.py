@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from tallyroll.collector import SyncCollector
 from tallyroll.storage import MemmapStorage, fast_paths
 from tallyroll.storage.errors import TrajectoryIdTaken
 from tallyroll.storage.trajectories.id_checks import IdChecks
@@ -22,6 +23,10 @@ def batches(seed: int, count: int) -> list[dict[Any, np.ndarray]]:
     """Return batches of several steps of the lanes, a tenth of which have a fault."""
     rng, found = np.random.default_rng(seed), []
     ids, steps, fresh = np.arange(LANES), np.zeros(LANES, np.int64), LANES
+
+    def jump() -> int:
+        return 1 if rng.random() < 0.95 else int(rng.choice([2, 63, 64, 1500, 5000, 10_000]))
+
     for _ in range(count):
         rows = []
         lanes = np.flatnonzero(rng.random(LANES) < 0.8)
@@ -33,7 +38,7 @@ def batches(seed: int, count: int) -> list[dict[Any, np.ndarray]]:
             rows.append((ids[lane], steps[lane], lane, *flags))
             steps[lane] += 1
             if (flags[0] or flags[1]) and flags[2]:
-                ids[lane], steps[lane], fresh = fresh, 0, fresh + 1
+                ids[lane], steps[lane], fresh = fresh, 0, fresh + jump()
         columns = [np.array(each) for each in zip(*rows, strict=True)]
         if rng.random() < 0.2:  # a fault
             column, at = int(rng.integers(3)), int(rng.integers(len(rows)))
@@ -64,6 +69,19 @@ def outcome(storage: MemmapStorage, rows: Any) -> str:
     return "written"
 
 
+def both_ways(
+    stack: ExitStack, path: Path, first: Any, ring: int | None = None
+) -> list[MemmapStorage]:
+    """Return storages with the rows ``first``, whose checks are compiled and in NumPy."""
+    made = []
+    for way in ("compiled", "plain"):
+        with fast_paths.switched_off(*(["kernel"] if way == "plain" else [])):
+            storage = stack.enter_context(MemmapStorage(path / way, max_size=ring))
+            storage.extend(first)  # creates the checks
+        made.append(storage)
+    return made
+
+
 @pytest.mark.parametrize("ring", [None, 60])
 @pytest.mark.parametrize("kind", ["arrays", "tensors", "strided"])
 @pytest.mark.parametrize("seed", range(4))
@@ -71,12 +89,7 @@ def test_both_ways_refuse_the_same_batches(
     tmp_path: Path, seed: int, kind: str, ring: int | None
 ) -> None:
     with ExitStack() as stack:
-        made = []
-        for way in ("compiled", "plain"):
-            with fast_paths.switched_off(*(["kernel"] if way == "plain" else [])):
-                storage = stack.enter_context(MemmapStorage(tmp_path / way, max_size=ring))
-                storage.extend(batches(seed, 1)[0])  # creates the checks
-            made.append(storage)
+        made = both_ways(stack, tmp_path, batches(seed, 1)[0], ring)
         found = []
         for batch in batches(seed, 120)[1:]:
             rows: Any = as_tensors(batch) if kind == "tensors" else batch
@@ -89,9 +102,51 @@ def test_both_ways_refuse_the_same_batches(
     assert 20 < sum(one == "written" for one, _ in found) < len(found)
 
 
-def test_most_batches_are_admitted_by_the_extension(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def one_row_trajectories(seed: int, count: int) -> list[dict[Any, np.ndarray]]:
+    """Return batches of one row per lane, with unused ids far below the largest, or used ones."""
+    rng, used, last, found = np.random.default_rng(seed), set[int](), [-1] * LANES, []
+    crawls = seed % 2 - 1  # 0: the ids of this lane fall out of the window; -1: of no lane
+    for number in range(1, count + 1):
+        ids = []
+        for lane in range(LANES):
+            later = sorted(each for each in used if each > last[lane])
+            if later and rng.random() < 0.05:  # a fault
+                ids.append(int(rng.choice(later[: 5 if lane == crawls else None])))
+            else:
+                free = set(range(last[lane] + 1, 100 * number)) - used - {*ids}
+                ids.append(int(rng.choice(sorted(free)[: 5 if lane == crawls else None])))
+        if not used.intersection(ids) and len({*ids}) == LANES:
+            used.update(ids)
+            last = ids
+        ends = np.ones((LANES, 1), np.bool_)
+        batch: dict[Any, np.ndarray] = {
+            ("collector", "traj_ids"): np.array(ids),
+            ("collector", "step"): np.zeros(LANES, np.int64),
+            ("collector", "lane"): np.arange(LANES, dtype=np.int32),
+            ("next", "terminated"): ends,
+            ("next", "done"): ends,
+        }
+        found.append(batch)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ids_below_the_largest(tmp_path: Path, seed: int) -> None:
+    """The window of used ids moves many times over these batches."""
+    with ExitStack() as stack:
+        first, *others = one_row_trajectories(seed, 200)
+        made = both_ways(stack, tmp_path, first)
+        found = [[outcome(storage, batch) for storage in made] for batch in others]
+    assert all(one == other for one, other in found)
+    assert 20 < sum(one == "written" for one, _ in found) < len(found)
+
+
+@pytest.mark.parametrize("size", [8, 32, 256])
+@pytest.mark.parametrize("lanes", [1, 8])
+def test_batches_of_collectors_are_admitted_by_the_extension(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lanes: int, size: int
 ) -> None:
+    """The rows of a trajectory may come after those of trajectories with larger ids."""
     if not fast_paths.is_on("kernel"):
         pytest.skip("the extension is switched off")
     plain: list[int] = []
@@ -99,19 +154,14 @@ def test_most_batches_are_admitted_by_the_extension(
     monkeypatch.setattr(
         IdChecks, "_admit_many", lambda self, ids, *more: (plain.append(1), real(self, ids, *more))
     )
-    with MemmapStorage(tmp_path / "rows") as storage:
-        for step in range(200):
-            ends = np.arange(8) % 4 == step % 4
-            batch = {
-                ("collector", "traj_ids"): np.full(8, step) * 8 + np.arange(8),
-                ("collector", "step"): np.zeros(8, np.int64),
-                ("collector", "lane"): np.arange(8, dtype=np.int32),
-                ("next", "terminated"): ends[:, None],
-                ("next", "done"): ends[:, None],
-            }
-            storage.extend(as_tensors(batch))
-        assert storage.head == 1600
-    assert len(plain) <= 2  # for lanes that were unknown
+    collector = SyncCollector(
+        "CartPole-v1", num_envs=lanes, frames_per_batch=size, total_frames=40 * size, seed=0
+    )
+    with collector, MemmapStorage(tmp_path / "rows") as storage:
+        for batch in collector:
+            storage.extend(batch)
+        assert storage.head == 40 * size
+    assert len(plain) == 1  # for lanes that were unknown
 
 
 def test_an_id_that_falls_within_a_batch_is_refused(tmp_path: Path) -> None:
