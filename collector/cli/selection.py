@@ -1,4 +1,4 @@
-"""Options of commands that read selected trajectories of a storage."""
+"""Options that commands share, and the trajectories that they select."""
 
 import argparse
 from collections.abc import Iterator
@@ -27,6 +27,21 @@ def add_where(
     """Add ``--where``, with the help ``text``, and ``--flags``."""
     parser.add_argument("--where", metavar="EXPR", required=required, help=text)
     parser.add_argument("--flags", metavar="FILE", help=_FLAGS)
+
+
+def add_accept_copy(parser: argparse.ArgumentParser) -> None:
+    """Add ``--accept-copy``."""
+    text = "read a copy that was made while a writer had the storage open"
+    parser.add_argument("--accept-copy", action="store_true", help=text)
+
+
+def add_output(parser: argparse.ArgumentParser, *, quiet: bool = True) -> None:
+    """Add ``--json``, ``--traceback``, and ``--quiet`` unless ``quiet`` is False."""
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    if quiet:
+        output.add_argument("--quiet", action="store_true", help="print no progress and no report")
+    output.add_argument("--traceback", action="store_true", help="print the traceback of an error")
 
 
 def chosen_rows(storage: "DiskStorage", args: argparse.Namespace) -> "DiskStorage":

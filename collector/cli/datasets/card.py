@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tallyroll.collector.cli.selection import add_accept_copy, add_output
+
 # Lines have at most 78 columns.
 
 _USAGE = "%(prog)s PATH [options]"
@@ -49,12 +51,8 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     text = "write the page to FILE, which must not exist"
     parser.add_argument("--out", type=path, metavar="FILE", help=text).complete = complete
     parser.add_argument("--force", action="store_true", help="let --out replace an existing file")
-    text = "read a copy that was made while a writer had the storage open"
-    parser.add_argument("--accept-copy", action="store_true", help=text)
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    output.add_argument("--quiet", action="store_true", help="print no progress and no report")
-    output.add_argument("--traceback", action="store_true", help="print the traceback of an error")
+    add_accept_copy(parser)
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tallyroll.collector.cli.selection import add_where, chosen_rows
+from tallyroll.collector.cli.selection import add_accept_copy, add_output, add_where, chosen_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -253,15 +253,8 @@ def _add_options(parser: Any, name: str) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print what would be done and write nothing"
     )
-    parser.add_argument(
-        "--accept-copy",
-        action="store_true",
-        help="read a copy that was made while a writer had the storage open",
-    )
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    output.add_argument("--quiet", action="store_true", help="print no progress and no report")
-    output.add_argument("--traceback", action="store_true", help="print the traceback of an error")
+    add_accept_copy(parser)
+    add_output(parser)
 
 
 def _key(text: str) -> tuple[str, ...]:

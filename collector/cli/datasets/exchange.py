@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from tallyroll.collector.cli.selection import add_where, chosen_rows
+from tallyroll.collector.cli.selection import add_accept_copy, add_output, add_where, chosen_rows
 
 # Lines have at most 78 columns.
 
@@ -118,9 +118,9 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     text = "quality of av1 and h264, 0 (best) to 51 (default: 30)"
     of_lerobot.add_argument("--crf", type=int, metavar="N", help=text)
     of_lerobot.add_argument("--task", metavar="TEXT", help="the task, described in one sentence")
-    text = "read a copy that was made while a writer had the storage open"
-    out.add_argument("--accept-copy", action="store_true", help=text)
-    _add_output(out)
+    add_accept_copy(out)
+    out.set_defaults(usage_error=out.error)
+    add_output(out)
     back = commands.add_parser(
         "import",
         help="write a dataset of another library to a new storage",
@@ -136,15 +136,8 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     added.complete = complete
     text = "format of DST (default: by file extension, as in tallyroll copy)"
     back.add_argument("--format", choices=("memmap", "hdf5", "zarr"), help=text)
-    _add_output(back)
-
-
-def _add_output(parser: Any) -> None:
-    parser.set_defaults(usage_error=parser.error)
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    output.add_argument("--quiet", action="store_true", help="print no progress and no report")
-    output.add_argument("--traceback", action="store_true", help="print the traceback of an error")
+    back.set_defaults(usage_error=back.error)
+    add_output(back)
 
 
 def _there(text: str) -> tuple[str, str]:

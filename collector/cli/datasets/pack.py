@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tallyroll.collector.cli.selection import add_accept_copy, add_output
+
 if TYPE_CHECKING:
     pass
 
@@ -74,12 +76,8 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     )
     text = "do not deduplicate observations and frames"
     parser.add_argument("--rows-as-they-are", action="store_true", help=text)
-    text = "read a copy that was made while a writer had the storage open"
-    parser.add_argument("--accept-copy", action="store_true", help=text)
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    output.add_argument("--quiet", action="store_true", help="print no progress and no report")
-    output.add_argument("--traceback", action="store_true", help="print the traceback of an error")
+    add_accept_copy(parser)
+    add_output(parser)
 
 
 def _codec(text: str) -> tuple[str, str]:

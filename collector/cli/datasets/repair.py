@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from tallyroll.collector.cli.selection import add_output
+
 _USAGE = "%(prog)s [KIND:]SRC DST [options]"
 _ABOUT = """\
 Recover the readable rows of a damaged or unfinished dataset into a new storage:
@@ -49,10 +51,7 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     text = "format of DST (default: by file extension, as in tallyroll copy)"
     added.add_argument("--format", choices=("memmap", "hdf5", "zarr"), help=text)
     added.set_defaults(usage_error=added.error)
-    output = added.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    output.add_argument("--quiet", action="store_true", help="print no progress and no report")
-    output.add_argument("--traceback", action="store_true", help="print the traceback of an error")
+    add_output(added)
 
 
 def run(args: argparse.Namespace) -> int:

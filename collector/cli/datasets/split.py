@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tallyroll.collector.cli.selection import add_where, chosen_rows
+from tallyroll.collector.cli.selection import add_accept_copy, add_output, add_where, chosen_rows
 
 # Lines have at most 78 columns.
 
@@ -60,12 +60,8 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     parser.add_argument("--format", choices=("memmap", "hdf5", "zarr"), default="memmap", help=text)
     text = "print what would be done and write nothing"
     parser.add_argument("--dry-run", action="store_true", help=text)
-    text = "read a copy that was made while a writer had the storage open"
-    parser.add_argument("--accept-copy", action="store_true", help=text)
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    output.add_argument("--quiet", action="store_true", help="print no progress and no report")
-    output.add_argument("--traceback", action="store_true", help="print the traceback of an error")
+    add_accept_copy(parser)
+    add_output(parser)
 
 
 def _share(text: str) -> float:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tallyroll.collector.cli.selection import add_where, chosen_rows
+from tallyroll.collector.cli.selection import add_accept_copy, add_output, add_where, chosen_rows
 
 if TYPE_CHECKING:
     from tallyroll.storage.ext.statistics.statistics import ColumnStatistics, Statistics
@@ -49,11 +49,8 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     parser.add_argument("--column", action="append", metavar="K", help=text)
     add_where(parser)
     parser.add_argument("--by-run", action="store_true", help="also show statistics for each run")
-    text = "read a copy that was made while a writer had the storage open"
-    parser.add_argument("--accept-copy", action="store_true", help=text)
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    output.add_argument("--traceback", action="store_true", help="print the traceback of an error")
+    add_accept_copy(parser)
+    add_output(parser, quiet=False)
     parser.set_defaults(usage_error=parser.error)
 
 

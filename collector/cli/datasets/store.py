@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tallyroll.collector.cli.selection import add_output
+
 # Lines have at most 78 columns.
 
 _TEXTS = {
@@ -99,12 +101,7 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
             metavar="S",
             help="stop retrying a failed request after S seconds (default: 60)",
         )
-        output = parser.add_argument_group("output")
-        text = "print one JSON object instead of text"
-        output.add_argument("--json", action="store_true", help=text)
-        output.add_argument("--quiet", action="store_true", help="print no progress and no report")
-        text = "print the traceback of an error"
-        output.add_argument("--traceback", action="store_true", help=text)
+        add_output(parser)
 
 
 def _seconds(text: str) -> float:

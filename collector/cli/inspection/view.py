@@ -9,6 +9,8 @@ import webbrowser
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tallyroll.collector.cli.selection import add_accept_copy
+
 # Lines have at most 78 columns.
 
 _ABOUT = "show storages in a local web page"
@@ -65,8 +67,7 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     parser.add_argument("--export", type=path, metavar="FILE", help=text).complete = complete
     text = "let --export replace a file that is not such a page"
     parser.add_argument("--force", action="store_true", help=text)
-    text = "read a copy that was made while a writer had the storage open"
-    parser.add_argument("--accept-copy", action="store_true", help=text)
+    add_accept_copy(parser)
     output = parser.add_argument_group("output")
     text = "print the address, or the exported file, as one JSON object"
     output.add_argument("--json", action="store_true", help=text)
