@@ -166,12 +166,7 @@ class allow_signals:
     def _call(self) -> None:
         call_waiting()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Defer handlers again."""
         global _admitting, _pause
         if self._mine:

@@ -5,7 +5,6 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Protocol, Self
 
 from tallyroll.collector.base import Collector
@@ -218,12 +217,7 @@ class RunLog:
         """Return the log. Leaving the block closes it."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the log."""
         self.close()
 

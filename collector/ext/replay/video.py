@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -53,12 +52,7 @@ class EpisodeVideo:
         self._encoder = Mp4(self._av, self._file)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self._encoder.close()
         finally:
