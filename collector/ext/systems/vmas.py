@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from gymnasium import spaces
 
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.frame_skips import ticks_of_objects
@@ -20,7 +21,6 @@ from tallyroll.collector.ext.systems.kinds.agents import (
     grouped,
     listed,
 )
-from tallyroll.collector.ext.systems.kinds.old_gym import as_gymnasium
 
 
 class VmasSystem(System):
@@ -164,3 +164,15 @@ def _flags(flags: torch.Tensor, count: int | None = None) -> Array:
     """Return flags of lanes, expanded to ``count`` agents if given, as the driver expects them."""
     each = flags if count is None else flags[:, None].expand(-1, count)
     return each.numpy() if flags.device.type == "cpu" else each
+
+
+def as_gymnasium(space: Any) -> spaces.Space[Any]:
+    """Convert a space of the old gym package to a Gymnasium space."""
+    kind, of = type(space).__name__, spaces
+    if kind == "Dict":
+        return of.Dict({name: as_gymnasium(each) for name, each in space.spaces.items()})
+    if kind == "Discrete":
+        return of.Discrete(int(space.n))
+    if kind == "MultiDiscrete":
+        return of.MultiDiscrete(space.nvec)
+    return of.Box(space.low, space.high, space.shape, space.dtype)

@@ -26,8 +26,7 @@ from tallyroll.collector.errors import (
     PolicyError,
     TransitionError,
 )
-from tallyroll.collector.ext.systems.openspiel import OpenSpielSystem
-from tallyroll.collector.ext.systems.openspiel.games import OVER, observer_of
+from tallyroll.collector.ext.systems.openspiel import OVER, OpenSpielSystem, observer_of
 from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 

@@ -1,6 +1,7 @@
 """Isaac Lab: batched torch on a device, reset within the step that ends an episode."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any, Self
 
 import gymnasium
@@ -11,11 +12,16 @@ from tallyroll.collector.envs.close import closing_on_error
 from tallyroll.collector.envs.frame_skips import ticks_of_objects
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
 from tallyroll.collector.envs.system import Array, Declares, Finals, Mask, Step, System
-from tallyroll.collector.errors import EnvironmentRefused, TransitionError
-from tallyroll.collector.ext.systems.isaaclab.tasks import make_task
+from tallyroll.collector.errors import (
+    ArgumentError,
+    EnvironmentRefused,
+    MissingExtra,
+    TransitionError,
+)
 
 FINAL = "final_obs"
 PACKAGES = ("isaaclab.", "omni.isaac.lab.")
+_TASK_PACKAGES = ("isaaclab_tasks", "omni.isaac.lab_tasks")
 
 
 class IsaacLabSystem(System):
@@ -139,3 +145,46 @@ class IsaacLabSystem(System):
 
 
 _SAME_STEP = (AutoresetMode.SAME_STEP, AutoresetMode.SAME_STEP.value, AutoresetMode.SAME_STEP.name)
+
+
+def make_task(name: str, lanes: int, given: Mapping[str, Any]) -> Any:
+    """Make the environment of a task. ``given`` has the ``kwargs`` of `IsaacLabSystem.make`.
+
+    Raises:
+        MissingExtra: Isaac Lab is not installed.
+        EnvironmentRefused: the Isaac Lab app was not launched.
+        ArgumentError: the task is unknown, or its cfg lacks an entry.
+    """
+    entries = dict(given)
+    mode = entries.pop("render_mode", None)
+    parse = _tasks(name).parse_env_cfg
+    try:
+        cfg = parse(name, device=entries.pop("device", "cuda:0"), num_envs=lanes)
+    except gymnasium.error.Error as error:
+        raise ArgumentError(f"isaaclab:{name}: {error}") from error
+    if hasattr(cfg, "compute_final_obs"):
+        entries.setdefault("compute_final_obs", True)
+    if unknown := [key for key in entries if not hasattr(cfg, key)]:
+        raise ArgumentError(f"isaaclab:{name}: expected entries of the task's cfg, got {unknown}")
+    for key, value in entries.items():
+        setattr(cfg, key, value)
+    return gymnasium.make(name, cfg=cfg, render_mode=mode)
+
+
+def _tasks(name: str) -> Any:
+    """Return the module with the tasks; importing its package registers them with Gymnasium."""
+    for package in _TASK_PACKAGES:
+        try:
+            import_module(package)
+            return import_module(f"{package}.utils")
+        except ModuleNotFoundError as error:
+            if not f"{package}.".startswith(f"{error.name}."):
+                raise EnvironmentRefused(
+                    f"isaaclab:{name}: Isaac Lab cannot be imported before its app is launched "
+                    f"({error}). Call isaaclab.app.AppLauncher(headless=True) first, and then make "
+                    "the collector in the same script."
+                ) from error
+    raise MissingExtra(
+        f"isaaclab:{name}: Isaac Lab is not installed. Install it from NVIDIA "
+        "(https://isaac-sim.github.io/IsaacLab)."
+    )

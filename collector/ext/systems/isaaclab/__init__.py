@@ -1,5 +1,0 @@
-"""Isaac Lab as a system."""
-
-from tallyroll.collector.ext.systems.isaaclab.system import IsaacLabSystem
-
-__all__ = ["IsaacLabSystem"]

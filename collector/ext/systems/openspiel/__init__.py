@@ -1,5 +1,0 @@
-"""OpenSpiel as a system."""
-
-from tallyroll.collector.ext.systems.openspiel.system import OpenSpielSystem
-
-__all__ = ["OpenSpielSystem"]
