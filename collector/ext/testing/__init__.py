@@ -11,14 +11,7 @@ To make pytest show differing values, call
 import.
 """
 
-from tallyroll.collector.ext.testing.ability_contract import AbilityContract
-from tallyroll.collector.ext.testing.collected_contract import CollectedContract
-from tallyroll.collector.ext.testing.declaration_contract import DeclarationContract
 from tallyroll.collector.ext.testing.hand import Hand
-from tallyroll.collector.ext.testing.reset_contract import ResetContract
+from tallyroll.collector.ext.testing.system_contract import SystemContract
 
 __all__ = ["Hand", "SystemContract"]
-
-
-class SystemContract(DeclarationContract, ResetContract, AbilityContract, CollectedContract):
-    """Tests that every environment system must pass. Subclass it and define ``make``."""
