@@ -5,8 +5,8 @@ Every error class is public.
 
 from tallyroll.storage.engine.frame_pools import PoolUsage as PoolUsage
 from tallyroll.storage.errors import *  # noqa: F403
-from tallyroll.storage.ext.card.export_card import export_card as export_card
 from tallyroll.storage.ext.card.page import Card as Card
+from tallyroll.storage.ext.card.storage_card import export_card as export_card
 from tallyroll.storage.ext.dataset_checks.verify_dataset import verify_dataset as verify_dataset
 from tallyroll.storage.ext.device.device_storage import DeviceStorage as DeviceStorage
 from tallyroll.storage.ext.exchange.dataset_export import ExportReport as ExportReport

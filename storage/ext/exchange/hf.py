@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from tallyroll.storage.ext.card.export_card import PAGE, card_of_export
+from tallyroll.storage.ext.card.storage_card import PAGE, card_of_export
 from tallyroll.storage.ext.exchange.arrow import names_of
 from tallyroll.storage.ext.exchange.base import ExchangeFormat, Incoming, refused
 from tallyroll.storage.ext.exchange.export_rows import ExportRows

@@ -28,8 +28,7 @@ from tallyroll.storage.ext.repair.hdf5 import (
     readable_rows,
     runs,
 )
-from tallyroll.storage.ext.repair.losses import Losses
-from tallyroll.storage.ext.repair.rows_repair import RowsRepair
+from tallyroll.storage.ext.repair.losses import Losses, RowsRepair
 from tallyroll.storage.rows.keys import NEXT, NEXT_VALID, REWARD, TERMINATED, TRUNCATED, Key
 from tallyroll.storage.rows.row_words import words
 from tallyroll.storage.rows.schema import Column, Schema

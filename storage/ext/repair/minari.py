@@ -28,7 +28,7 @@ from tallyroll.storage.ext.repair.hdf5 import (
     opened_damaged,
     runs,
 )
-from tallyroll.storage.ext.repair.losses import Losses
+from tallyroll.storage.ext.repair.losses import Losses, RowsRepair
 from tallyroll.storage.ext.repair.minari_files import (
     FILE,
     EpisodeFiles,
@@ -36,7 +36,6 @@ from tallyroll.storage.ext.repair.minari_files import (
     GroupFiles,
 )
 from tallyroll.storage.ext.repair.minari_tables import TableFiles
-from tallyroll.storage.ext.repair.rows_repair import RowsRepair
 from tallyroll.storage.rows.keys import NEXT, RESET_SEED, REWARD, TERMINATED, TRUNCATED, Key
 from tallyroll.storage.rows.schema import Column, Schema
 

@@ -32,12 +32,11 @@ from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES
 from tallyroll.storage.ext.exchange.readme import about_rows
 from tallyroll.storage.ext.packed.packed_reader import PackedReader
 from tallyroll.storage.ext.repair.hdf5 import runs
-from tallyroll.storage.ext.repair.losses import Losses
+from tallyroll.storage.ext.repair.losses import Losses, RowsRepair
 from tallyroll.storage.ext.repair.packed import (
     packed_reader,
     unreadable_rows,
 )
-from tallyroll.storage.ext.repair.rows_repair import RowsRepair
 from tallyroll.storage.ext.verification.findings import Findings, Place
 from tallyroll.storage.ext.verification.record_checks import check_runs
 from tallyroll.storage.ext.verification.row_checks import RowChecks

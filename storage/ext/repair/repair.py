@@ -17,11 +17,10 @@ from tallyroll.storage.ext.exchange.dataset_import import imported
 from tallyroll.storage.ext.exchange.registry import format_named
 from tallyroll.storage.ext.repair.d4rl import D4rlRepair
 from tallyroll.storage.ext.repair.lerobot import LerobotRepair
-from tallyroll.storage.ext.repair.losses import Loss, Losses
+from tallyroll.storage.ext.repair.losses import Loss, Losses, RowsRepair
 from tallyroll.storage.ext.repair.minari import MinariRepair
 from tallyroll.storage.ext.repair.ours import OurRepair
 from tallyroll.storage.ext.repair.rlds import RldsRepair
-from tallyroll.storage.ext.repair.rows_repair import RowsRepair
 from tallyroll.storage.files.paths import refuse_nothing, translated, user_path
 from tallyroll.storage.rows.pages import Page, PageSource
 from tallyroll.storage.rows.progress import Progress

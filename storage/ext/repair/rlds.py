@@ -23,8 +23,7 @@ from tallyroll.storage.ext.exchange.rlds.reader import (
 from tallyroll.storage.ext.exchange.rlds.records import Damage, records
 from tallyroll.storage.ext.exchange.rlds.rlds_format import OurRows, rows_of
 from tallyroll.storage.ext.exchange.rlds.values import RldsValues
-from tallyroll.storage.ext.repair.losses import Losses
-from tallyroll.storage.ext.repair.rows_repair import RowsRepair
+from tallyroll.storage.ext.repair.losses import Losses, RowsRepair
 
 
 class RldsRepair(RowsRepair):

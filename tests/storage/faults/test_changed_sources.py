@@ -31,7 +31,7 @@ from tallyroll.storage import (
 from tallyroll.storage.engine.available_memory import library_memory
 from tallyroll.storage.errors import NotEnoughMemory
 from tallyroll.storage.ext.exchange.base import source_errors
-from tallyroll.storage.ext.repair import thrift
+from tallyroll.storage.ext.repair import parquet_footer
 from tallyroll.storage.files.safe_files import data_in
 
 from hostile_kit import in_a_child
@@ -94,11 +94,14 @@ def test_sizes_of_parquet_that_do_not_fit(way: str, tmp_path: Path) -> None:
         parquet.write_table(parquet.read_table(file), file)  # writes size statistics
         content = file.read_bytes()
         begin = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
-        footer = thrift.Reader(content[begin:-8]).struct()
+        footer = parquet_footer.ThriftReader(content[begin:-8]).struct()
         for group in footer[4][1][1]:
             for chunk in group[1][1][1]:
-                chunk[3][1][16] = thrift.STRUCT, {3: (thrift.LIST, (thrift.I64, [1] * 9))}
-        end = thrift.written(footer)
+                chunk[3][1][16] = (
+                    parquet_footer.STRUCT,
+                    {3: (parquet_footer.LIST, (parquet_footer.I64, [1] * 9))},
+                )
+        end = parquet_footer.written(footer)
         file.write_bytes(content[:begin] + end + len(end).to_bytes(4, "little") + b"PAR1")
 
     def use() -> bool:
