@@ -24,7 +24,7 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from warm_cli import WarmServer
 
-pytest.register_assert_rewrite("tallyroll.storage.testing")
+pytest.register_assert_rewrite("tallyroll.storage.testing", "storage_contract", "storage_machine")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A script that starts the tests with & has them ignore it, and all that they start.

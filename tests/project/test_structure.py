@@ -16,12 +16,10 @@ WINGS = ("collector", "storage")
 MOST_LINES = {"module": 800, "class": 400, "function": 70}
 LARGER = {
     "storage/replay/disk_storage.py",  # the storage of users, with every method's docstring
-    "storage/ext/testing/storage_contract.py",  # the contract of storages
-    "storage/ext/testing/storage_contract.py:StorageContract",
     "storage/ext/sampling/prioritized.py:PrioritizedSampler",  # TorchRL's sampler interface
     "storage/trajectories/blocks/lane_blocks.py:LaneBlocks",  # one structure with its reasoning
 }
-"""Public faces, contracts and hard cases that may be larger."""
+"""Public faces and hard cases that may be larger."""
 OPTIONAL = {"av", "google_crc32c", "h5py", "jax", "jinja2", "matplotlib", "minari", "obstore"}
 OPTIONAL |= {"pandas", "PIL", "pyarrow", "ray", "rich", "scipy", "stable_baselines3", "starlette"}
 OPTIONAL |= {"tensorboard", "uvicorn", "wandb", "zarr", "zstandard"}

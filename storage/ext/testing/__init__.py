@@ -1,4 +1,4 @@
-"""Base classes for tests of storages, readers and exchange formats, and a state machine.
+"""Base classes for tests of readers and of exchange formats.
 
 Call ``pytest.register_assert_rewrite("tallyroll.storage.testing")`` in a ``conftest.py`` before
 the first import, so that pytest explains failed assertions.
@@ -14,7 +14,5 @@ except ImportError as error:
 
 from tallyroll.storage.ext.testing.exchange_contract import ExchangeContract
 from tallyroll.storage.ext.testing.reader_contract import ReaderContract
-from tallyroll.storage.ext.testing.state_machine import StorageMachine
-from tallyroll.storage.ext.testing.storage_contract import StorageContract
 
-__all__ = ["ExchangeContract", "ReaderContract", "StorageContract", "StorageMachine"]
+__all__ = ["ExchangeContract", "ReaderContract"]

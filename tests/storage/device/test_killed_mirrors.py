@@ -17,11 +17,11 @@ import torch
 from device_runs_kit import collect_mirrored
 
 from tallyroll.storage import DeviceStorage, open_storage, verify
-from tallyroll.storage.ext.testing.storage_contract import WAIT_SECONDS, process
 
 from collect_kit import check_numbers
 from fork_server import warm_fork_server
 from oracles import check_rows
+from storage_contract import WAIT_SECONDS, process
 from worker_kit import DISABLED, LENGTHS, NEXT
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "3"))

@@ -32,10 +32,11 @@ from tallyroll.storage import (
 )
 from tallyroll.storage.engine import ring as ring_
 from tallyroll.storage.errors import IndexOutOfRange, NoSlices, NotAnAppend, TrajectoryIdTaken
-from tallyroll.storage.ext.testing.storage_contract import process
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.files.commit_header import word_of
 from tallyroll.storage.storages import FORMATS
+
+from storage_contract import process
 
 STEPS = 6
 """Rows per trajectory."""

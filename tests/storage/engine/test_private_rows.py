@@ -11,9 +11,10 @@ from tensordict import TensorDict
 
 from tallyroll.storage import MemmapStorage, ZarrStorage
 from tallyroll.storage.engine import columns as private_rows
-from tallyroll.storage.ext.testing.storage_contract import arrays, assert_rows, rows
 from tallyroll.storage.files.mapping import Region
 from tallyroll.storage.storages import DiskStorage
+
+from storage_contract import arrays, assert_rows, rows
 
 
 @pytest.fixture(autouse=True)

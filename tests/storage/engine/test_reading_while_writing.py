@@ -19,7 +19,6 @@ from torchrl.data.replay_buffers import RandomSampler, SamplerWithoutReplacement
 
 from tallyroll.storage import MemmapStorage
 from tallyroll.storage.engine.row_copies import RowCopies
-from tallyroll.storage.ext.testing.storage_contract import WAIT_SECONDS, process, receive
 from tallyroll.storage.storages import DiskStorage
 
 from killed_storages_kit import (
@@ -34,6 +33,7 @@ from killed_storages_kit import (
     record_of,
     write_for_ever,
 )
+from storage_contract import WAIT_SECONDS, process, receive
 
 SECONDS = 0.4
 READS = 100

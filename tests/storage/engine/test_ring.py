@@ -27,8 +27,9 @@ from tallyroll.storage.errors import (
     StorageLocked,
     UnsupportedPlatform,
 )
-from tallyroll.storage.ext.testing.storage_contract import arrays, rows
 from tallyroll.storage.files.commit_header import word_of
+
+from storage_contract import arrays, rows
 
 # -- the arithmetic
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import Phase, settings
 
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage
-from tallyroll.storage.testing import StorageMachine
+
+from storage_machine import StorageMachine
 
 
 class MemmapMachine(StorageMachine):

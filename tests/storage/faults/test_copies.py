@@ -23,7 +23,6 @@ import pytest
 from tallyroll.collector.cli import main
 from tallyroll.storage import CorruptStorage, StorageError, StorageFull, open_storage, verify
 from tallyroll.storage.errors import CopyOfOpenStorage
-from tallyroll.storage.ext.testing.storage_contract import files_of
 from tallyroll.storage.files.commit_header import word_of
 from tallyroll.storage.files.header_words import born_at
 from tallyroll.storage.storages import DiskStorage
@@ -42,6 +41,7 @@ from killed_storages_kit import (
     wait_until,
     write_for_ever,
 )
+from storage_contract import files_of
 from storage_damage import damage
 
 COPIES = int(os.environ.get("TALLYROLL_COPIES", "6"))

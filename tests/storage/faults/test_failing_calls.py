@@ -25,7 +25,6 @@ from tallyroll.storage import (
 )
 from tallyroll.storage.engine import columns as private_rows
 from tallyroll.storage.errors import DiskFailed, NotWritable, TooManyFiles, UnsupportedPlatform
-from tallyroll.storage.ext.testing.storage_contract import assert_rows, files_of, rows
 from tallyroll.storage.files.mapping import Region
 from tallyroll.storage.files.paths import failed
 from tallyroll.storage.files.safe_files import Inside
@@ -36,6 +35,7 @@ from tallyroll.storage.formats.hdf5.datasets import FilePlaces
 from tallyroll.storage.storages import DiskStorage
 
 from open_files import descriptors
+from storage_contract import assert_rows, files_of, rows
 
 CALLS = (
     "open", "mkdir", "listdir", "posix_fallocate", "ftruncate", "pread", "pwrite",

@@ -13,9 +13,10 @@ import pytest
 from limited_hdf5 import tries
 
 from tallyroll.storage import Schema
-from tallyroll.storage.ext.testing.storage_contract import rows
 from tallyroll.storage.formats.hdf5.datasets import make_file
 from tallyroll.storage.formats.hdf5.guarded_file import GuardedFile, new_hdf5
+
+from storage_contract import rows
 
 
 @pytest.mark.parametrize("what", ["pack", "d4rl", "minari"])

@@ -35,7 +35,6 @@ from tallyroll.storage import (
 from tallyroll.storage.engine.columns import ArrayRows
 from tallyroll.storage.engine.writer_check import LOOK_SECONDS
 from tallyroll.storage.errors import TooManyFiles, WriterForked
-from tallyroll.storage.ext.testing.storage_contract import WAIT_SECONDS
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.lock import WriterLock, is_held
 from tallyroll.storage.files.mapping import Region
@@ -58,6 +57,7 @@ from killed_storages_kit import (
     oracle,
     record_of,
 )
+from storage_contract import WAIT_SECONDS
 from storage_damage import make_small_disk
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "16"))

@@ -19,11 +19,11 @@ from tallyroll.collector import SyncCollector
 from tallyroll.collector.errors import StateError
 from tallyroll.storage import MemmapStorage, Schema, open_storage, verify
 from tallyroll.storage.errors import RowsMismatch, TrajectoryIdTaken
-from tallyroll.storage.ext.testing.storage_contract import process, receive, rows
 from tallyroll.storage.files import copied_runs
 from tallyroll.storage.storages import DiskStorage, H5Storage, ZarrStorage
 from tallyroll.storage.trajectories.episodes import END_OPEN
 
+from storage_contract import process, receive, rows
 from worker_kit import DISABLED, factory
 
 LANES = 2

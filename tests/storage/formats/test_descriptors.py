@@ -18,9 +18,10 @@ import pytest
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storage, verify
 from tallyroll.storage.engine import columns as private_rows
 from tallyroll.storage.errors import CorruptStorage, MissingLibrary, TooManyFiles
-from tallyroll.storage.ext.testing.storage_contract import arrays, assert_rows, rows
 from tallyroll.storage.formats.hdf5 import datasets
 from tallyroll.storage.storages import DiskStorage
+
+from storage_contract import arrays, assert_rows, rows
 
 COLUMNS = 4
 KINDS: dict[str, Callable[..., DiskStorage]] = {

@@ -30,7 +30,6 @@ from tallyroll.storage import (
     verify,
 )
 from tallyroll.storage.errors import FormatVersionMismatch, NotAStorage
-from tallyroll.storage.ext.testing.storage_contract import files_of, rows
 from tallyroll.storage.files.commit_header import HEADER_NBYTES
 from tallyroll.storage.files.format_versions import FORMAT_VERSION, READABLE
 from tallyroll.storage.files.manifest import sealed
@@ -41,6 +40,7 @@ from tallyroll.storage.formats.hdf5.user_block import (
 )
 from tallyroll.storage.storages import DiskStorage
 
+from storage_contract import files_of, rows
 from storage_damage import damage
 
 OLD = Path(__file__).parent / "data" / "version-2.tar.xz"

@@ -40,13 +40,6 @@ from tallyroll.storage.errors import (
     PathIsFile,
     PathIsTaken,
 )
-from tallyroll.storage.ext.testing.storage_contract import (
-    StorageContract,
-    arrays,
-    assert_rows,
-    files_of,
-    rows,
-)
 from tallyroll.storage.files.commit_header import HEADER_NBYTES, word_of
 from tallyroll.storage.formats.hdf5.user_block import (
     USER_BLOCK_NBYTES,
@@ -55,6 +48,13 @@ from tallyroll.storage.formats.hdf5.user_block import (
 )
 from tallyroll.storage.rows.keys import Key
 
+from storage_contract import (
+    StorageContract,
+    arrays,
+    assert_rows,
+    files_of,
+    rows,
+)
 from storage_damage import DamageContract, assert_refused, assert_told_or_harmless, damage
 from storage_outsiders import Outsider, OutsiderContract
 

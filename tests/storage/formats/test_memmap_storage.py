@@ -30,15 +30,15 @@ from tallyroll.storage.errors import (
     PathIsFile,
     UnsupportedPlatform,
 )
-from tallyroll.storage.ext.testing.storage_contract import (
+from tallyroll.storage.files.commit_header import HEADER_NBYTES
+
+from storage_contract import (
     GrowingStorageContract,
     arrays,
     assert_rows,
     files_of,
     rows,
 )
-from tallyroll.storage.files.commit_header import HEADER_NBYTES
-
 from storage_damage import DamageContract, assert_refused
 
 HEADER = "tallyroll.header"

@@ -10,8 +10,9 @@ import pytest
 
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storage
 from tallyroll.storage.errors import NotAStorage, StorageError, StorageMissing
-from tallyroll.storage.ext.testing.storage_contract import assert_rows, files_of, rows
 from tallyroll.storage.storages import FORMATS, DiskStorage, storage_class
+
+from storage_contract import assert_rows, files_of, rows
 
 CLASSES = [MemmapStorage, H5Storage, ZarrStorage]
 

@@ -22,12 +22,12 @@ from tallyroll.storage.errors import (
     StorageLocked,
     StorageMissing,
 )
-from tallyroll.storage.ext.testing.storage_contract import assert_rows, rows
 from tallyroll.storage.files.paths import failed, make_directory, require_creatable
 from tallyroll.storage.storages import storage_class
 
 from formats_kit import KINDS
 from oracles import make_oracle_vec
+from storage_contract import assert_rows, rows
 
 every_kind = pytest.mark.parametrize("name", KINDS)
 

@@ -36,13 +36,6 @@ from tallyroll.storage.errors import (
     NotAStorage,
     UnsupportedPlatform,
 )
-from tallyroll.storage.ext.testing.storage_contract import (
-    GrowingStorageContract,
-    arrays,
-    assert_rows,
-    files_of,
-    rows,
-)
 from tallyroll.storage.files.commit_header import HEADER_NBYTES
 from tallyroll.storage.files.mapping import PAGE_NBYTES, Region
 from tallyroll.storage.formats.zarr.metadata import chunk_rows_of
@@ -51,6 +44,13 @@ from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.storages import DiskStorage
 
+from storage_contract import (
+    GrowingStorageContract,
+    arrays,
+    assert_rows,
+    files_of,
+    rows,
+)
 from storage_damage import DamageContract, assert_refused, damage
 from storage_outsiders import Outsider, OutsiderContract
 

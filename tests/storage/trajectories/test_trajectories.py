@@ -35,13 +35,13 @@ from tallyroll.storage.errors import (
     StorageFull,
     UnknownTrajectory,
 )
-from tallyroll.storage.ext.testing.storage_contract import process, receive
 from tallyroll.storage.files.lock import is_held
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.trajectories import index as trajectory_index
 from tallyroll.storage.trajectories.episodes import END_NAMES, Episodes
 
 from lane_model import Model, models
+from storage_contract import process, receive
 
 NAMES = np.array(END_NAMES)
 

@@ -31,10 +31,10 @@ import tallyroll.storage
 from tallyroll.storage import H5Storage, MemmapStorage, StorageFull, ZarrStorage
 from tallyroll.storage.engine import commit_engine as engine
 from tallyroll.storage.errors import NotAStorage, StorageMissing
-from tallyroll.storage.ext.testing.storage_contract import WAIT_SECONDS, process
 from tallyroll.storage.storages import DiskStorage
 
 from fork_server import warm_fork_server
+from storage_contract import WAIT_SECONDS, process
 
 WIDTH = 512
 STEPS = 12

@@ -20,7 +20,10 @@ import pytest
 
 from tallyroll.storage import CorruptStorage, StorageFull, open_storage, verify
 from tallyroll.storage.errors import FormatVersionMismatch, NotAStorage, StorageError
-from tallyroll.storage.ext.testing.storage_contract import (
+from tallyroll.storage.files.commit_header import word_of
+from tallyroll.storage.storages import DiskStorage
+
+from storage_contract import (
     arrays,
     assert_rows,
     files_of,
@@ -28,8 +31,6 @@ from tallyroll.storage.ext.testing.storage_contract import (
     receive,
     rows,
 )
-from tallyroll.storage.files.commit_header import word_of
-from tallyroll.storage.storages import DiskStorage
 
 SMALL_DISK = 12 * 2**20
 FILE_LIMIT = 6 * 2**20

@@ -15,9 +15,10 @@ from tensordict import TensorDict
 
 from tallyroll.storage import StorageFull
 from tallyroll.storage.engine import commit_engine as engine_module
-from tallyroll.storage.ext.testing.storage_contract import DTYPES, arrays, process, receive
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.storages import DiskStorage
+
+from storage_contract import DTYPES, arrays, process, receive
 
 Outsider: TypeAlias = Callable[[Path, Iterable[Key]], tuple[int, dict[Key, np.ndarray]]]
 """Reader by another library. It returns the number of visible rows and the columns' values."""

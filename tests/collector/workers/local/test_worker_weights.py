@@ -28,9 +28,9 @@ from tallyroll.collector.errors import ArgumentError, SharedMemoryBusy, StateErr
 from tallyroll.collector.workers.local.memory import Arena, Measure
 from tallyroll.collector.workers.local.rwlock import FileLock, holders
 from tallyroll.collector.workers.local.weights import SharedWeights
-from tallyroll.storage.ext.testing.storage_contract import WAIT_SECONDS, process, receive
 
 from fork_server import warm_fork_server
+from storage_contract import WAIT_SECONDS, process, receive
 
 SIZE = 50_000
 """Entries of each tensor, enough for a copy to take time."""

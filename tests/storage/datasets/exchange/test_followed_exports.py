@@ -42,13 +42,13 @@ from tallyroll.storage.ext.exchange import dataset_export, export_rows, followed
 from tallyroll.storage.ext.exchange import followed_export as versions
 from tallyroll.storage.ext.exchange.dataset_export import Cuts
 from tallyroll.storage.ext.testing.reader_contract import assert_same_rows
-from tallyroll.storage.ext.testing.storage_contract import process
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.stores.rewinds import take_back
 
 from fork_server import warm_fork_server
 from killed_storages_kit import Told, forked, in_a_process, killed, lines_of, wait_until
+from storage_contract import process
 
 MORE = int(os.environ.get("TALLYROLL_EXCHANGES", "1"))
 STEPS = 7

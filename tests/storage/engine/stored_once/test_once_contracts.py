@@ -10,9 +10,10 @@ from once_kit import OnceStorage, OnceZarr
 from tensordict import TensorDict
 
 from tallyroll.storage import MemmapStorage, ZarrStorage
-from tallyroll.storage.ext.testing.state_machine import RowsModel
 from tallyroll.storage.files.format_versions import ONCE_VERSION
-from tallyroll.storage.testing import StorageContract, StorageMachine
+
+from storage_contract import StorageContract
+from storage_machine import RowsModel, StorageMachine
 
 
 class TestOnceContract(StorageContract):

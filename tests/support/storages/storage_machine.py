@@ -119,7 +119,8 @@ class RowsModel:
         """Assert that ``found`` contains the rows with these numbers [*], bit for bit."""
         assert found.batch_size == numbers.shape
         arrays = arrays_of(found)
-        assert arrays.keys() <= self.columns.keys() and arrays
+        assert arrays
+        assert arrays.keys() <= self.columns.keys()
         for key, array in arrays.items():
             np.testing.assert_array_equal(array, self.columns[key][numbers], strict=True)
 
