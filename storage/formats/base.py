@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.mapping import Access, Area
 from tallyroll.storage.files.paths import (
     make_directory,
+    open_column,
     refuse_impossible,
     refuse_nothing,
     translated,
@@ -229,9 +231,14 @@ class Format(ABC):
             CorruptStorage: a file is missing.
         """
 
-    def make_pool(self, key: Key) -> None:
-        """Create an empty frame pool for a column. Only formats with `pools` implement this."""
+    def _pool_path(self, key: Key) -> Path:
+        """Return the path of a column's frame pool. Only formats with `pools` implement this."""
         raise NotImplementedError(self.name)
+
+    @translates_errors
+    def make_pool(self, key: Key) -> None:
+        """Create an empty frame pool for a column."""
+        os.close(self.inside.make(self._pool_path(key)))
 
     def open_pool(self, key: Key, flags: int) -> int:
         """Open the frame pool of a column, and return its descriptor.
@@ -239,7 +246,7 @@ class Format(ABC):
         Raises:
             CorruptStorage: the file is missing.
         """
-        raise NotImplementedError(self.name)
+        return open_column(self.inside, self._pool_path(key), flags)
 
     @abstractmethod
     def grow(self, rows: int) -> None:

@@ -159,15 +159,6 @@ class MemmapFormat(DirectoryFormat):
         return self.path / place.with_name(place.name + _FRAMES)
 
     @translates_errors
-    def make_pool(self, key: Key) -> None:
-        """Create the empty pool file of a column."""
-        os.close(self.inside.make(self._pool_path(key)))
-
-    def open_pool(self, key: Key, flags: int) -> int:
-        """Open the pool file of a column."""
-        return open_column(self.inside, self._pool_path(key), flags)
-
-    @translates_errors
     def grow(self, rows: int) -> None:
         """Reserve disk space for ``rows`` rows. Sparse files would cause SIGBUS on a full disk."""
         sizes = [os.fstat(file).st_size for file in self._files]

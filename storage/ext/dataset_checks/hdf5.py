@@ -13,14 +13,17 @@ import numpy as np
 
 from tallyroll.storage.ext.dataset_checks.checker import CheckResults, Where
 from tallyroll.storage.ext.dataset_checks.superblock import superblock_of
-from tallyroll.storage.ext.exchange.hdf5_files import DAMAGE, require_memory_for
+from tallyroll.storage.ext.exchange.hdf5_files import (
+    DAMAGE,
+    require_chunk_memory,
+    require_memory_for,
+    require_own_values,
+)
 from tallyroll.storage.files.safe_files import data_in
 from tallyroll.storage.formats.hdf5.datasets import h5py_module
 
 _DEEPEST: Final = 24
 _MOST_OBJECTS: Final = 2**22
-_FILTERS: Final = frozenset({1, 2, 3, 32000})
-"""The filters that are part of h5py: deflate, shuffle, fletcher32 and lzf."""
 _MOST_PACKED: Final = 1032
 """The maximum compression ratio of deflate, the filter with the highest ratio."""
 _SMALL: Final = 2**28
@@ -102,14 +105,7 @@ def _readable(data: Any, found: CheckResults) -> Any:
         ValueError: the dataset has values in other files or unknown filters, or claims more bytes
             than the file holds.
     """
-    if data.is_virtual or data.external:
-        raise ValueError("its values are in other files")
-    plist = data.id.get_create_plist()
-    filters = {plist.get_filter(each)[0] for each in range(plist.get_nfilters())}
-    if filters - _FILTERS:
-        raise ValueError(
-            f"h5py does not include its compression filters {sorted(filters - _FILTERS)}"
-        )
+    require_own_values(data)
     shape = data.shape or ()
     claimed = math.prod(shape[:1]) * max(1, math.prod(shape[1:]) * data.dtype.itemsize)
     room = found.room
@@ -118,10 +114,7 @@ def _readable(data: Any, found: CheckResults) -> Any:
     if claimed > room:
         raise ValueError(f"it claims {claimed:,} bytes, more than the file holds")
     found.room -= claimed
-    if data.chunks is not None:
-        require_memory_for(
-            2 * math.prod(data.chunks) * data.dtype.itemsize, f"a chunk of {data.name}"
-        )
+    require_chunk_memory(data)
     return data
 
 

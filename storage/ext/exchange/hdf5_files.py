@@ -77,7 +77,9 @@ def datasets_in(group: Any, place: Path) -> dict[Key, Any]:
                 if isinstance(each, h5py.Group):
                     waiting.append((key, each))
                 elif isinstance(each, h5py.Dataset):
-                    found[key] = _checked(each)
+                    require_own_values(each)
+                    require_chunk_memory(each)
+                    found[key] = each
                 else:
                     raise TypeError("it is neither a group nor a dataset")
             except DAMAGE as error:
@@ -94,8 +96,8 @@ def _names(group: Any, place: Path) -> list[str]:
     raise refused(place, f"it has more than {_MOST_OBJECTS:,} objects")
 
 
-def _checked(data: Any) -> Any:
-    """Return a dataset whose values are all in its own file and whose chunks fit into memory."""
+def require_own_values(data: Any) -> None:
+    """Raise `ValueError` for a dataset with values in other files, or with unknown filters."""
     if data.is_virtual or data.external:
         raise ValueError("its values are in other files")
     plist = data.id.get_create_plist()
@@ -104,11 +106,14 @@ def _checked(data: Any) -> Any:
         raise ValueError(
             f"h5py does not include its compression filters {sorted(filters - _FILTERS)}"
         )
+
+
+def require_chunk_memory(data: Any) -> None:
+    """Raise `NotEnoughMemory` if memory for a chunk of a dataset is not available."""
     if data.chunks is not None:
         require_memory_for(
             2 * math.prod(data.chunks) * data.dtype.itemsize, f"a chunk of {data.name}"
         )
-    return data
 
 
 def require_memory_for(nbytes: int, what: str) -> None:

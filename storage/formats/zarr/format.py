@@ -213,15 +213,6 @@ class ZarrFormat(DirectoryFormat):
         return self.manifest_path.with_name(".".join([*parts, "frames"]))
 
     @translates_errors
-    def make_pool(self, key: Key) -> None:
-        """Create the empty pool file of a column."""
-        os.close(self.inside.make(self._pool_path(key)))
-
-    def open_pool(self, key: Key, flags: int) -> int:
-        """Open the pool file of a column."""
-        return open_column(self.inside, self._pool_path(key), flags)
-
-    @translates_errors
     def grow(self, rows: int) -> None:
         """Create whole chunk files. Sparse files would cause SIGBUS on a full disk."""
         before = [column.count for column in self._columns]
