@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     from tallyroll.collector.cli.page import Page
     from tallyroll.collector.ext.progress import shown_progress
     from tallyroll.storage import open_storage
-    from tallyroll.storage.ext.views.parts import write_parts
+    from tallyroll.storage.ext.views.split import write_parts
 
     named = [(name, getattr(args, name)) for name in _NAMES]
     given = [(name, share) for name, share in named if share is not None] + args.part

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tallyroll.collector.ext.report.curves import Curve, grid, group_curve, mean_of_last
 from tallyroll.collector.ext.report.group_fields import NOTHING, value_of
 from tallyroll.collector.ext.report.run_reader import Run
 from tallyroll.collector.ext.report.statistics import (
+    Curve,
     IntervalEstimate,
     Scores,
     estimate,
+    grid,
+    group_curve,
     interquartile_mean,
     mean,
+    mean_of_last,
 )
 
 Scale = Mapping[str, tuple[float, float]]

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.envs.close import closing_on_error
 from tallyroll.collector.envs.extras import needs
-from tallyroll.collector.envs.gymnasium.info_system import InfoSystem
-from tallyroll.collector.envs.gymnasium.lane_infos import vector_info
+from tallyroll.collector.envs.gymnasium.info_system import InfoSystem, vector_info
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
 from tallyroll.collector.envs.system import Mask, Step
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra

@@ -11,8 +11,14 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from tallyroll.collector.ext.report.stored_runs import runs_of
-from tallyroll.collector.ext.viewer.episode_rows import first_id, flag_at, rows_of_episode
-from tallyroll.collector.ext.viewer.episode_table import EpisodeCount, EpisodeTable, ViewerStop
+from tallyroll.collector.ext.viewer.episodes import (
+    EpisodeCount,
+    EpisodeTable,
+    ViewerStop,
+    first_id,
+    flag_at,
+    rows_of_episode,
+)
 from tallyroll.collector.ext.viewer.flags import Flags
 from tallyroll.collector.ext.viewer.values import (
     FRAMES,

@@ -15,8 +15,7 @@ import cloudpickle
 from tallyroll.collector.batches.checks.ranges import Range
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.envs.calls.env_call import CallOutcome, EnvCall
-from tallyroll.collector.envs.calls.replay_calls import Calls, require_repeated
-from tallyroll.collector.envs.calls.serialization import outcome_of, packed
+from tallyroll.collector.envs.calls.serialization import Calls, outcome_of, packed, require_repeated
 from tallyroll.collector.envs.setup.make import CLASSES
 from tallyroll.collector.envs.setup.spaces import joined
 from tallyroll.collector.errors import EnvironmentRefused, StateError, WorkerError, WorkerHung

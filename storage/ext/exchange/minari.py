@@ -24,7 +24,6 @@ from tallyroll.storage.ext.exchange.minari_parts.arrow_episodes import (
     KINDS,
     ArrowEpisodes,
 )
-from tallyroll.storage.ext.exchange.minari_parts.entry_paths import nested
 from tallyroll.storage.ext.exchange.minari_parts.episode_rows import (
     EpisodesIn,
     Hdf5Episodes,
@@ -35,11 +34,11 @@ from tallyroll.storage.ext.exchange.minari_parts.spaces import (
     Spaces,
     entry_of,
     known_in,
+    nested,
     spaces_in,
 )
 from tallyroll.storage.ext.exchange.readme import LIMIT, recorded_schema
-from tallyroll.storage.ext.exchange.roles import Roles
-from tallyroll.storage.ext.exchange.successors import Successors
+from tallyroll.storage.ext.exchange.roles import Roles, Successors
 from tallyroll.storage.files.safe_files import Inside, closing, open_file
 from tallyroll.storage.formats.hdf5.guarded_file import GuardedFile
 from tallyroll.storage.formats.optional_libraries import needed

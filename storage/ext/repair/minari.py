@@ -18,9 +18,14 @@ from tallyroll.storage.ext.exchange.minari_parts.arrow_episodes import (
     KINDS,
     TableColumns,
 )
-from tallyroll.storage.ext.exchange.minari_parts.entry_paths import FLAGS, INFOS, key_of
 from tallyroll.storage.ext.exchange.minari_parts.pictures import pictures_of
-from tallyroll.storage.ext.exchange.minari_parts.spaces import known_in, spaces_in
+from tallyroll.storage.ext.exchange.minari_parts.spaces import (
+    FLAGS,
+    INFOS,
+    key_of,
+    known_in,
+    spaces_in,
+)
 from tallyroll.storage.ext.exchange.numbering import numbered, numbers
 from tallyroll.storage.ext.repair.hdf5 import (
     cut_after,

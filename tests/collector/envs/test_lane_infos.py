@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tallyroll.collector import Info
+from tallyroll.collector.envs.gymnasium.info_system import vector_info
 from tallyroll.collector.envs.gymnasium.infos import InfoColumns
-from tallyroll.collector.envs.gymnasium.lane_infos import vector_info
 from tallyroll.collector.errors import TransitionError
 from tallyroll.collector.native.kernel import compiled
 from tallyroll.storage import fast_paths

@@ -19,9 +19,8 @@ from tensordict import TensorDict
 
 from tallyroll.collector import ArgumentError, MissingExtra, SyncCollector, report
 from tallyroll.collector.cli import main
-from tallyroll.collector.ext.report.curves import mean_of_last
 from tallyroll.collector.ext.report.group_fields import label_of
-from tallyroll.collector.ext.report.statistics import interquartile_mean
+from tallyroll.collector.ext.report.statistics import interquartile_mean, mean_of_last
 from tallyroll.storage import MemmapStorage, open_storage
 
 from fork_server import warm_fork_server

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tallyroll.collector.ext.report.curves import grid, group_curve, mean_of_last
 from tallyroll.collector.ext.report.statistics import (
     bounds,
     estimate,
+    grid,
+    group_curve,
     interquartile_mean,
     mean,
+    mean_of_last,
 )
 
 

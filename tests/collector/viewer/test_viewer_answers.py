@@ -17,10 +17,9 @@ from tensordict import TensorDict
 
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.ext.viewer import episode_rows, values
+from tallyroll.collector.ext.viewer import episodes, values
 from tallyroll.collector.ext.viewer.dataset import PAGE, SORTED_BY, Dataset
-from tallyroll.collector.ext.viewer.episode_rows import rows_of_episode
-from tallyroll.collector.ext.viewer.episode_table import EpisodeTable
+from tallyroll.collector.ext.viewer.episodes import EpisodeTable, rows_of_episode
 from tallyroll.collector.ext.viewer.flags import Flags
 from tallyroll.collector.ext.viewer.values import FrameView, encoded
 from tallyroll.storage import MemmapStorage, StorageMissing, UnknownTrajectory, open_storage
@@ -71,13 +70,13 @@ def test_a_scan_finds_the_rows_without_an_index(
     path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     model = coded(path, 400, seed)
-    monkeypatch.setattr(episode_rows, "_CHUNK_ROWS", 5)
+    monkeypatch.setattr(episodes, "_CHUNK_ROWS", 5)
     with open_storage(path) as storage:
         reader = storage.reader
         read: list[int] = []
-        real = episode_rows._values
+        real = episodes._values
         monkeypatch.setattr(
-            episode_rows, "_values", lambda *each: (read.append(each[3]), real(*each))[1]
+            episodes, "_values", lambda *each: (read.append(each[3]), real(*each))[1]
         )
         for id, rows in model.trajectories().items():
             assert rows_of_episode(reader, id, rows[0], rows[-1]).tolist() == rows
@@ -86,7 +85,7 @@ def test_a_scan_finds_the_rows_without_an_index(
             mine = np.flatnonzero(model.lane == model.lane[rows[0]])
             next_one = mine[mine > rows[-1]][:1].tolist() or [len(model)]
             assert max(read) <= next_one[0] + 5  # it stops when the lane goes on
-        assert episode_rows.first_id(reader) == model.ids[0]
+        assert episodes.first_id(reader) == model.ids[0]
         assert reader.trajectory_index.counted is None
 
 
@@ -126,7 +125,7 @@ def test_the_table_fills_while_rows_are_counted(
 ) -> None:
     model = coded(path, 400)
     monkeypatch.setattr("tallyroll.storage.trajectories.columns._CHUNK_ROWS", 100)
-    monkeypatch.setattr("tallyroll.collector.ext.viewer.episode_table._BETWEEN_SECONDS", 0)
+    monkeypatch.setattr("tallyroll.collector.ext.viewer.episodes._BETWEEN_SECONDS", 0)
     [file.unlink() for file in path.glob("episodes*")]
     parts = []
     real = EpisodeTable._publish

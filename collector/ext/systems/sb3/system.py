@@ -16,8 +16,7 @@ from tallyroll.collector.envs.calls.vectors import reached_sb3
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.failures import require_infos, watch_processes
 from tallyroll.collector.envs.frame_skips import product, ticks_of_layer, ticks_of_objects
-from tallyroll.collector.envs.gymnasium.info_system import InfoSystem
-from tallyroll.collector.envs.gymnasium.lane_infos import vector_info
+from tallyroll.collector.envs.gymnasium.info_system import InfoSystem, vector_info
 from tallyroll.collector.envs.gymnasium.make import making
 from tallyroll.collector.envs.gymnasium.seeded_resets import SeededResets
 from tallyroll.collector.envs.gymnasium.spaces import Leaf, action_leaf, observation_leaves

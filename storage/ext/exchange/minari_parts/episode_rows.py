@@ -19,14 +19,14 @@ from tallyroll.storage.ext.exchange.hdf5_files import (
     datasets_in,
     require_memory_for,
 )
-from tallyroll.storage.ext.exchange.minari_parts.entry_paths import (
+from tallyroll.storage.ext.exchange.minari_parts.pictures import Jpegs
+from tallyroll.storage.ext.exchange.minari_parts.spaces import (
     ACTIONS,
     FLAGS,
     INFOS,
     OBSERVATIONS,
     key_of,
 )
-from tallyroll.storage.ext.exchange.minari_parts.pictures import Jpegs
 from tallyroll.storage.ext.exchange.numbering import EndFlags, numbered, numbers
 from tallyroll.storage.ext.exchange.roles import Roles, under
 from tallyroll.storage.rows.keys import NEXT, RESET_SEED, Key

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from tallyroll.storage.ext.exchange.export_rows import ExportRows
-from tallyroll.storage.ext.exchange.minari_parts.entry_paths import key_of, nested
 from tallyroll.storage.ext.exchange.readme import recorded_spaces
 from tallyroll.storage.ext.exchange.roles import Roles
-from tallyroll.storage.rows.keys import NEXT, Key, format_key
+from tallyroll.storage.rows.keys import NEXT, REWARD, TERMINATED, TRUNCATED, Key, format_key
 from tallyroll.storage.rows.schema import Column, Schema
 from tallyroll.storage.rows.spaces import (
     NO_SPACE,
@@ -182,3 +181,30 @@ def entry_of(said: Mapping[Key, Mapping[str, Any]], schema: Schema) -> dict[str,
             with contextlib.suppress(*NO_SPACE):
                 found[format_key(column.key)] = compact(said[place])
     return fitting(found)
+
+
+OBSERVATIONS, ACTIONS, INFOS = "observations", "actions", "infos"
+FLAGS: Final = {REWARD: "rewards", TERMINATED: "terminations", TRUNCATED: "truncations"}
+
+
+def key_of(path: Key) -> Key | None:
+    """Return the key of the column for a dataset, or None if no column corresponds to it."""
+    match path:
+        case ("observations", *rest):
+            return tuple(rest) or ("observation",)
+        case ("actions", *rest):
+            return (*rest, "action")
+        case (name,) if name in FLAGS.values():
+            return next(each for each, other in FLAGS.items() if other == name)
+    return None
+
+
+def nested(values: Mapping[Key, Any]) -> dict[str, Any]:
+    """Return values in nested dictionaries, one level for each part of their keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        here = found
+        for part in key[:-1]:
+            here = here.setdefault(part, {})
+        here[key[-1]] = value
+    return found

@@ -26,8 +26,7 @@ from tallyroll.storage.ext.exchange.rlds.features import (
 )
 from tallyroll.storage.ext.exchange.rlds.records import write_record
 from tallyroll.storage.ext.exchange.rlds.values import RldsValues
-from tallyroll.storage.ext.exchange.roles import Roles
-from tallyroll.storage.ext.exchange.successors import Successors
+from tallyroll.storage.ext.exchange.roles import Roles, Successors
 from tallyroll.storage.rows.keys import NEXT, TERMINATED, Key
 from tallyroll.storage.rows.schema import Column
 

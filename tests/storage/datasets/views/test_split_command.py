@@ -20,8 +20,8 @@ from tallyroll.storage.errors import PathIsTaken, StorageFull
 from tallyroll.storage.ext import storage_copy
 from tallyroll.storage.ext.testing.reader_contract import assert_same_rows, collected
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
-from tallyroll.storage.ext.views import parts as writing
-from tallyroll.storage.ext.views.parts import write_parts
+from tallyroll.storage.ext.views import split as writing
+from tallyroll.storage.ext.views.split import write_parts
 
 from killed_storages_kit import Told, forked, in_a_process, killed, wait_until
 
