@@ -233,7 +233,7 @@ class MultiprocessCollector(Collector):
             self._engine = self._transport_of(sent, options)
             self._worker_pool = WorkerPool(self._engine, len(jobs), options.supervision)
             self._release = partial(_release, self._worker_pool, self._engine)
-            self._prepare(policy, options.supervision.respawns)
+            self._prepare(options.supervision.respawns)
         except BaseException:
             self.shutdown()
             raise
@@ -255,7 +255,7 @@ class MultiprocessCollector(Collector):
         start, threads = options.processes.start_method, self._threads_of(options)
         return ProcessTransport(jobs, start_method=start, threads=threads or 1)
 
-    def _prepare(self, policy: Any, respawns: int) -> None:
+    def _prepare(self, respawns: int) -> None:
         self._startup = WorkerStartup(self._worker_pool, respawns, self._options.part)
         description = self._startup.made()
         if self._options.sharded:

@@ -6,12 +6,9 @@ import json
 import re
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tallyroll.collector.cli.selection import add_accept_copy, add_output
-
-if TYPE_CHECKING:
-    pass
 
 # Lines have at most 78 columns.
 

@@ -48,10 +48,10 @@ def answers_of(env: EnvBase, content: bytes) -> list[PickledOutcome]:
         outcomes: Iterable[CallOutcome] = reach_env(env, asked, lanes)
     except Exception as error:  # noqa: BLE001  becomes the outcome of every lane
         outcomes = [CallOutcome(None, error)] * len(lanes)
-    return [_answer(each, asked) for each in outcomes]
+    return [_answer(each) for each in outcomes]
 
 
-def _answer(outcome: CallOutcome, asked: EnvCall) -> PickledOutcome:
+def _answer(outcome: CallOutcome) -> PickledOutcome:
     if outcome.error is None:
         try:
             return PickledOutcome(cloudpickle.dumps(outcome.value))

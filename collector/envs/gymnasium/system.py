@@ -177,7 +177,7 @@ class GymnasiumSystem(System):
         asked = {**given, "reset_mask": lanes}
         # A reset clears the state of some vector wrappers even for lanes that continue.
         kept = [(each, name, getattr(each, name).copy()) for each, name in self._rules.stateful]
-        seed = None if self.next_seeds is None else self._seed(self.next_seeds.tolist(), lanes)
+        seed = None if self.next_seeds is None else self._seed(self.next_seeds.tolist())
         call = partial(self.env.reset, seed=seed, options=asked)
         if self._within is not None:
             call = partial(self._within.call_reset, lanes, asked)
@@ -244,8 +244,8 @@ class GymnasiumSystem(System):
         self._values.look(first=first)
         return returned
 
-    def _seed(self, seeds: Sequence[int], lanes: Mask | None = None) -> Any:
-        """Return seeds, one per lane, in the form that ``env.reset`` of ``lanes`` accepts."""
+    def _seed(self, seeds: Sequence[int]) -> Any:
+        """Return seeds, one per lane, in the form that ``env.reset`` accepts."""
         return seeds if self._rules.takes_seeds else seeds[0]
 
     def _with_infos(

@@ -221,7 +221,7 @@ class ResetContract(SystemCase):
                 'declared at_end="reset_slot", but the action after an end had an effect'
             )
         else:
-            assert differs or ends < 5 or not self._acts(one), (
+            assert differs or ends < 5 or not self._acts(), (
                 f'declared at_end="{declared}", but the actions after {ends} ends had no effect: '
                 "is the step after an end a reset slot?"
             )
@@ -256,7 +256,7 @@ class ResetContract(SystemCase):
                     other.reset(None if whole else ended)
                 except EnvironmentRefused:
                     return self.close(one.system, other.system)
-        assert differs or ends < 5 or not self._acts(one), (
+        assert differs or ends < 5 or not self._acts(), (
             f"the actions that followed {ends} ends and resets had no effect: does the system "
             "reset such lanes once more?"
         )
@@ -279,7 +279,7 @@ class ResetContract(SystemCase):
             after_end = as_flags(out.terminated) | as_flags(out.truncated)
             yield same, after_end
 
-    def _acts(self, hand: Hand) -> bool:
+    def _acts(self) -> bool:
         """Return True if actions change the results of this system."""
         one, other = self.hand(), self.hand()
         try:

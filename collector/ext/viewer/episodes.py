@@ -161,7 +161,7 @@ def rows_of_episode(
                 numbers_of(_values(reader, LANE, begin + int(here[0]), begin + int(here[0]) + 1))[0]
             )
             found.append(here + begin)
-        if last is None and found and _has_ended(reader, found[-1][-1], lane, ids, begin, end):
+        if last is None and found and _has_ended(reader, found[-1][-1], lane, begin, end):
             break
         begin = end
     rows = np.concatenate(found) if found else np.empty(0, np.int64)
@@ -174,9 +174,7 @@ def rows_of_episode(
     return rows
 
 
-def _has_ended(
-    reader: RowReader, last: int, lane: int, ids: np.ndarray, begin: int, end: int
-) -> bool:
+def _has_ended(reader: RowReader, last: int, lane: int, begin: int, end: int) -> bool:
     """Return True if a trajectory whose newest known row is ``last`` has no row from ``end`` on."""
     if any(flag_at(reader, key, last) for key in (TERMINATED, TRUNCATED)):
         return True

@@ -157,7 +157,7 @@ class TransitionChecks:
                 ended |= one[name]
         if names.terminated in one:
             terminated = one[names.terminated]
-        same = self._same(one, count)
+        same = self._same(one)
         steps = _flat(one[names.step]) if names.step in one else None
         if same is not None:
             message = "rows of the same trajectory follow its end"
@@ -174,7 +174,7 @@ class TransitionChecks:
             return
         self._observations(one, follows, terminated, where)
 
-    def _same(self, one: Block, count: int) -> np.ndarray | None:
+    def _same(self, one: Block) -> np.ndarray | None:
         name = self._names.trajectory
         if name not in one:
             return None

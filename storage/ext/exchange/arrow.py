@@ -86,7 +86,7 @@ class ArrowColumn:
         size = _size(column)
         kind = values.type
         if arrow.types.is_fixed_size_list(kind) or is_list(arrow, kind):
-            values = self._flat(arrow, values, count, size)
+            values = self._flat(arrow, values)
         elif size != 1:
             raise InvalidDataset(f"{self.name} has one number per row, expected {size}")
         if values.null_count:
@@ -99,7 +99,7 @@ class ArrowColumn:
         flat = values.to_numpy(zero_copy_only=False)
         return np.ascontiguousarray(flat).view(column.numpy_dtype).reshape(count, *column.shape)
 
-    def _flat(self, arrow: Any, values: Any, count: int, size: int) -> Any:
+    def _flat(self, arrow: Any, values: Any) -> Any:
         while arrow.types.is_fixed_size_list(values.type) or is_list(arrow, values.type):
             if values.null_count:
                 raise InvalidDataset(f"{self.name} has rows without a value")
@@ -133,7 +133,7 @@ def columns_of(arrow: Any, found: Any, said: Schema | None, first: Any) -> list[
     columns = []
     for field in found:
         shape, kind = _shape(arrow, field, first)
-        dtype = _dtype(arrow, kind)
+        dtype = _dtype(kind)
         if dtype is not None and shape is not None:
             columns.append(ArrowColumn(field.name, Column(_key(field.name), dtype, shape)))
     return columns
@@ -155,7 +155,7 @@ def _shape(arrow: Any, field: Any, first: Any) -> tuple[tuple[int, ...] | None, 
     return (tuple(sizes) if all(sizes) else None), kind
 
 
-def _dtype(arrow: Any, kind: Any) -> torch.dtype | None:
+def _dtype(kind: Any) -> torch.dtype | None:
     try:
         return TORCH.get(np.dtype(kind.to_pandas_dtype()))
     except (NotImplementedError, TypeError):

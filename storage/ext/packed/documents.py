@@ -28,7 +28,7 @@ _FRAMES = (
 def documents(layout: Layout, manifest: Manifest) -> dict[PurePosixPath, Document]:
     """Return the ``zarr.json`` of each directory; a group includes all metadata below it."""
     arrays = {
-        PurePosixPath(*each.path): _array(each, layout.rows, number in _by_row(layout))
+        PurePosixPath(*each.path): _array(each, number in _by_row(layout))
         for number, each in enumerate(layout.arrays)
     }
     groups = {parent for place in arrays for parent in place.parents}
@@ -85,7 +85,7 @@ def _attributes(
     yield PurePosixPath(*layout.arrays[layout.old_rows].path), {"description": old}
 
 
-def _array(layout: ArrayLayout, rows: int, by_row: bool) -> Document:
+def _array(layout: ArrayLayout, by_row: bool) -> Document:
     # In xarray, dimensions of the same name must have the same size, and matching ones are
     # aligned. The array of row numbers becomes an index because it is named like its dimension.
     first = "row" if by_row else "_".join((*layout.path, "number"))
