@@ -1,4 +1,5 @@
 """Read files on a disk with unreadable blocks, and locate the lost bytes."""
+# ruff: noqa: D102 - `io.RawIOBase` documents these methods
 
 from __future__ import annotations
 
@@ -109,15 +110,15 @@ def _read(file: int, nbytes: int, at: int, bad: Callable[[int, int], object]) ->
     return b"".join(parts)
 
 
-class _Raw(io.RawIOBase):
-    """A file opened for reading. It owns its descriptor."""
+class ReadOnlyFile(io.RawIOBase):
+    """Base class of files that are read by offset; subclasses define `_content`.
 
-    def __init__(self, file: int) -> None:
-        self._file, self._at = file, 0
-        self._size = os.fstat(file).st_size
+    Args:
+        size: the size of the file in bytes.
+    """
 
-    def fileno(self) -> int:
-        return self._file
+    def __init__(self, size: int) -> None:
+        self._size, self._at = size, 0
 
     def readable(self) -> bool:
         return True
@@ -145,6 +146,17 @@ class _Raw(io.RawIOBase):
 
     def _content(self, nbytes: int, at: int) -> bytes:
         raise NotImplementedError
+
+
+class _Raw(ReadOnlyFile):
+    """A file opened for reading. It owns its descriptor."""
+
+    def __init__(self, file: int) -> None:
+        super().__init__(os.fstat(file).st_size)
+        self._file = file
+
+    def fileno(self) -> int:
+        return self._file
 
     def close(self) -> None:
         if not self.closed:

@@ -150,29 +150,44 @@ def opened_parquet(file: IO[bytes], name: str, place: Path, stack: contextlib.Ex
     """
     arrow, parquet = needed("pyarrow", "arrow", "Parquet needs"), parquet_module()
     raw = stack.enter_context(file)
-    size = os.fstat(raw.fileno()).st_size
-    raw.seek(max(0, size - 8))
-    tail = raw.read(8)
-    raw.seek(0)
-    footer = int.from_bytes(tail[:4], "little")
-    if len(tail) < 8 or tail[4:] != b"PAR1" or footer > min(size, _FOOTER_LIMIT):
+    if not has_footer(raw):
         raise refused(place, f"{name} has no Parquet footer: it is truncated, or not Parquet")
     try:
-        found = parquet.ParquetFile(
-            raw,
-            pre_buffer=False,
-            thrift_string_size_limit=_THRIFT_LIMIT,
-            thrift_container_size_limit=_THRIFT_LIMIT,
-        )
-        meta = found.metadata
-        for number in range(meta.num_row_groups):
-            # `row_group(n).column(m)` crashes the process if its statistics are damaged.
-            nbytes = meta.row_group(number).total_byte_size
+        found = limited_file(parquet, raw)
+        for nbytes in row_group_sizes(found):
             require_memory(nbytes, f"a row group of {name}", "Write smaller row groups.")
     except damage_of(arrow) as error:
         raise refused(place, f"{name}: {error}") from error
     stack.callback(found.close)
     return found
+
+
+def has_footer(raw: Any) -> bool:
+    """Return True if an open file ends like a Parquet file. Move to its start."""
+    size = os.fstat(raw.fileno()).st_size
+    raw.seek(max(0, size - 8))
+    tail = raw.read(8)
+    raw.seek(0)
+    footer = int.from_bytes(tail[:4], "little")
+    return len(tail) == 8 and tail[4:] == b"PAR1" and footer <= min(size, _FOOTER_LIMIT)
+
+
+def limited_file(parquet: Any, raw: Any, **options: Any) -> Any:
+    """Open a Parquet file with limits for the size of its metadata."""
+    return parquet.ParquetFile(
+        raw,
+        pre_buffer=False,
+        thrift_string_size_limit=_THRIFT_LIMIT,
+        thrift_container_size_limit=_THRIFT_LIMIT,
+        **options,
+    )
+
+
+def row_group_sizes(file: Any) -> Iterator[int]:
+    """Yield the size of each row group in bytes."""
+    for number in range(file.metadata.num_row_groups):
+        # `row_group(n).column(m)` crashes the process if its statistics are damaged.
+        yield file.metadata.row_group(number).total_byte_size
 
 
 def _about(found: Any) -> Any:

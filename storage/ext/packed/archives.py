@@ -20,8 +20,8 @@ import contextlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import numpy as np
@@ -85,6 +85,21 @@ class Archive(ABC):
         """Close all files."""
 
 
+def changed_documents(
+    path: Path, wanted: Mapping[PurePosixPath, Any], read: Callable[[Path], Any], remedy: str
+) -> Iterator[str]:
+    """Yield a sentence for each ``zarr.json`` below ``path`` that is not as ``wanted``."""
+    for place, document in wanted.items():
+        file = path / place / "zarr.json"
+        try:
+            found = read(file)
+        except (OSError, ValueError, RecursionError) as error:
+            yield f"{file} cannot be read by other libraries ({error})."
+            continue
+        if json.dumps(found, sort_keys=True) != json.dumps(document, sort_keys=True):
+            yield str(differs(file, remedy))
+
+
 class ZarrArchive(Archive):
     """Files of a Zarr group."""
 
@@ -115,15 +130,8 @@ class ZarrArchive(Archive):
         return read_index(self.inside, self.ours / INDEX, owner, lambda: rows, whole=whole)
 
     def shown_wrongly(self, layout: Layout, manifest: Manifest) -> Iterator[str]:
-        for place, wanted in documents(layout, manifest).items():
-            file = self.path / place / "zarr.json"
-            try:
-                found = self.inside.read_json(file)
-            except (OSError, ValueError, RecursionError) as error:
-                yield f"{file} cannot be read by other libraries ({error})."
-                continue
-            if json.dumps(found, sort_keys=True) != json.dumps(wanted, sort_keys=True):
-                yield str(differs(file, "restore it from a copy"))
+        wanted, remedy = documents(layout, manifest), "restore it from a copy"
+        return changed_documents(self.path, wanted, self.inside.read_json, remedy)
 
 
 class Hdf5Archive(Archive):

@@ -14,7 +14,14 @@ from typing import Any, Final
 import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage, DamagedTable, NotAStorage, StorageMissing
-from tallyroll.storage.ext.packed.archives import EPISODES, INDEX, MANIFEST, OURS, Archive
+from tallyroll.storage.ext.packed.archives import (
+    EPISODES,
+    INDEX,
+    MANIFEST,
+    OURS,
+    Archive,
+    changed_documents,
+)
 from tallyroll.storage.ext.packed.chunk_cache import Chunks
 from tallyroll.storage.ext.packed.documents import documents
 from tallyroll.storage.ext.packed.layout import FORMAT, ArrayLayout, Layout
@@ -28,7 +35,6 @@ from tallyroll.storage.ext.remote.ranges import ObjectFiles
 from tallyroll.storage.files.manifest import MANIFEST_LIMIT, Manifest, parse_manifest
 from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside
-from tallyroll.storage.formats.metadata_checks import differs
 from tallyroll.storage.readers.file_reader import Mode
 from tallyroll.storage.storages import ReaderStorage, require_reading
 from tallyroll.storage.trajectories.blocks.saved_blocks import SavedBlocks
@@ -147,15 +153,10 @@ class RemoteArchive(Archive):
             return read_index(*copy, owner, lambda: rows, whole=whole)
 
     def shown_wrongly(self, layout: Layout, manifest: Manifest) -> Iterator[str]:
-        for place, wanted in documents(layout, manifest).items():
-            file = self.path / place / "zarr.json"
-            try:
-                found = json.loads(self.files.whole(file, JSON_LIMIT))
-            except (OSError, ValueError, RecursionError) as error:
-                yield f"{file} cannot be read by other libraries ({error})."
-                continue
-            if json.dumps(found, sort_keys=True) != json.dumps(wanted, sort_keys=True):
-                yield str(differs(file, "push it again"))
+        def read(file: Path) -> Any:
+            return json.loads(self.files.whole(file, JSON_LIMIT))
+
+        return changed_documents(self.path, documents(layout, manifest), read, "push it again")
 
     def close(self) -> None:
         self.files.end()

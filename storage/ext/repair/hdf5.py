@@ -14,7 +14,7 @@ import numpy as np
 from tallyroll.storage.engine.available_memory import require_memory
 from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.ext.dataset_checks.checker import DatasetFolder
-from tallyroll.storage.ext.dataset_checks.disk import Ranges, touches
+from tallyroll.storage.ext.dataset_checks.disk import Ranges, ReadOnlyFile, touches
 from tallyroll.storage.ext.dataset_checks.hdf5 import room_of
 from tallyroll.storage.ext.dataset_checks.superblock import declared_end
 from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES
@@ -26,7 +26,7 @@ _WORDS: Final = 16
 """The memory in bytes per row that it takes to find the readable rows."""
 
 
-class PaddedFile:
+class PaddedFile(ReadOnlyFile):
     """A file padded to the size in its superblock, with known missing parts.
 
     HDF5 rejects a file that is shorter than the size in its superblock. It ignores the flags that a
@@ -37,25 +37,15 @@ class PaddedFile:
     def __init__(self, raw: Any) -> None:
         self._raw = raw
         size = raw.seek(0, 2)
-        self._end = max(size, declared_end(raw) or 0)
-        self.gaps: Ranges = [*getattr(raw, "gaps", []), (size, self._end)]
+        super().__init__(max(size, declared_end(raw) or 0))
+        self.gaps: Ranges = [*getattr(raw, "gaps", []), (size, self._size)]
         """The ranges of missing bytes."""
         self.room = room_of(raw)
         """The total number of bytes that the file's datasets may claim."""
-        self._at = 0
 
     def has(self, start: int, nbytes: int) -> bool:
         """Return True if no byte of a range is missing."""
-        return start + nbytes <= self._end and not touches(self.gaps, start, start + nbytes)
-
-    def seek(self, at: int, whence: int = 0) -> int:
-        """Move to an offset."""
-        self._at = {0: 0, 1: self._at, 2: self._end}[whence] + at
-        return self._at
-
-    def tell(self) -> int:
-        """Return the current offset."""
-        return self._at
+        return start + nbytes <= self._size and not touches(self.gaps, start, start + nbytes)
 
     def readinto(self, buffer: Any) -> int:
         """Fill a buffer; raise OSError (EIO) if a byte is missing."""
@@ -66,9 +56,6 @@ class PaddedFile:
         found = self._raw.readinto(view) or 0
         self._at += found
         return int(found)
-
-    def flush(self) -> None:
-        """Do nothing."""
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import numpy as np
 
 from tallyroll.storage.errors import InvalidDataset, MissingLibrary
 from tallyroll.storage.ext.dataset_checks.checker import CheckResults, DatasetFolder, declared_count
-from tallyroll.storage.ext.dataset_checks.disk import Ranges
+from tallyroll.storage.ext.dataset_checks.disk import Ranges, ReadOnlyFile
 from tallyroll.storage.ext.dataset_checks.lerobot.listing import (
     ListedVideo,
     Listing,
@@ -423,54 +423,17 @@ def _copy(raw: Any, out: Any) -> None:
     out.truncate(os.fstat(raw.fileno()).st_size)
 
 
-class _WithFooter:
-    """A file whose end is replaced by a rebuilt footer."""
+class _WithFooter(ReadOnlyFile):
+    """A file whose end is replaced by a rebuilt footer. Its owner closes the file itself."""
 
     def __init__(self, raw: Any, stop: int, footer: bytes) -> None:
+        super().__init__(stop + len(footer))
         self._raw, self._stop, self._footer = raw, stop, footer
-        self._at = 0
-        self.closed = False
 
-    def read(self, count: int = -1) -> bytes:
-        """Return the next bytes."""
-        size = self._stop + len(self._footer)
-        end = size if count < 0 else min(size, self._at + count)
-        self._raw.seek(min(self._at, self._stop))
-        wanted = max(0, min(end, self._stop) - self._at)
+    def _content(self, nbytes: int, at: int) -> bytes:
+        self._raw.seek(min(at, self._stop))
+        wanted = max(0, min(at + nbytes, self._stop) - at)
         found: bytes = self._raw.read(wanted)
         if len(found) < wanted:  # the disk cannot read the bytes that follow
-            self._at += len(found)
             return found
-        begin = max(0, self._at - self._stop)
-        found += self._footer[begin : max(0, end - self._stop)]
-        self._at = max(self._at, end)
-        return found
-
-    def seek(self, at: int, whence: int = 0) -> int:
-        """Move to an offset."""
-        start = {0: 0, 1: self._at, 2: self._stop + len(self._footer)}[whence]
-        self._at = start + at
-        return self._at
-
-    def tell(self) -> int:
-        """Return the current offset."""
-        return self._at
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def writable(self) -> bool:
-        """Return False."""
-        return False
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Leave the file open, because its owner closes it."""
-        self.closed = True
+        return found + self._footer[max(0, at - self._stop) : max(0, at + nbytes - self._stop)]

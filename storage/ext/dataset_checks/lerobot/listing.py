@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,10 +16,9 @@ from tallyroll.storage.ext.dataset_checks.checker import (
     Where,
     declared_count,
 )
+from tallyroll.storage.ext.exchange.parquet import has_footer, limited_file, row_group_sizes
 from tallyroll.storage.formats.optional_libraries import needed
 
-_FOOTER_LIMIT: Final = 2**26
-_THRIFT_LIMIT: Final = 2**27
 _MOST_EPISODES: Final = 2**24
 _FIELD: Final = re.compile(r"\{(\w+)(?::0?(\d{1,2})d)?\}")
 _STATISTICS: Final = "stats/"
@@ -313,32 +311,19 @@ def opened_parquet(folder: DatasetFolder, name: str, found: CheckResults) -> Ite
         yield None
         return
     with raw:
-        size = os.fstat(raw.fileno()).st_size
-        raw.seek(max(0, size - 8))
         try:
-            tail = raw.read(8)
+            complete = has_footer(raw)
         except OSError as error:
             found.add("files", "a Parquet file cannot be read", where, str(error))
-            tail = b""
-        raw.seek(0)
-        footer = int.from_bytes(tail[:4], "little")
-        if len(tail) < 8 or tail[4:] != b"PAR1" or footer > min(size, _FOOTER_LIMIT):
+            complete = False
+        if not complete:
             message = "a Parquet file has no footer: it is truncated, or its writer was killed"
             found.add("files", message, where)
             yield None
             return
         try:
-            file = parquet.ParquetFile(
-                raw,
-                pre_buffer=False,
-                thrift_string_size_limit=_THRIFT_LIMIT,
-                thrift_container_size_limit=_THRIFT_LIMIT,
-                page_checksum_verification=True,
-            )
-            meta = file.metadata
-            for group in range(meta.num_row_groups):
-                # `row_group(n).column(m)` crashes the process if its statistics are damaged.
-                nbytes = meta.row_group(group).total_byte_size
+            file = limited_file(parquet, raw, page_checksum_verification=True)
+            for nbytes in row_group_sizes(file):
                 require_memory(
                     2 * nbytes, f"a row group of {name}", "Use a machine with more memory."
                 )
