@@ -65,45 +65,6 @@ class _Part:
     """The worker's share of the counts that are sums over rows."""
 
 
-class WithoutRows:
-    """The part of `ShardedLeases` that refuses calls that need rows.
-
-    The run continues after a refusal.
-    """
-
-    _run: RunState
-
-    def batch(self, size: int | None = None) -> NoReturn:
-        """Refuse: this process has no rows."""
-        self._refuse(
-            "rows stay in the shards, so the collector yields no batches. Call collect(n), and "
-            "read the rows from the storage."
-        )
-
-    def discard(self, *_: object) -> None:
-        """Do nothing: `restart_lanes`, which the caller calls next, refuses."""
-
-    def restart_lanes(self, *_: object) -> NoReturn:
-        """Refuse: workers number their rows."""
-        self._refuse(
-            "workers number their rows, so lanes cannot be restarted. Pass seed= to a new "
-            "collector."
-        )
-
-    @contextmanager
-    def still(self) -> Iterator[Sequence[UndeliveredTransitions]]:
-        """Refuse: an environment call cannot be ordered among the rows of several shards."""
-        self._refuse("calls of environments cannot be ordered among the rows of several shards")
-        yield ()
-
-    def leave(self) -> None:
-        """Do nothing: no policy acts in this process."""
-
-    def _refuse(self, why: str) -> NoReturn:
-        self._run.reach_safe_point()  # the run continues
-        raise ArgumentError(f"sharded=True: {why}")
-
-
 class GoesOnFromStorage:
     """Replacement for `Restart` that raises: a sharded run resumes only from its storage."""
 
@@ -114,7 +75,7 @@ class GoesOnFromStorage:
         )
 
 
-class ShardedLeases(WithoutRows):
+class ShardedLeases:
     """Leases of exact numbers of transitions to workers, and a record of what they store.
 
     Args:
@@ -343,6 +304,38 @@ class ShardedLeases(WithoutRows):
         run.ledger.balance(0)
         run.ledger.publish()
         run.writer.finish(run.ledger, held)
+
+    # --- refused calls, which need rows; the run continues ---------------------------------------
+
+    def batch(self, size: int | None = None) -> NoReturn:
+        """Refuse: this process has no rows."""
+        self._refuse(
+            "rows stay in the shards, so the collector yields no batches. Call collect(n), and "
+            "read the rows from the storage."
+        )
+
+    def discard(self, *_: object) -> None:
+        """Do nothing: `restart_lanes`, which the caller calls next, refuses."""
+
+    def restart_lanes(self, *_: object) -> NoReturn:
+        """Refuse: workers number their rows."""
+        self._refuse(
+            "workers number their rows, so lanes cannot be restarted. Pass seed= to a new "
+            "collector."
+        )
+
+    @contextmanager
+    def still(self) -> Iterator[Sequence[UndeliveredTransitions]]:
+        """Refuse: an environment call cannot be ordered among the rows of several shards."""
+        self._refuse("calls of environments cannot be ordered among the rows of several shards")
+        yield ()
+
+    def leave(self) -> None:
+        """Do nothing: no policy acts in this process."""
+
+    def _refuse(self, why: str) -> NoReturn:
+        self._run.reach_safe_point()  # the run continues
+        raise ArgumentError(f"sharded=True: {why}")
 
 
 def lost_since(startup: WorkerStartup, storage: object) -> list[str]:

@@ -8,8 +8,7 @@ from torchrl.data import Bounded, TensorSpec
 
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
-from tallyroll.collector.ext.systems.kinds.functional import Functional
-from tallyroll.collector.ext.systems.kinds.functional_lanes import Context, StepOutcome
+from tallyroll.collector.ext.systems.kinds.functional import Context, Functional, StepOutcome
 from tallyroll.collector.ext.systems.kinds.functional_specs import contexts, made, refuse_bare
 
 Vary = Callable[[Any, Context], Any]

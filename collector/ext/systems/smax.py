@@ -7,8 +7,7 @@ from torchrl.data import Bounded, Categorical, TensorSpec, Unbounded
 
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.system import AgentFlags
-from tallyroll.collector.ext.systems.kinds.functional import Functional
-from tallyroll.collector.ext.systems.kinds.functional_lanes import Context, StepOutcome
+from tallyroll.collector.ext.systems.kinds.functional import Context, Functional, StepOutcome
 from tallyroll.collector.ext.systems.kinds.functional_specs import made, refuse_bare
 from tallyroll.storage.rows.keys import Key
 

@@ -31,30 +31,6 @@ from tallyroll.collector.workers.transport import Place
 from tallyroll.storage.rows.keys import Key
 
 
-class LeasedAtRandom:
-    """Part of `Leases` that reports how many random actions are not in blocks."""
-
-    _budget: LeaseBudget
-    _queue: SegmentQueue
-
-    @property
-    def random_frames(self) -> int:
-        """Number of transitions with random actions that are not leased yet."""
-        return self._budget.random_frames
-
-    @random_frames.setter
-    def random_frames(self, count: int) -> None:
-        self._budget.begin_at_random(count)
-
-    def undelivered_random(self, openings: Openings) -> Counts:
-        """Return the number of random actions that are leased, or returned but in no block yet."""
-        if not openings.asked.any():
-            return openings.left
-        waiting = [self._budget.waiting_of(segment) for segment in self._queue.segments]
-        found: Counts = np.sum([self._budget.drawing, *waiting], axis=0)
-        return found
-
-
 class _Woken(BaseException):
     """Exception that interrupts the wait for workers, because a signal handler is waiting."""
 
@@ -63,7 +39,7 @@ def _wake() -> None:
     raise _Woken
 
 
-class Leases(LeasedAtRandom):
+class Leases:
     """Sends leases to workers, and returns their transitions in blocks.
 
     Args:
@@ -277,3 +253,20 @@ class Leases(LeasedAtRandom):
             for event in events:
                 self._startup.replacements.hears_settled(*event)
         return failed
+
+    @property
+    def random_frames(self) -> int:
+        """Number of transitions with random actions that are not leased yet."""
+        return self._budget.random_frames
+
+    @random_frames.setter
+    def random_frames(self, count: int) -> None:
+        self._budget.begin_at_random(count)
+
+    def undelivered_random(self, openings: Openings) -> Counts:
+        """Return the number of random actions that are leased, or returned but in no block yet."""
+        if not openings.asked.any():
+            return openings.left
+        waiting = [self._budget.waiting_of(segment) for segment in self._queue.segments]
+        found: Counts = np.sum([self._budget.drawing, *waiting], axis=0)
+        return found
