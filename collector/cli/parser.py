@@ -58,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
         emit(self.format_help())
 
     def format_help(self) -> str:
-        """Format the help. Without ``--all``, that of the program has only the common commands."""
+        """Format the help. Without ``--all``, the program's help has only the common commands."""
         if self._subparsers is None or self.get_default("all_commands"):
             return super().format_help()
         group: Any = self._subparsers
@@ -301,30 +301,32 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "open a copy that was made while a writer had the storage open; the copy may lack rows "
         "that were written meanwhile"),
     "--num-envs": (_positive, "K",
-        "number of lanes, environments that are stepped side by side (default: 1, or one for "
-        "each worker; if steps are cheap, 8 or more are several times faster)"),
+        "number of lanes: environments that are stepped together (default: 1, or one for each "
+        "worker; if steps are cheap, 8 or more are several times faster)"),
     "--seed": (_count, "S",
-        "seed: the same one gives the same data (default: drawn, and recorded)"),
+        "random seed; the same seed gives the same data (default: drawn, and recorded)"),
     "--shard": (_shard, "I/N",
         "collect part I (from 0) of N into its own --out. --frames, --num-envs and --seed describe "
         "the whole run and are the same for each part. The N parts together have exactly --frames "
         "transitions, with the ids and seeds of one run. They equal those of one run bit for bit, "
         "by id and step, if every slot is a transition (a Gymnasium id), each lane has its own "
-        "seed, and actions are random or from a deterministic policy that treats each lane alone"),
+        "seed, and actions are random or from a deterministic policy that acts on each lane "
+        "independently"),
     "--policy": (str, "MODULE:ATTR",
         "a TensorDictModule or a callable from TensorDict to TensorDict, in a module or in a "
         "file (FILE.py:ATTR). A class, or a function that needs no arguments, is called once to "
         "make the policy. Modules of the current directory can be imported (default: random "
         "actions)"),
-    "--env-kwargs": (_mapping, "JSON", "arguments for gymnasium.make, or for the system's own"),
+    "--env-kwargs": (_mapping, "JSON",
+        "keyword arguments for gymnasium.make, or for the environment system"),
     "--max-frames-per-traj": (_positive, "M", "truncate episodes after M transitions"),
     "--frame-skip": (_frame_skip, "T",
-        "simulator ticks in a transition, or the info key that counts ticks (default: as "
-        "environment and wrappers report them; unknown where the number is drawn)"),
+        "simulator ticks in a transition, or the info key that counts ticks (default: the number "
+        "that the environment and its wrappers report; unknown if it is drawn at random)"),
     "--reward-dtype": (("float32", "float64"), "",
         "dtype of the stored rewards. float64 keeps all bits of an environment's floats; "
-        "float32 rounds them, and the first reward that becomes 0 or another integer is a warning "
-        "(default: as the environment declares it, most often float32)"),
+        "float32 rounds them, and the command warns about the first reward that becomes 0 or "
+        "another integer (default: as the environment declares it, usually float32)"),
     "--info-keys": (_infos, "A,B",
         "info entries that become columns: NAME, GROUP/NAME, NAME:DTYPE, NAME:DTYPE[2x3]; "
         "NAME:DTYPE=FILL if some steps lack the entry"),
@@ -346,9 +348,9 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "worker waits for another, rows are stored in order of arrival, and they differ from run "
         "to run (default: sync)"),
     "--transport": (("process", "thread", "ray"), "",
-        "process: processes, forked from one that has imported torch, so that they start fast; "
-        "thread: threads of this process, for environments that wait and release the "
-        "interpreter; a hanging thread cannot be replaced; ray: actors of a Ray cluster "
+        "process: processes, forked from one that has imported torch, so that they start fast. "
+        "thread: threads of this process, for environments that release the interpreter lock "
+        "while they wait; a hanging thread cannot be replaced. ray: actors of a Ray cluster "
         "(default: process)"),
     "--address": (str, "ADDRESS",
         "with --transport ray: local (Ray is started for this run), auto, or HOST:PORT of a "
@@ -358,8 +360,8 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "records which of them count, so that its cost per row does not depend on the row's size; "
         "with --mode async"),
     "--policy-placement": (("local", "central"), "",
-        "local: each worker acts with a copy of the policy; central: this command acts, in one "
-        "call for the lanes of many workers (default: local)"),
+        "local: each worker acts with a copy of the policy; central: this command "
+        "calls the policy once for the lanes of many workers (default: local)"),
     "--respawns": (_count, "R",
         "replace workers that raise, die or hang, R times in all (default: 0, the run ends "
         "with an error)"),
@@ -374,22 +376,23 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
     "--max-size": (_positive, "M",
         "keep the last M rows, and overwrite older ones: a ring (memmap only)"),
     "--once": (("auto", "yes", "no"), "",
-        "store frames of large observations once, and images as differences from the frame "
-        "before (memmap and zarr). auto: uint8 observations of 1 KiB or more, with --max-size "
+        "store frames of large observations once, and images as differences from the previous "
+        "frame (memmap and zarr). auto: uint8 observations of 1 KiB or more, with --max-size "
         "(default: auto)"),
     "--finalize": (None, "",
         "when the run is complete, trim the storage to its rows, and add checksums for verify"),
     "--frames-per-batch": (_positive, "F",
         "transitions in a commit (default: 64 for each lane, at least 1024, at most 8192)"),
     "--validate": (("noise", "raise", "warn", "off"), "",
-        "reaction to values outside their spaces; noise: raise, but for numbers outside the box of "
-        "a continuous action, which warn once and are kept (default: noise)"),
+        "response to values outside their spaces. noise: as raise, except that a continuous action "
+        "outside its box warns once and is kept (default: noise)"),
     "--finals": (("check", "lost", "kept"), "",
         "final observations of episodes. check: compare the first few with the observations "
-        "that follow, and end the run if the environment resets itself within step and returns the "
-        "next episode's first observation instead; lost: it does, so mark ends in the column "
-        "collector/next_valid, which is False where nothing should be bootstrapped; kept: they are "
-        "right, because a reset of this task keeps the state (default: check)"),
+        "that follow, and end the run if step resets the environment and returns the first "
+        "observation of the next episode instead. lost: the environment does this; store the "
+        "column collector/next_valid, which is False in rows without their true next observation. "
+        "kept: final observations are right, although they equal the observations that follow, "
+        "because a reset of this task keeps the state (default: check)"),
     "--log": (str, "TARGET",
         "write a row of metrics every --log-every transitions to a .csv file, tensorboard:DIR, or "
         "wandb:PROJECT (offline with WANDB_MODE=offline); may be given several times"),
@@ -409,7 +412,7 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
     "--trajectories": (None, "", "show only the trajectories, one per line"),
     "--rows": (_count, "R", "number of rows to show (default: 5)"),
     "--skip": (_checks, "A,B",
-        f"checks to skip because the data violates them on purpose: {_CHECKS}; of datasets of "
+        f"checks to skip because the data violates them on purpose: {_CHECKS}; for datasets of "
         f"other libraries also {_CHECKS_OF_OTHERS}"),
     "--ids": (("kept", "relative"), "",
         "how to pair trajectories. kept: by equal ids; relative: by rank among the ids (first with "
@@ -435,8 +438,8 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "group runs by these fields: environment, label, folder, policy, or the name of a value "
         "in a run's entry, such as call.frames_per_batch (default: environment,label)"),
     "--window": (_positive, "E",
-        "a run's return is the mean of its last E episodes, and so is each point of a curve "
-        "(default: 100)"),
+        "number of episodes in a mean: a run's return is the mean of its last E episodes, and each "
+        "point of a curve is the mean of the E episodes before it (default: 100)"),
     "--scale": (_scale, "ENV=LOW:HIGH",
         "scale the returns of ENV so that LOW becomes 0 and HIGH becomes 1, for groups of several "
         "environments; may be given several times"),
@@ -480,7 +483,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_collect(command("collect", "collect transitions into a storage"))
     completion = command("completion", "print a shell completion script")
     completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=in_words(SHELLS))
-    text = "write the script where the shell looks for it, and print what else to do, if anything"
+    text = "write the script to the folder that the shell searches, and print any further steps"
     completion.add_argument("--install", action="store_true", help=text)
     _add_output(completion)
     copying.add_to(commands, _path, _FILE)
@@ -569,7 +572,7 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
     _add_source(parser, texts.COLLECT_SOURCE, texts.COLLECT_SHARDS, texts.COLLECT_WORKERS)
     storage = _add_storage(parser, texts.COLLECT_STORAGE)
     _add(storage, "--finalize")
-    _add(parser.add_argument_group("checks of what is collected"), "--validate", "--finals")
+    _add(parser.add_argument_group("validation"), "--validate", "--finals")
     logs = parser.add_argument_group("logs", texts.COLLECT_LOGS)
     _add(logs, "--log", action="append")
     _add(logs, "--log-every")
@@ -588,15 +591,16 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     _add_budget(parser)
     _add_source(parser)
     _add_storage(parser)
-    _add(parser.add_argument_group("checks of what is collected"), "--validate", "--finals")
+    _add(parser.add_argument_group("validation"), "--validate", "--finals")
     _add_output(parser, "--json")
 
 
 def _add_env(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(usage_error=parser.error)
     help_of_env = (
-        "Gymnasium id, module:Id-v0 where importing the module registers it, or SYSTEM:ID of an "
-        "environment system, which `tallyroll envs` lists. A system's name wins over a module's"
+        "Gymnasium id, module:Id-v0 of a module that registers it on import, or SYSTEM:ID of an "
+        "environment system (`tallyroll envs` lists them). If a system and a module have the same "
+        "name, the system is used"
     )
     parser.add_argument("env", nargs="?", metavar="ENV", help=help_of_env)
 

@@ -50,7 +50,7 @@ $SLURM_ARRAY_TASK_ID or $JOB_COMPLETION_INDEX in place of 3
     --shard 3/8 --out runs/part-3
 """
 COLLECT_WORKERS = """\
-example: run costly steps in 4 processes; the data equal those of one process
+example: run costly steps in 4 processes; the data are the same as with one
   tallyroll collect Ant-v5 --frames 1e6 --num-envs 32 --workers 4 --out ant
 """
 COLLECT_STORAGE = """\
@@ -70,7 +70,7 @@ example: a job that a scheduler stops and restarts with the same command
 """
 COLLECT_EXAMPLES = """\
 examples:
-  random actions, 8 environments side by side:
+  random actions, 8 environments stepped together:
     tallyroll collect CartPole-v1 --frames 1e6 --num-envs 8 --out runs/pole
   exactly 100 complete episodes, the same ones each time:
     tallyroll collect CartPole-v1 --episodes 100 --seed 0 --out runs/seeded
@@ -151,9 +151,9 @@ INSPECT = """\
 Show a storage: its columns, runs, number of rows and trajectories, the returns
 and lengths of finished episodes (overall, by run, and by the policy version at
 the last action), and its first rows. Another process may write to the storage
-at the same time. Several storages are shown as one, with the rows that each
-holds. For the shards of a run, missing and duplicated shards are listed, as are
-storages that are not shards.
+at the same time. Several storages are shown as one, with the number of rows of
+each. For the shards of a run, missing and duplicated shards are listed, and so
+are storages that are not shards.
 """
 INSPECT_EXAMPLES = """\
 examples:
@@ -185,8 +185,9 @@ PROVE = """\
 Check the runs of an experiment, and print one statement for a reviewer: every
 row verified, the stored transitions or episodes compared with the budget, the
 ledger, one SHA-256 of the content, trajectories replayed in the environment and
-compared bit for bit, and the versions of the packages. A check that is not
-possible is a gap, with the reason. Two storages with the same rows are a fault.
+compared bit for bit, and the versions of the packages. If a check
+is not possible, the statement gives the reason. Two storages with the same rows
+count as a fault.
 """
 PROVE_EXAMPLES = """\
 examples:

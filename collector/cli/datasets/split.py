@@ -47,7 +47,7 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     ):
         parser.add_argument(name, type=path, metavar=metavar, help=text).complete = complete
     for name in _NAMES:
-        text = f"the share of trajectories in DST/{name}, such as 0.9"
+        text = f"the share of trajectories in DST/{name}, such as {0.8 if name == 'train' else 0.1}"
         parser.add_argument(f"--{name}", type=_share, metavar="SHARE", help=text)
     text = "a part with another name; may be given several times"
     parser.add_argument(

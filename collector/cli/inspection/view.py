@@ -16,14 +16,14 @@ from tallyroll.collector.cli.selection import add_accept_copy
 _ABOUT = "show storages in a local web page"
 _USAGE = "%(prog)s PATH [PATH ...] [options]"
 _DESCRIPTION = """\
-Show storages in a web page that only this machine and user can open: the run
+Show storages in a web page that only you can open, on this machine: the run
 and its ledger, returns and ends over transitions, a table of episodes, and each
 episode with its frames and curves. Histograms, and the findings of verify with
 links to their episodes, are computed on request. Several paths are shown side
 by side; a quoted pattern is read as one storage. Nothing is written to a
 storage. A dataset of another library is given as KIND:PATH, as in tallyroll
 import, and is imported into a temporary storage, which is deleted at the end.
-Needs the extra: pip install 'tallyroll[view]'. Ctrl-C ends it.
+Needs the extra: pip install 'tallyroll[view]'. Ctrl-C stops it.
 """
 _EXAMPLES = """\
 examples:
