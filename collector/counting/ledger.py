@@ -152,18 +152,18 @@ class Ledger(PageSource, _InWords):
         now = self.block
         if now.slots != now.executed + now.reset_slots:
             raise LedgerError(
-                f"slots = executed + reset_slots does not hold: {now.slots} != "
+                f"expected slots = executed + reset_slots, got {now.slots} and "
                 f"{now.executed} + {now.reset_slots}"
             )
         if now.executed != now.stored + now.discarded + now.carried + now.lost:
             raise LedgerError(
-                "executed = stored + discarded + carried + lost does not hold: "
-                f"{now.executed} != {now.stored} + {now.discarded} + {now.carried} + {now.lost}"
+                "expected executed = stored + discarded + carried + lost, got "
+                f"{now.executed} and {now.stored} + {now.discarded} + {now.carried} + {now.lost}"
             )
         values = tuple(now.words.tolist())
         if min(values) < 0:
             negative = {name: count for name, count in self.counts().items() if count < 0}
-            raise LedgerError(f"negative counts: {negative}")
+            raise LedgerError(f"expected counts of at least 0, got {negative}")
         return values
 
     def publish(self) -> None:

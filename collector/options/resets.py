@@ -58,7 +58,7 @@ def sampler_of(name: str, value: Any) -> Any:
             f"function of a generator, got {type(value).__name__}"
         )
     if not value:
-        raise ArgumentError(f"{name}: expected at least one option, got none; leave it out")
+        raise ArgumentError(f"{name}: expected at least one option, got none. Leave {name} out.")
     for option in value:
         require_name(name, option)
     return {option: draw_of(f"{name}: {option}", each) for option, each in value.items()}

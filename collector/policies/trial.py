@@ -209,9 +209,7 @@ def _check_action(key: Key, spec: Any, action: torch.Tensor, strict: bool) -> No
             "policy_device"
         )
     if action.is_floating_point() and not bool(torch.isfinite(action).all()):
-        raise PolicyError(
-            f"policy: {format_key(key)} holds NaN or infinity on the first observation"
-        )
+        raise PolicyError(f"policy: {format_key(key)} is NaN or infinite for the first observation")
     may_leave = isinstance(spec, Bounded) and action.is_floating_point() and not strict
     if not may_leave and not spec.is_in(action):
         raise PolicyError(

@@ -55,8 +55,8 @@ def require_slots_stay(
     """
     if storage.ring and storage.mode == "read":
         raise SlotsMayChange(
-            f"{storage.path} is a ring that another process may write, so rows may change between "
-            f"drawing and {reading}. {instead}"
+            f"{storage.path} is a ring to which another process may write, so rows may change "
+            f"between drawing and {reading}. {instead}"
         )
 
 

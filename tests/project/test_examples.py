@@ -764,7 +764,7 @@ def test_normalised_ppo_goes_on_with_its_statistics(
     other = run_here("normalised_ppo.py", capsys, **options)
     assert re.findall(r"^frames +(\d+)  return", one + other, re.MULTILINE) == ["100", "200", "250"]
     (left,) = re.findall(r"^100 transitions, exactly; (scales .*)$", one, re.MULTILINE)
-    assert f"goes on after 100 transitions; {left}\n" in other
+    assert f"continuing after 100 transitions; {left}\n" in other
     (now,) = re.findall(r"^250 transitions, exactly; (scales .*)$", other, re.MULTILINE)
     assert now != left
     assert re.search(r"^evaluation with frozen statistics: mean return \d", other, re.MULTILINE)

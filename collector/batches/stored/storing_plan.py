@@ -148,6 +148,6 @@ def frames_in(storage: RowSink | None) -> Decision:
         return Decision("whole", f"{why}; {takes}")
     why = "the storage was made with once=False, or from rows"
     if not storage.reader.ring:
-        why = "the storage is no memory-mapped ring"
+        why = "the storage is not a memory-mapped ring"
     less = "MemmapStorage(once=True), Columns(exclude=) and pack make rows of images smaller"
     return Decision("whole", f"{why}; {takes}; {less}")

@@ -258,7 +258,7 @@ class ResetContract(SystemCase):
                     return self.close(one.system, other.system)
         assert differs or ends < 5 or not self._acts(), (
             f"the actions that followed {ends} ends and resets had no effect: does the system "
-            "reset such lanes once more?"
+            "reset such lanes again?"
         )
         return self.close(one.system, other.system)
 

@@ -32,7 +32,7 @@ def one_of_forms(forms: Mapping[str, Any], model_id: str | None, weights_dict: A
             )
         if set(weights_dict) != {POLICY}:
             raise ArgumentError(
-                f"weights_dict: expected weights of {POLICY!r} alone, got {sorted(weights_dict)}. "
+                f"weights_dict: expected only weights of {POLICY!r}, got {sorted(weights_dict)}. "
                 "A collector has no other model."
             )
         return weights_dict[POLICY]

@@ -913,7 +913,7 @@ def test_elsewhere_there_is_a_line_now_and_then(
     monkeypatch.setattr("tallyroll.collector.ext.progress.LINE_SECONDS", 0.0)
     assert tallyroll(*cartpole("data", 100, "--frames-per-batch", 10)) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 13
+    assert len(lines) == 12
     assert lines[0].startswith("tallyroll: 100 rows of 75 bytes: 7.5 kB; ")
     assert lines[4].startswith("tallyroll: 30 of 100 frames (30 %), ")
     assert lines[4].endswith(" left")

@@ -280,5 +280,5 @@ def test_one_count_more_is_noticed(name: str) -> None:
 
     ledger = Ledger(slots=9, executed=7, reset_slots=2, stored=4, discarded=1, carried=1, lost=1)
     setattr(ledger, name, getattr(ledger, name) + 1)
-    with pytest.raises(LedgerError, match="does not hold"):
+    with pytest.raises(LedgerError, match=r"expected (executed|slots) ="):
         ledger.check()

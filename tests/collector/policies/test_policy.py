@@ -242,8 +242,8 @@ def test_an_action_on_another_device_is_refused() -> None:
 @pytest.mark.parametrize(
     ("action", "match"),
     [
-        (torch.full((3, 2), torch.nan), "action holds NaN or infinity on the first observation"),
-        (torch.full((3, 2), torch.inf), "action holds NaN or infinity on the first observation"),
+        (torch.full((3, 2), torch.nan), "action is NaN or infinite for the first observation"),
+        (torch.full((3, 2), torch.inf), "action is NaN or infinite for the first observation"),
         (torch.full((3, 2), 2.0), r"outside the action space .* got \[2.0, .*expected -1\.\.1"),
     ],
 )

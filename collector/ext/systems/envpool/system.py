@@ -133,7 +133,7 @@ class EnvPoolSystem(InfoSystem):
 
     package = "envpool"
     extra = "envpool"
-    about = "a reset slot follows an end, and is no row; seeds when made; asynchronous too"
+    about = "a reset slot, which is not a row, follows an end; seeds when made; asynchronous"
     why_no_resets = "EnvPool accepts seeds only when it is made, and no options"
 
     def __init__(self, env: Any) -> None:

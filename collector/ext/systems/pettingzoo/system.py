@@ -71,7 +71,7 @@ class AgentMasks:
                 if found.shape != shape:
                     raise TransitionError(
                         f"info key {MASK_NAME!r}: expected the shape {list(shape)} of the first "
-                        f"mask, got {list(found.shape)} {place}. Return masks of one shape."
+                        f"mask, got {list(found.shape)} {place}. Return masks of the same shape."
                     )
                 marks[lane, index] = marks_of(found[None], bits, [place].__getitem__)[0]
 

@@ -298,7 +298,7 @@ def test_the_plan_states_the_size(tmp_path: Path) -> None:
     ("options", "make", "reason"),
     [
         ({"once": False}, Images, "the storage was made with once=False, or from rows"),
-        ({"max_size": None}, Images, "the storage is no memory-mapped ring"),
+        ({"max_size": None}, Images, "the storage is not a memory-mapped ring"),
         ({}, lambda: Images((31, 33)), "no observation is uint8 with 1 KiB or more a row"),
     ],
 )
