@@ -129,7 +129,7 @@ def surplus() -> str:
         text(246, y - 10, "carried", "small"),
         text(20, 290, "The two are carried: with 8 new ones they make a batch."),
         text(
-            20, 312, "At the end of the budget what is left is discarded, and counted so.", "small"
+            20, 312, "At the end of the budget, the rest is discarded and counted as such.", "small"
         ),
     ]
     return picture(328, "The surplus of a batch is carried into the next one", parts)
@@ -158,7 +158,7 @@ def kill() -> str:
         path("mark", f"M{x + 16:g} {y - 12:g}l-10 32h10l-8 34"),
         path("line", f"M{edge:g} 46V{52 + 2 * 62 + CELL + 6}"),
         text(20, 250, "the line: the number of committed rows, which is in the header", "small"),
-        text(20, 268, "Resuming goes on with row 7, to exactly N.", "small"),
+        text(20, 268, "A resumed run continues with row 7, to exactly N.", "small"),
     ]
     return picture(284, "After a kill every committed row is there, and nothing else", parts)
 

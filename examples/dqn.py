@@ -84,7 +84,7 @@ class Args:
     prioritized: bool = option(False, "draw transitions by their TD errors")
     alpha: float = option(0.6, "exponent of priorities")
     beta: float = option(0.4, "exponent of the weights that correct for them")
-    checkpoint: str = option("", "directory of ring and checkpoints, from which the run goes on")
+    checkpoint: str = option("", "directory of ring and checkpoints, from which the run continues")
     save_every: int = option(5000, "transitions between two checkpoints")
 
 

@@ -138,7 +138,7 @@ def main(args: Args) -> None:
             saved = torch.load(args.checkpoint, weights_only=True)
             for name, part in parts.items():
                 part.load_state_dict(saved[name])
-            print(f"goes on after {collector.ledger.stored} transitions; {scales(collector)}")
+            print(f"continuing after {collector.ledger.stored} transitions; {scales(collector)}")
         began = collector.ledger.stored
         for batch in collector:
             with torch.no_grad():

@@ -69,7 +69,7 @@ class Args:
     entropy: float = option(0.0, "weight of the entropy bonus")
     max_grad_norm: float = option(0.5, "norm at which gradients are clipped")
     eval_episodes: int = option(100, "episodes of the evaluation at the end")
-    checkpoint: str = option("", "directory of rows and checkpoints, from which the run goes on")
+    checkpoint: str = option("", "directory of rows and checkpoints, from which the run continues")
 
 
 def parse() -> Args:

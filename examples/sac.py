@@ -70,7 +70,7 @@ class Args:
     lr: float = option(1e-3, "learning rate of actor, critics and temperature")
     tau: float = option(0.005, "how far the target critics follow in a gradient step")
     eval_episodes: int = option(16, "episodes of the evaluation at the end")
-    checkpoint: str = option("", "directory of ring and checkpoints, from which the run goes on")
+    checkpoint: str = option("", "directory of ring and checkpoints, from which the run continues")
     save_every: int = option(5000, "transitions between two checkpoints")
 
 

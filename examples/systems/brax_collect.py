@@ -3,8 +3,9 @@
     python examples/systems/brax_collect.py --frames 20000 --out data/examples/pendulum
 
 Each reset draws a gravity. The gravity is an argument of the compiled function, so nothing is
-compiled again. It is part of the observation, so episodes with a heavy pole can be told from those
-with a light one. Actions are random. ``--out`` must not exist yet. Needs ``tallyroll[brax]``.
+compiled again. It is part of the observation, so a learner can distinguish episodes with a heavy
+pole from those with a light one. Actions are random. ``--out`` must not exist yet. Needs
+``tallyroll[brax]``.
 
 Measured with the defaults: 857 episodes, each with its own gravity. Episodes with a heavy pole
 have 20.9 steps on average, and those with a light one 23.6. Compiling takes 7 s on an idle machine;
