@@ -50,7 +50,7 @@
     ├── NotPicklable                  a storage was saved, or sent to another process
     ├── Overrun                       a ring's writer is faster than this reader
     ├── InvalidExpression             (a ValueError) not a condition on trajectories
-    ├── ColumnsMissing                rows that do not say which trajectory they belong to
+    ├── ColumnsMissing                a required column does not exist
     ├── UnknownTrajectory             (a KeyError) no row of that trajectory
     ├── NoSlices                      no trajectory is as long as the requested slices
     ├── ShortTrajectory               a trajectory shorter than the slices, and short="error"

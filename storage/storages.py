@@ -83,8 +83,8 @@ class ZarrStorage(DiskStorage):
     See `DiskStorage` for the arguments; ``path`` is a directory. The arrays grow with the rows.
     With ``capacity``, chunks are sized for that many rows, between 256 KiB and 64 MiB. zarr-python,
     TensorStore and xarray can open the group at any time and see the rows of the last refresh. No
-    other program may write to it. Columns that are stored once, with ``once=True``, are arrays of
-    positions to them.
+    other program may write to it. To them, a column that is stored once (``once=True``) is an
+    array of positions.
     """
 
     _format_class = ZarrFormat
@@ -130,7 +130,7 @@ def open_storage(
     result has the rows that exist when it is opened. Nothing is written to it.
 
     A sharded storage, which the workers of a collector with ``sharded=True`` wrote, is read as one
-    storage in the same way. It has the rows that counted when it was opened.
+    storage in the same way. It has the rows that were acknowledged when it was opened.
 
     A packed dataset in an object store is opened by its address, ``s3://bucket/key``, and read by
     ranges. ``s3=S3Options(...)`` configures the access. Credentials come from the environment.

@@ -195,7 +195,11 @@ class CollectRun:
         return plan
 
     def _require_fit(self, given: Plan, before: Plan, plan: Plan) -> None:
-        """Raise if ``given`` cannot continue the run ``before``, or lacks required options."""
+        """Raise if ``given`` cannot continue the run ``before``, or lacks required options.
+
+        `batches/stored/resume.py` repeats some of these checks for the collector. Here the messages
+        name options.
+        """
         # Nothing that a storage names is imported; the command line must name the code again.
         env_module = given.env is None and ":" in (before.env or "")
         if env_module or (given.policy is None and before.policy is not None):
@@ -384,7 +388,7 @@ class CollectRun:
         return collector.ledger.episodes_complete, self.plan.episodes or 0
 
     def _is_complete(self) -> bool:
-        """Return True, and tell the user, if the resumed run already has its whole budget."""
+        """Return True, and print a note, if the resumed run already has its whole budget."""
         run_rows, frames = self.head - self.first_row, self.frames
         if not self.resumes or frames is None or run_rows < frames or self.plan.by_agent:
             return False
@@ -466,7 +470,7 @@ class CollectRun:
             page.print(f"{'agent surplus':<17} {ledger.agent_surplus:>15,}  {meaning}")
         if done:
             page.print()
-            page.print(f"what is in it:   {self._inspect_command()}")
+            page.print(f"show it:         {self._inspect_command()}")
             if self.plan.shard is None and not self.plan.sharded:
                 more = replace(self.plan, seed=None).command(self.out, "--append")
                 page.print(f"more of the same: {more}")

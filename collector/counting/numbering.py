@@ -68,7 +68,7 @@ def reset_seeds(seed: int, lane: int, incarnation: int, block: int) -> Iterator[
 def driver_seed(seed: int, incarnation: int, worker: int | None = None) -> np.random.SeedSequence:
     """Return the seed sequence of a process's own generators (random actions, torch).
 
-    ``worker`` is the number of a worker; None stands for the collecting process.
+    ``worker`` is the number of a worker, or None for the collecting process.
     """
     key = (0xFFFF_FFFF, incarnation) if worker is None else (0xFFFF_FFFF, incarnation, worker)
     return np.random.SeedSequence(seed, spawn_key=key)

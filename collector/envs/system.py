@@ -62,7 +62,7 @@ class Declares:
     agent_finals: AgentFinals = "returned"
     """Next observations that steps return for agents in groups.
 
-    ``"returned"``: those of every agent. ``"some"``: a step may lack the next observation of an
+    ``"returned"``: for every agent. ``"some"``: a step may lack the next observation of an
     agent that acted in it. The step then contains zeros instead, and ``AgentFlags.next_valid`` is
     False."""
     truncation: bool = True
@@ -165,7 +165,7 @@ class Step(NamedTuple):
 Into: TypeAlias = Callable[[NDArray[Any], NDArray[Any], bytes], Step | None]
 """Function that steps all lanes with an action ``[lane, ...]`` and writes the results to a slot.
 
-The second and third argument describe the slot: its observation ``[lane, ...]``, and its table for
+The second and third arguments describe the slot: its observation ``[lane, ...]``, and its table for
 `StepKernel.put_step`. The function returns None if the slot is complete. It returns the step if the
 caller has to write or complete the slot.
 """

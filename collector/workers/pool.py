@@ -272,7 +272,7 @@ class WorkerPool:
         self._failure(member, why)
 
     def restart(self, member: Member) -> None:
-        """Start another worker in the place of ``member``, without waiting for its first answer."""
+        """Start another worker to replace ``member``, without waiting for its first answer."""
         self._changed = True
         member.end()
         member.restart(self.transport.start(member.index))

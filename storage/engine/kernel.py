@@ -85,8 +85,8 @@ class TreeKernel(Protocol):
         see `put_leaves`.
 
         Returns:
-            The number of rows whose present leaf is not above 0. The result is -1, with nothing
-            done, if an array has another dtype, several dimensions and gaps, or more than 1024
+            The number of rows whose present leaf is not above 0. The result is -1, and nothing is
+            changed, if an array has another dtype, several dimensions and gaps, or more than 1024
             numbers, if their counts differ, if a row never existed, if a priority is negative,
             infinite or NaN, or if its power is not a positive normal float32.
         """
@@ -269,7 +269,7 @@ class Kernel(TreeKernel, FrameKernel, IdKernel, Protocol):
         """Copy rows as `copy_rows` does, then commit and count them with ``record``, in one call.
 
         ``header`` is `Header.addresses`, and ``known`` is the address of the `CommitCounts` of the
-        same header. Return False, with nothing done, if an earlier commit was interrupted or
+        same header. Return False and change nothing if an earlier commit was interrupted or
         another process writes.
         """
 

@@ -14,10 +14,10 @@ Layout, little-endian, offsets in bytes::
 therefore sees either the old or the new count, even after a kill. Both have check bits (see
 `header_words`).
 
-No code recovers rows. After a kill, the rows below `head` are the committed ones
+No recovery is needed. After a kill, the rows below `head` are the committed ones
 (`CommittedCounts.span`), and `Engine.__init__` of the next writer drops the rest. After a power cut
 this holds with ``durability="power"``, because of the order in `Engine._commit`; otherwise no row
-is promised. In a sharded storage the lines of ``acknowledged_rows.py`` decide instead.
+is guaranteed. In a sharded storage the lines of ``acknowledged_rows.py`` decide instead.
 """
 
 from __future__ import annotations

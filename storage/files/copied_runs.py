@@ -221,7 +221,7 @@ def makers(runs: Sequence[Mapping[str, Any]], span: range) -> tuple[list[Any], r
 
 
 def room_for_copies(others: Sequence[Mapping[str, Any]], most: int = ENTRY_NBYTES) -> int:
-    """Return the maximum bytes for the runs of one more copy, beside the entries ``others``."""
+    """Return the maximum bytes for the runs of another copy, given the entries ``others``."""
     copies = sum(len(json.dumps(each)) for each in others if is_copied(each))
     return min(most, _ALL_NBYTES - copies)
 

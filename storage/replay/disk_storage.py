@@ -588,8 +588,8 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
             transform: a function of a batch of items, called in the process that reads the batch.
 
         Raises:
-            ColumnsMissing: a column does not exist, or ``slice_len`` was passed and the rows do not
-                say which trajectory they belong to.
+            ColumnsMissing: a column does not exist, such as the trajectory ids that ``slice_len``
+                needs.
             InvalidExpression: ``where`` is not a condition on trajectories.
             ValueError: an argument has an invalid value.
         """

@@ -78,7 +78,7 @@ class FrameWindows:
     @property
     def observation(self) -> torch.Tensor:
         """The observations, a view ``[*batch, n, *frame]`` of ``windows``, or ``[*batch, *frame]``
-        if values are no stacks."""
+        if values are not stacks."""
         return self._part(0)
 
     @property

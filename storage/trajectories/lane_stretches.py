@@ -18,7 +18,7 @@ from tallyroll.storage.errors import CorruptStorage
 MOST_LANES = 2**20
 """Upper bound of lane numbers, which start from 0. A larger number is treated as damage."""
 NOBODY = np.iinfo(np.int64).min
-"""The id that stands for the absence of an earlier row."""
+"""Placeholder id of a lane without an earlier row."""
 
 _FEW = 2048
 

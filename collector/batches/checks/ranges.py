@@ -22,7 +22,11 @@ Fetch = Callable[[dict[Any, torch.Tensor]], dict[Any, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Range:
-    """Bounds of one column, broadcast against ``[time, lane, ...]``. NaN is outside all bounds."""
+    """Bounds of one column, broadcast against ``[time, lane, ...]``. NaN is outside all bounds.
+
+    `SlotChecks`, and `are_inside` in ``native/_store.c``, apply the bounds to few slots. `extremes`
+    and `allows` apply them to a column on a device.
+    """
 
     key: Key
     low: NDArray[Any]

@@ -12,7 +12,9 @@ Gymnasium's autoreset modes correspond as follows: DISABLED is "final", NEXT_STE
 and SAME_STEP is "first".
 
 `put_finals` writes `Step.final` to the next observation. `put_step` in ``native/_step.c`` does so
-for compiled steps, and `SystemEnv._step` for TorchRL's steps.
+for compiled steps, and `SystemEnv._step` for TorchRL's steps. `put_finals` also marks lost final
+observations in ``("collector", "next_valid")``, and so does `SystemEnv._step`. `put_valid` marks
+those of agents.
 """
 
 from collections.abc import Callable, Sequence

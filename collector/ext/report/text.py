@@ -43,7 +43,7 @@ def show_runs(found: RunsReport, page: Page) -> None:
         ),
     )
     if found.differences:
-        page.head("What differs between the runs")
+        page.head("Differences between the runs")
         for name, values in found.differences.items():
             page.print(f"{name}: {'; '.join(_shares(values))}")
     if found.notes:

@@ -1,4 +1,4 @@
-"""The episode table of a storage, which a thread counts, and the rows of one episode."""
+"""The rows of one episode, and the episode table of a storage, which a thread fills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Openings: the random actions with which policies begin, and the numbers that remain."""
+"""Openings: the random actions with which policies begin, and the numbers that remain.
+
+`SlabFiller.count` counts the random actions of a run with one policy (``init_random_frames``), and
+uses `Openings` if there are several policies. With ``mode="async"``, `LeaseBudget` divides them
+among workers. The fast path for few slots starts after them (`Rollout.make_ready`).
+"""
 
 from collections.abc import Sequence
 
@@ -24,7 +29,7 @@ class Openings:
             lanes.
         versions: the key of each policy's version column, which is -1 in rows with a random action.
         first_lane: number of the first lane in the run.
-        whole_run: True if one opening covers all lanes of a run, False if policies have openings.
+        whole_run: True if one opening covers all lanes of a run, False if each policy has its own.
     """
 
     def __init__(

@@ -1,4 +1,8 @@
-"""Lifetime of worker processes: they end with their parent, and ignore a terminal's signals."""
+"""Lifetime of worker processes: they end with their parent, and ignore a terminal's signals.
+
+Workers in threads are part of the parent's process, and Ray ends the actors of a program that
+ended.
+"""
 
 import fcntl
 import os
@@ -28,7 +32,7 @@ def end_with_parent(alive: int) -> None:
     os.setpgid(0, 0)
     # The signals were blocked before this process started, so that none interrupted its imports.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
-    # Open the same pipe again, so that its settings do not depend on those that the parent makes.
+    # Open the same pipe again, so that the parent cannot change its settings.
     again = os.open(f"/proc/self/fd/{alive}", os.O_RDONLY | os.O_CLOEXEC)
     kill_when_closed(again, -os.getpgrp())
     if wait([alive], 0):  # the parent died meanwhile

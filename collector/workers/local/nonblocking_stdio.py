@@ -113,7 +113,7 @@ def drop_output() -> None:
 
 
 def wait_no_more() -> None:
-    """From now on, drop output that finds no room at once, because the process is to end."""
+    """From now on, drop output that would block, because the process is about to end."""
     global _patience_seconds
     _patience_seconds = 0.0
 

@@ -59,7 +59,8 @@ class Blocks:
     def slab_of(self, worker: int) -> Slab:
         """Return the slab that a worker fills.
 
-        It holds the worker's lanes of the slab of all, or all of the worker's segments.
+        In sync mode it is the part of the common slab that has the worker's lanes. In async mode it
+        has all segments of the worker.
         """
         share, lanes = self._share, self._share.of(worker)
         if share.segments:

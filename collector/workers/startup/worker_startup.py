@@ -70,7 +70,7 @@ class Replacements:
         done: Callable[[Any], object],
         again: Callable[[Exception], None],
     ) -> None:
-        """Start a worker in the place of ``member``, which failed, and run its startup procedure.
+        """Start a worker to replace ``member``, which failed, and run its startup procedure.
 
         Args:
             member: the worker to replace.
@@ -398,7 +398,7 @@ class WorkerStartup:
         return error
 
     def replace(self, member: Member, error: Exception, begin_at: int | None) -> None:
-        """Start a worker in the place of ``member``, whose lanes get new seeds.
+        """Start a worker to replace ``member``. Its lanes get new seeds.
 
         The new worker is ready after `Replacements.hears` has received all of its answers, or after
         `Replacements.finish`. ``begin_at`` is the slot at which its lanes begin; None if a lease

@@ -252,7 +252,7 @@ class _MemberRows:
     def _equal_steps(self, one: tuple[int, range], other: tuple[int, range], move: int) -> bool:
         """Return True if two members have a row with the same trajectory, step and values.
 
-        ``move`` is the offset of the trajectory ids of the other member from those of this one.
+        ``move`` is a trajectory id of the other member minus the same trajectory's id in this one.
         """
         ids = np.intersect1d(self._ids_of(*one), self._ids_of(*other) - move, assume_unique=True)
         if not len(ids):

@@ -133,7 +133,7 @@ class _D4rlRows:
     def _shifted(self, key: Key, begin: int, end: int, seen: int) -> np.ndarray:
         """Return the observation of the row after each row.
 
-        The last row of an episode has no such row, and repeats its own observation.
+        The last row of an episode has no row after it, so its own observation is repeated.
         """
         data, column = self._data[key], self._columns[key]
         values = read_rows(data, begin + 1, min(end + 1, seen), column, self._place)
@@ -145,7 +145,7 @@ class _D4rlRows:
     def _good(self) -> np.ndarray:
         """Return a mask of the rows that are readable in all columns.
 
-        An info with fewer readable rows than the reward is left out as a column instead.
+        If an info has fewer readable rows than the reward, its column is left out instead.
         """
         name = self._place.name
         rows = max(data.shape[0] for key, data in self._data.items() if key[0] != "infos")

@@ -71,7 +71,8 @@ class RepairReport(PageSource):
 def show_repair(report: RepairReport, page: Page, source: str = "", more: str = "") -> None:
     """Write a report to a page.
 
-    ``source`` is the path of the damaged dataset, and ``more`` says where all losses are listed.
+    ``source`` is the path of the damaged dataset. ``more`` is a note on where all losses are
+        listed.
     """
     of = f" of {source}" if source else ""
     page.print(

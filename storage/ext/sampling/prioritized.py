@@ -355,7 +355,7 @@ class PrioritizedSampler(Sampler):
         return found
 
     def _mark(self, found: TensorDict, rows: np.ndarray, keys: list[Key] | None) -> None:
-        """Mark the ends of sequences, in those of the columns ``keys``; None: in all."""
+        """Mark the ends of sequences in the columns ``keys``, or in all columns if it is None."""
         for key, values in self._marks(rows).items():
             if keys is None or key in keys:
                 found.set(key, values.reshape(*rows.shape, *values.shape[1:]))

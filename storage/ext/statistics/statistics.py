@@ -128,7 +128,7 @@ class Statistics(PageSource, Mapping[str, ColumnStatistics]):
 def show_columns(page: Page, columns: Mapping[str, ColumnStatistics], more: str = "") -> None:
     """Write a table to a page, with a line for each number of a column's value.
 
-    A column has at most `_MOST_LINES` lines; ``more`` says where the others are.
+    A column has at most `_MOST_LINES` lines; ``more`` is a note on where the others are.
     """
     shares = _QUANTILES if all(each.quantiles for each in columns.values()) else {}
     heads = ("column", "count", "mean", "std", "min", *shares.values(), "max", "NaN")

@@ -108,7 +108,7 @@ class StoredTrajectories(Trajectories, Generic[View]):
         Args:
             expression: such as ``"return > 5 and end == 'terminated' and run in (1, 2)"``.
             flags: a file of flags that `tallyroll view --flags` wrote for this storage; None: there
-                are no flags.
+                are not flags.
 
         Raises:
             InvalidExpression: the text is not a condition on trajectories. The message shows the

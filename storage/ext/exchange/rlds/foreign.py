@@ -111,7 +111,7 @@ def declared_features(said: Any) -> tuple[list[RldsFeature], int]:
 def _all_declared(said: Any) -> Iterator[RldsFeature | None]:
     """Yield the features of steps, except the step flags, and the features of episodes.
 
-    None stands for a feature that no storage can hold.
+    It yields None for a feature that no storage can hold.
     """
     of_steps, of_episodes = leaves_of(said)
     for path, each in of_steps.items():
