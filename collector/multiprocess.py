@@ -480,7 +480,7 @@ class MultiprocessCollector(Collector):
             self._publish()
         except BaseException:
             if self._policy is not None:  # no worker has the new weights
-                self._policy.take_back(policy_id)
+                self._policy.decrement_version(policy_id)
             raise
 
     def _publish(self) -> None:

@@ -231,7 +231,7 @@ def _name_at(place: Path) -> str:
 def _name_of_directory(place: Path) -> str:
     memmap, zarr = MemmapFormat(place), ZarrFormat(place)
     refuse_impossible(zarr.manifest_path)
-    if not zarr.stands() and not memmap.stands():
+    if not zarr.exists() and not memmap.exists():
         refuse_newer_group(place)
         for file in _OTHER_ZARR:
             if (place / file).exists():
@@ -240,7 +240,7 @@ def _name_of_directory(place: Path) -> str:
                     "it, or its creation was interrupted. Open it with zarr-python. If it should "
                     "be a storage, create it again."
                 )
-    manifest = (zarr if zarr.stands() else memmap).read_manifest()
+    manifest = (zarr if zarr.exists() else memmap).read_manifest()
     for name, files in FILES.items():
         if files.name == manifest["format"]:
             return name

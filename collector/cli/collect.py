@@ -21,7 +21,7 @@ from tallyroll.collector.batches.stored.resume import has_begun, last_run_of
 from tallyroll.collector.batches.stored.storing_plan import stored_size
 from tallyroll.collector.cli.output import CommandError, emit, pasteable, say
 from tallyroll.collector.cli.page import Page
-from tallyroll.collector.cli.plan import Plan, imported, load_policy, open_output, part
+from tallyroll.collector.cli.plan import Plan, import_named, load_policy, open_output, part
 from tallyroll.collector.cli.row_space import RowSpace
 from tallyroll.collector.counting.ledger import show_ledger
 from tallyroll.collector.envs import registry
@@ -262,7 +262,7 @@ class CollectRun:
             done = False
         except Exception as error:
             if self.storage.head > self.head:
-                self._say_what_an_error_left(error)
+                self._note_after_error(error)
             raise
         # Collecting is over, so later errors are reported without advice to resume.
         try:
@@ -276,7 +276,7 @@ class CollectRun:
                     emit(report)
         finally:
             if not done:
-                self._say_what_a_signal_left()
+                self._note_after_signal()
         return 0 if done else self.signals.exit_status
 
     def load(self) -> tuple[str, Any]:
@@ -301,7 +301,7 @@ class CollectRun:
         ):
             self.checkpoints.load(collector, self.args.checkpoint_rows or "rewind", self.note)
             self.began, self.has_begun = collector.ledger.stored, True
-            self._say_what_it_takes()
+            self._note_space()
             if self.args.plan:
                 self.note(f"the plan of the run:\n{collector.plan}", lines=True)
             self.signals.stop = collector.stop
@@ -413,7 +413,7 @@ class CollectRun:
 
     # --- reporting ----------------------------------------------------------------------------
 
-    def _say_what_it_takes(self) -> None:
+    def _note_space(self) -> None:
         if self.args.resume and not self.resumes:
             self.note(f"{self.out} held no run to resume: starting from the beginning")
         rows = None if self.frames is None or self.plan.by_agent else self.frames - self.began
@@ -491,7 +491,7 @@ class CollectRun:
         saved = [("--" + name.replace("_", "-"), str(value)) for name, value in given if value]
         return [*logs, *every, *(word for pair in saved for word in pair)]
 
-    def _say_what_an_error_left(self, error: Exception) -> None:
+    def _note_after_error(self, error: Exception) -> None:
         """Report the committed rows after an error, and how to continue."""
         committed = f"{self.storage.head:,} rows are committed in {self.out}"
         resume = self._resume_command(self.plan)
@@ -505,7 +505,7 @@ class CollectRun:
         )
         self.note("if the last run is this one, continue with", resume)
 
-    def _say_what_a_signal_left(self) -> None:
+    def _note_after_signal(self) -> None:
         """Report the state after a signal, and how to continue."""
         name = self.signals.number.name
         has_rows = self.storage.head > self.first_row
@@ -522,7 +522,7 @@ class CollectRun:
 def _import_module_of(env: str, module: str) -> None:
     """Import the module before the colon of an environment id."""
     try:
-        imported(module, env)
+        import_named(module, env)
     except CommandError as error:
         cause = error.__cause__
         if isinstance(cause, ModuleNotFoundError) and cause.name == module.partition(".")[0]:

@@ -323,7 +323,7 @@ def load_policy(spec: str | None) -> Any:
     if not name or not path:
         raise CommandError(f"--policy: expected module:attr or file.py:attr, got {spec!r}")
     from_file = name.endswith(".py")
-    module = _loaded(name, spec) if from_file else imported(name, f"--policy {spec}")
+    module = _loaded(name, spec) if from_file else import_named(name, f"--policy {spec}")
     try:
         policy = attrgetter(path)(module)
     except AttributeError as error:
@@ -343,7 +343,7 @@ def load_policy(spec: str | None) -> Any:
     return policy
 
 
-def imported(name: str, wanted: str) -> Any:
+def import_named(name: str, wanted: str) -> Any:
     """Import a module, also from the current directory.
 
     ``wanted`` names the use of the module in error messages.

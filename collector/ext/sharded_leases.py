@@ -44,7 +44,7 @@ _LEASES = 2
 class _ShardsWoken(BaseException):
     """Exception that interrupts the wait for workers because a signal handler is pending.
 
-    `_wake` raises it, and only `_hear` catches it.
+    `_wake` raises it, and only `_receive` catches it.
     """
 
 
@@ -133,7 +133,7 @@ class ShardedLeases:
         self._size = min(self._frames, each)
         self._grant()
         while ledger.stored < goal and self._awaited:
-            self._hear()
+            self._receive()
             self._grant()
             if self._committed is not None:
                 self._committed()
@@ -186,7 +186,7 @@ class ShardedLeases:
         self._worker_pool.ask(member, own)
         return part
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """Wait for answers, record the counts, and replace workers that failed."""
         try:
             events = self._worker_pool.events(during=pause_on_signal(_wake))
@@ -196,7 +196,7 @@ class ShardedLeases:
         failed = self._counted(others)
         try:  # after counting, because the first call may end the run
             for member, answer in events:
-                self._startup.replacements.hears(member, answer)
+                self._startup.replacements.handle(member, answer)
             for member, error in failed:
                 allowed = self._startup.allowed(error)
                 if self._unleased and not self._stopping:

@@ -181,7 +181,7 @@ class Policy:
         """
         return self.acts_live and self._live.changed()
 
-    def take_back(self, policy_id: int | str | None = None) -> None:
+    def decrement_version(self, policy_id: int | str | None = None) -> None:
         """Decrement the version, after an update that reached no worker."""
         self.version -= 1
 

@@ -67,7 +67,7 @@ class LeasedRollout:
         if self._openings is None:
             self._filling.begin_at_random(*frames)
         else:
-            self._openings.go_on_with(frames)
+            self._openings.continue_with(frames)
 
     def lease(self, lease: Lease, slots: int) -> None:
         """Fill a segment of at most ``slots`` slots."""

@@ -83,7 +83,7 @@ class Turns:
         self._by_workers = True
         try:
             if not self._worker_pool.all_do(m.whole_steps(start, stop, by), self._interruptible):
-                self._hear(start + 1)
+                self._receive(start + 1)
         except BaseException:
             self._settle()
             raise
@@ -116,7 +116,7 @@ class Turns:
             for member, question in zip(pool.members, questions, strict=True):
                 if question is not None:
                     pool.ask(member, question)
-            self._hear(start + empty)
+            self._receive(start + empty)
         except BaseException:
             self._settle()
             raise
@@ -131,7 +131,7 @@ class Turns:
         self._startup.replacements.give_up()  # the slots will differ when the run continues
         self._worker_pool.settle()
 
-    def _hear(self, at_least: int) -> None:
+    def _receive(self, at_least: int) -> None:
         """Wait for the answers of all workers that were asked."""
         pool, failed = self._worker_pool, []
         while any(member.asked for member in pool.members):

@@ -98,7 +98,7 @@ class Member:
         if self.failed is None:
             self.link.send(message)
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """Receive and record the next message: an answer, a request for actions, or `Gone`."""
         message = self.link.hear()
         if isinstance(message, Gone):

@@ -111,7 +111,7 @@ class WorkerPool:
             with allow_signals() if during is None else during:
                 ready = self.transport.ready(links, patience)
             says = [busy[link] for link in ready if link in busy]
-            heard = [self._heard(member) for member in sorted(says, key=_BY_INDEX)]
+            heard = [self._receive(member) for member in sorted(says, key=_BY_INDEX)]
             events = [event for event in heard if event is not None]
             # Not in every iteration, because the check of a thousand workers takes a while.
             if not ready or time.monotonic() >= self._look_at:
@@ -159,7 +159,7 @@ class WorkerPool:
             if len(says) > 1:
                 says.sort(key=_BY_INDEX)
             for member in says:
-                self._heard(member)
+                self._receive(member)
                 if member.failed is not None:
                     member.postpone_failure()  # until `events` is called
                     return False
@@ -184,9 +184,9 @@ class WorkerPool:
                 member.act(actions)
         return [member.link for member in busy if member.wants is None]
 
-    def _heard(self, member: Member) -> Event | None:
+    def _receive(self, member: Member) -> Event | None:
         """Receive a member's message; return None if it is a request for actions."""
-        answer = member.hear()
+        answer = member.receive()
         if isinstance(answer, Gone):
             self._changed = True
             member.end()

@@ -164,7 +164,7 @@ class _Lease:
 
     def __del__(self) -> None:
         _lent.pop(id(self), None)
-        self._lender.take_back(self._area)
+        self._lender.reclaim(self._area)
 
 
 class PrivateRows:
@@ -232,7 +232,7 @@ class PrivateRows:
         except OSError as error:
             raise failed(self._format.path, error, 0) from error
 
-    def take_back(self, area: Area) -> None:
+    def reclaim(self, area: Area) -> None:
         """Discard the changes to an unreferenced area, and keep it for reuse or drop it."""
         if not self._closed and len(self._free) < _KEPT_AREAS and area.region.renew():
             self._free.append(area)

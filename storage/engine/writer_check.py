@@ -35,7 +35,7 @@ class RightToWrite:
     @property
     def may_write(self) -> bool:
         """True if this process may write."""
-        return self._lock is not None and not self._lock.lost and self._lock.stands
+        return self._lock is not None and not self._lock.lost and self._lock.is_in_place
 
     def look(self) -> None:
         """Raise a `WriteError` if a check is due and this process may not write."""
@@ -54,7 +54,7 @@ class RightToWrite:
                 f"this is a forked child of the process that writes to {self._path}. Write from "
                 'the parent, or open the storage in the child with mode="read".'
             )
-        if not self._lock.stands:
+        if not self._lock.is_in_place:
             self._require_there()
             raise StorageLocked(
                 f"the lock file of {self._path} was removed while this process was writing, so "

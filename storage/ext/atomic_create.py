@@ -45,7 +45,7 @@ def atomic_creation(place: Path) -> Iterator[Path]:
     folder = place.parent / f".{place.name}{_SUFFIX}"
     target = folder / f"rows{place.suffix}"
     with _locked_folder(folder, place):
-        _take_back(target, place)
+        _unpublish(target, place)
         _clear(folder)
         yield target
         _publish(target, place)
@@ -152,7 +152,7 @@ def _side_files(target: Path, place: Path) -> Iterator[tuple[Path, Path]]:
             yield each, place.with_name(place.name + each.name[len(target.name) :])
 
 
-def _take_back(target: Path, place: Path) -> None:
+def _unpublish(target: Path, place: Path) -> None:
     """Remove side files that a killed process published before it could publish the main file."""
     if not os.path.lexists(place):
         for each, named in _side_files(target, place):

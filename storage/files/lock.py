@@ -50,12 +50,12 @@ class ForkAware(Protocol):
 held: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 
 
-def _tell() -> None:
+def _drop_inherited_locks() -> None:
     for lock in list(held):
         lock.forked()
 
 
-os.register_at_fork(after_in_child=_tell)
+os.register_at_fork(after_in_child=_drop_inherited_locks)
 
 
 def _caller() -> str:
@@ -131,7 +131,7 @@ class WriterLock:
         self._file = -1
         try:
             self._open(path)
-            while not self.stands:  # a failed creation removed the file before it was locked
+            while not self.is_in_place:  # a failed creation removed the file before it was locked
                 self._close()
                 self._open(path)
             self.opened_at = _caller()
@@ -160,7 +160,7 @@ class WriterLock:
             os.close(file)
 
     @property
-    def stands(self) -> bool:
+    def is_in_place(self) -> bool:
         """True while the lock file is at its path. Otherwise a second writer could start."""
         try:
             return _identity_of(os.lstat(self._path)) == self.identity

@@ -66,11 +66,11 @@ class Inside:
         self._held = -1
 
     def hold(self) -> None:
-        """Keep the root open until `let_go`, so that it is found even after it was moved."""
+        """Keep the root open until `release`, so that it is found even after it was moved."""
         if self._held < 0:
             self._held = open_any(self.root, _DIRECTORY)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Close the root that `hold` opened."""
         held, self._held = self._held, -1
         if held >= 0:
@@ -94,7 +94,7 @@ class Inside:
             for part in above:
                 inner = open_any(part, _DIRECTORY | os.O_NOFOLLOW, directory)
                 if directory != held:
-                    _let_go(directory)
+                    _close_quietly(directory)
                 directory = inner
             yield directory, name
         except OSError as error:
@@ -105,7 +105,7 @@ class Inside:
             raise too_many_files(path, error.__cause__) from error.__cause__
         finally:
             if directory != held:
-                _let_go(directory)
+                _close_quietly(directory)
 
     def open(self, path: Path, flags: int) -> int:
         """Open a plain file; return a descriptor."""
@@ -247,7 +247,7 @@ def close_all(files: Iterable[int]) -> None:
             exits.callback(os.close, file)
 
 
-def _let_go(directory: int) -> None:
+def _close_quietly(directory: int) -> None:
     # An error is harmless, because nothing was written through the descriptor. Raising it here
     # would lose the descriptor that the caller opened.
     with contextlib.suppress(OSError):

@@ -133,7 +133,7 @@ class Format(ABC):
         """Open the file that begins with the header; return a descriptor."""
         return self.inside.open(self.header_path, flags)
 
-    def stands(self) -> bool:
+    def exists(self) -> bool:
         """Return True if a storage exists, which is the case once its manifest exists."""
         # A dangling link counts as a manifest: a cache may have lost its target, and the error of
         # reading the link names it.
@@ -152,7 +152,7 @@ class Format(ABC):
         """Raise an `OpenError` unless a storage can be created at the path."""
 
     def _refuse_storage(self) -> None:
-        if self.stands():
+        if self.exists():
             raise StorageExists(
                 f'{self.path} holds a storage already. Open it with mode="append" to add rows to '
                 "it, or give another path."

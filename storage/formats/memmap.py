@@ -255,7 +255,7 @@ class MemmapFormat(DirectoryFormat):
     def close(self) -> None:
         """Close the column files, and the directory."""
         files, self._files = self._files, ()
-        self.inside.let_go()
+        self.inside.release()
         close_all(files)
 
 

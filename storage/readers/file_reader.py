@@ -156,7 +156,7 @@ class FileReader(RowReader):
         """Start reading the files that were just created."""
         self.engine, self._manifest = engine, manifest
 
-    def let_go(self) -> Engine | None:
+    def detach_engine(self) -> Engine | None:
         """Mark the reader as closed and return the engine, which the caller must close."""
         engine, self.engine, self.closed = self.engine, None, True
         if engine is not None and engine.right.may_write:
@@ -169,7 +169,7 @@ class FileReader(RowReader):
 
     def close(self) -> None:
         """Close the files."""
-        if (engine := self.let_go()) is not None:
+        if (engine := self.detach_engine()) is not None:
             engine.close()
 
     def __enter__(self) -> FileReader:

@@ -36,13 +36,13 @@ _CURSOR_LIMIT = 2**31 - 1
 
 def attach(storage: AsTensorStorage, buffer: Any) -> None:
     """Keep an attached buffer in step with the storage from now on."""
-    storage.writer.call_after_appends(partial(_tell_of, weakref.ref(storage)))
+    storage.writer.call_after_appends(partial(_notify, weakref.ref(storage)))
     join(storage, buffer)
 
 
-def _tell_of(storage: weakref.ref[AsTensorStorage], rows: range) -> None:
+def _notify(storage: weakref.ref[AsTensorStorage], rows: range) -> None:
     if (found := storage()) is not None:
-        tell_buffers(found, rows)
+        notify_buffers(found, rows)
 
 
 def join(storage: AsTensorStorage, buffer: Any) -> None:
@@ -80,7 +80,7 @@ def seat_writers(storage: AsTensorStorage) -> None:
             setattr(writer, CURSOR, at)
 
 
-def tell_buffers(storage: AsTensorStorage, rows: range) -> None:
+def notify_buffers(storage: AsTensorStorage, rows: range) -> None:
     """Notify attached buffers of rows that were not written through them."""
     seat_writers(storage)
     index = torch.from_numpy(index_of(storage.reader, np.arange(rows.start, rows.stop)))

@@ -53,7 +53,7 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
         source = storage.reader
         if not source.initialised:
             raise NotInitialised(f"{source.path} has no rows to dump yet. Write some first.")
-        exists = _format_of(source, path).stands()
+        exists = _format_of(source, path).exists()
         target = _copy_at(source, path, "append" if exists else "create")
         ring = None if exists else source.ring or None
         once = once_as_in(source) if target.format.pools else None

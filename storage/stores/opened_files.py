@@ -201,5 +201,5 @@ class OpenedFiles:
     @translates_errors
     def leave(self, finish: Callable[[], None] | None = None) -> None:
         """Close the files; see `Engine.close`."""
-        if (engine := self.reader.let_go()) is not None:
+        if (engine := self.reader.detach_engine()) is not None:
             engine.close(finish)

@@ -40,7 +40,7 @@ def require_not_rewound(reader: RowReader, rows: int, rewinds: int, what: str) -
 
 
 @translates_errors
-def take_back(
+def rewind_to(
     writer: RowWriter | NoWriter, rows: int, record: tuple[int, bytes] | None, run: object = None
 ) -> int:
     """Remove all rows from number ``rows`` on, restore the record, and return the number removed.
@@ -94,7 +94,7 @@ def remove_sidecars(writer: RowWriter, *, rewound: bool = False) -> None:
 
 
 def require_rewindable(writer: RowWriter | NoWriter, rows: int, run: object = None) -> None:
-    """Raise the errors of `take_back` if it would fail; change nothing."""
+    """Raise the errors of `rewind_to` if it would fail; change nothing."""
     if isinstance(writer, NoWriter):
         writer.refuse()
     writer.reader.running().right.require()

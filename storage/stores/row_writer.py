@@ -178,7 +178,7 @@ class RowWriter:
             if ids != "fresh":
                 claim.require_none()
             record = self._staged if record is None else record
-            own = record is not None or (ids == "fresh" and claim.stands)
+            own = record is not None or (ids == "fresh" and claim.is_taken)
             if came_from is None and not copied.is_of_others(own):
                 return self._write(rows, record, without, ids, None, items)
             if copied.goes_on(came_from):
@@ -359,7 +359,7 @@ class RowWriter:
             finally:
                 self.opened.leave(finish)
 
-    def let_go(self) -> None:
+    def close_unclosed(self) -> None:
         """Close a storage that the user did not close, and issue a ResourceWarning."""
         if not self._is_made or (engine := self.reader.engine) is None:
             return
@@ -370,7 +370,7 @@ class RowWriter:
         self.opened.leave()
 
     def __del__(self) -> None:
-        self.let_go()
+        self.close_unclosed()
 
 
 class NoWriter:
@@ -417,7 +417,7 @@ _open: weakref.WeakSet[RowWriter] = weakref.WeakSet()
 def _close_all() -> None:
     for writer in list(_open):
         with writer.turn:  # a thread may still write
-            writer.let_go()
+            writer.close_unclosed()
 
 
 def _renew_turns() -> None:

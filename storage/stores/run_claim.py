@@ -73,7 +73,7 @@ class RunClaim:
             self._run = None
 
     @property
-    def stands(self) -> bool:
+    def is_taken(self) -> bool:
         """True while a run has the claim."""
         return self._run is not None and self._run() is not None
 

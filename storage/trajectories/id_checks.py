@@ -21,7 +21,7 @@ from tallyroll.storage.rows.keys import DONE, LANE, STEP, TERMINATED, TRAJ_IDS, 
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.columns import RowOrder, flags_of, numbers_of, unread
 from tallyroll.storage.trajectories.episodes import Episodes
-from tallyroll.storage.trajectories.index import IndexedReader, says_whose
+from tallyroll.storage.trajectories.index import IndexedReader, has_trajectories
 from tallyroll.storage.trajectories.lane_stretches import (
     MOST_LANES,
     NOBODY,
@@ -88,7 +88,7 @@ class IdChecks:
     @classmethod
     def of(cls, reader: IndexedReader, schema: Schema) -> IdChecks | None:
         """Return the checks for rows of ``schema``, or None if they have no ids."""
-        return cls(reader, schema) if says_whose(schema) else None
+        return cls(reader, schema) if has_trajectories(schema) else None
 
     def largest(self) -> int:
         """Return the largest id of the stored rows, or `NOBODY` if there are none."""

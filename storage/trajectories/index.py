@@ -251,7 +251,7 @@ def _active_from(reader: ReadableRows) -> int | None:
     return runs[at]["first_row"] if runs else 0
 
 
-def says_whose(schema: Schema) -> bool:
+def has_trajectories(schema: Schema) -> bool:
     """Return True if the schema has the columns that assign rows to trajectories."""
     return not missing(schema, WHOSE)
 

@@ -98,7 +98,7 @@ def failures_of(collector: RayCollector, monkeypatch: pytest.MonkeyPatch) -> lis
     """Return a list that collects the messages about failed workers."""
     said: list[str] = []
     pool = collector._worker_pool
-    heard = pool._heard
+    heard = pool._receive
 
     def noted(member: Any) -> Any:
         member, answer = heard(member)
@@ -106,7 +106,7 @@ def failures_of(collector: RayCollector, monkeypatch: pytest.MonkeyPatch) -> lis
             said.append(str(answer))
         return member, answer
 
-    monkeypatch.setattr(pool, "_heard", noted)
+    monkeypatch.setattr(pool, "_receive", noted)
     return said
 
 

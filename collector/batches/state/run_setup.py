@@ -73,7 +73,7 @@ class RunSetup:
                 _require_one_opening(options, policy)
                 if last is not None and policy.openings.under_way:
                     stored = opening_rows(*last, policy, self.ledger)
-                    policy.openings.go_on_after(stored)
+                    policy.openings.continue_after(stored)
         self.seeds = RunSeeds(self.ledger, envs, policy, options.part)
         self.seeds.seed(self.ledger.seed)
 

@@ -274,13 +274,13 @@ def run(args: argparse.Namespace) -> int:
     from tallyroll.collector.cli.page import Page
     from tallyroll.collector.ext.progress import shown_progress
     from tallyroll.storage.errors import InvalidExpression
-    from tallyroll.storage.ext.joined.members import expanded
+    from tallyroll.storage.ext.joined.members import expand_paths
     from tallyroll.storage.ext.storage_copy import show_copy
 
     if getattr(args, "shards", None) is None:
         if getattr(args, "wait", False):
             args.usage_error("--wait needs --shards, the number of shards to wait for")
-        paths = expanded(args.sources)
+        paths = expand_paths(args.sources)
     else:
         paths = _complete_shards(args)
     if args.follow and (len(paths) > 1 or args.sort or args.where is not None):

@@ -189,10 +189,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _exported(args: argparse.Namespace, progress: Any) -> Any:
     from tallyroll.storage import open_storage
-    from tallyroll.storage.ext.joined.members import expanded
+    from tallyroll.storage.ext.joined.members import expand_paths
 
     kind, place = args.there
-    paths = expanded(args.sources)
+    paths = expand_paths(args.sources)
     source: Any = paths[0] if len(paths) == 1 else paths
     reports: list[Any] = []
     options = {"columns": args.columns, "cuts": args.cuts, "follow": _follow(args, reports.append)}

@@ -107,14 +107,14 @@ def waited_for(
 
 def _look(sources: Sequence[str], of: int) -> ShardStates:
     from tallyroll.storage import StorageError, StorageMissing, open_storage
-    from tallyroll.storage.ext.joined.members import expanded
+    from tallyroll.storage.ext.joined.members import expand_paths
     from tallyroll.storage.ext.joined.shards import recorded_shard
 
     found = ShardStates(of)
     places: list[Path] = []
     for source in sources:
         try:
-            places += [each for each in expanded(source) if each.exists()]
+            places += [each for each in expand_paths(source) if each.exists()]
         except StorageMissing:
             continue  # nothing matches the pattern yet
     for place in dict.fromkeys(places):

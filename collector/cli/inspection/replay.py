@@ -7,7 +7,7 @@ from typing import Any
 
 from tallyroll.collector.cli.output import CommandError, emit
 from tallyroll.collector.cli.page import Page
-from tallyroll.collector.cli.plan import imported
+from tallyroll.collector.cli.plan import import_named
 from tallyroll.collector.ext.progress import shown_progress
 from tallyroll.collector.ext.replay.replay import replay
 from tallyroll.collector.ext.replay.report import show_replay
@@ -51,7 +51,7 @@ def factory(spec: str) -> Any:
     name, _, path = spec.rpartition(":")
     if not name or not path:
         raise CommandError(f"--env-factory: expected module:function, got {spec!r}")
-    module = imported(name, f"--env-factory {spec}")
+    module = import_named(name, f"--env-factory {spec}")
     try:
         found = attrgetter(path)(module)
     except AttributeError as error:

@@ -20,7 +20,7 @@ VALUES = ("other", "float64", "int64", "empty")
 require_names("VALUES", VALUES)
 
 
-class Of(IntEnum):
+class InfoCall(IntEnum):
     """The call that returned an info. The extension uses the same numbers."""
 
     STEP = 0
@@ -30,7 +30,7 @@ class Of(IntEnum):
     RESET = 2
 
 
-require_names("CALLS", tuple(name.lower() for name in Of.__members__))
+require_names("CALLS", tuple(name.lower() for name in InfoCall.__members__))
 
 
 def entry(
@@ -63,13 +63,13 @@ class LaneResults:
     def __init__(self, env: SyncVectorEnv, infos: InfoColumns | None) -> None:
         leaves = observation_leaves(env.single_observation_space, env.num_envs)
         self.leaves, self._infos = LaneRows(leaves), infos
-        self.tells = bool(infos)
+        self.has_infos = bool(infos)
         """True if there are info columns."""
         first = leaves[0]
         self._is_plain = len(leaves) == 1 and not (first.path or first.text)
         self._shape, self.shape, self.dtype = first.shape, first.shape[1:], first.dtype
         same = first.spec.dtype is not None and NUMPY[first.spec.dtype] == self.dtype
-        self.are_one_array = self._is_plain and same and not self.tells
+        self.are_one_array = self._is_plain and same and not self.has_infos
         """True if the only column is an observation array in the dtype in which it is stored."""
         self.nbytes = _nbytes(self.shape, self.dtype)
         """Bytes of the observation of one lane, if it is a single array."""
@@ -96,7 +96,7 @@ class LaneResults:
             self._columns = [self.plain]
         else:
             self._columns = self.leaves.new()
-        if self._infos is None or not self.tells:
+        if self._infos is None or not self.has_infos:
             return self._columns
         self._told = self._infos_of_step
         self._infos.fill(self._told)
@@ -120,11 +120,11 @@ class LaneResults:
         """Write the final observation of one lane."""
         self.leaves.put(self._final, lane, obs)
 
-    def tell(self, lane: int, info: Any, of: int) -> None:
-        """Write the entries of a lane's info. ``of`` is the call that returned it; see `Of`."""
+    def put_info(self, lane: int, info: Any, of: int) -> None:
+        """Write the entries of a lane's info. ``of`` is the `InfoCall` that returned it."""
         if self._infos is not None:
-            rows = self._infos_of_last if of == Of.LAST else self._told
-            self._infos.write_one(rows, lane, info, of == Of.RESET)
+            rows = self._infos_of_last if of == InfoCall.LAST else self._told
+            self._infos.write_one(rows, lane, info, of == InfoCall.RESET)
 
     def entries(self) -> tuple[Any, ...]:
         """Return the entries of infos for `StepKernel.step_lanes`."""

@@ -17,7 +17,7 @@ from tallyroll.collector.compat import ENDED, OWN_OBSERVATIONS, count_true, own_
 from tallyroll.collector.envs.exact import reward_reader, terminated_of, truncated_of
 from tallyroll.collector.envs.gymnasium.info_merge import merges_plainly
 from tallyroll.collector.envs.gymnasium.infos import InfoColumns
-from tallyroll.collector.envs.gymnasium.lane_results import LaneResults, Of
+from tallyroll.collector.envs.gymnasium.lane_results import InfoCall, LaneResults
 from tallyroll.collector.envs.system import Mask, Step
 from tallyroll.collector.errors import ValueRefused
 from tallyroll.collector.native.kernel import StepKernel, compiled, in_order, require_names
@@ -169,7 +169,7 @@ class SequentialStep:
         for i in lanes.nonzero()[0].tolist():
             seen[i], info = envs[i].reset(seed=None, options={})
             results.put_first(i, seen[i])
-            results.tell(i, info, Of.RESET)
+            results.put_info(i, info, InfoCall.RESET)
         return rows
 
     def _in_python(
@@ -180,16 +180,16 @@ class SequentialStep:
         next_step, within, results = self._mode is _MODES[1], self._within, self._results
         for i, (env, own) in enumerate(zip(envs, action, strict=True)):
             self._lane[0] = i
-            of = Of.STEP
+            of = InfoCall.STEP
             if within or not ended[i]:
                 seen[i], reward, terminated, truncated, info = env.step(own)
                 self._rewards[i] = self._reward_of(reward)
                 self._terminated[i] = over = terminated_of(terminated)
                 self._truncated[i] = cut = truncated_of(truncated)
                 if within and (over or cut):
-                    final, of = seen[i], Of.RESET
-                    if results.tells:
-                        results.tell(i, info, Of.LAST)
+                    final, of = seen[i], InfoCall.RESET
+                    if results.has_infos:
+                        results.put_info(i, info, InfoCall.LAST)
                     results.put_final(i, final)
                     seen[i], info = env.reset()
                     results.leaves.refuse_overwritten(i, final, seen[i])
@@ -198,8 +198,8 @@ class SequentialStep:
                 self._rewards[i] = self._terminated[i] = self._truncated[i] = 0
             else:
                 raise AssertionError(f"lane {i} was stepped after the end of its episode")
-            if results.tells:
-                results.tell(i, info, of)
+            if results.has_infos:
+                results.put_info(i, info, of)
         np.logical_or(self._terminated, self._truncated, out=ended)
         return -1
 
@@ -224,7 +224,7 @@ class SequentialStep:
             "truncated": truncated_of,
             "final": results.put_final,
             "overwritten": results.leaves.refuse_overwritten,
-            "tell": results.tell,
+            "tell": results.put_info,
             "entries": results.entries(),
         }
         table, read = table_of([*words, *results.shape]), tuple(in_order("READERS", **readers))

@@ -28,7 +28,7 @@ from tallyroll.collector.compat import (
     statistics_key,
 )
 from tallyroll.collector.envs.gymnasium.infos import InfoColumns
-from tallyroll.collector.envs.gymnasium.lane_results import LaneResults, Of, entry
+from tallyroll.collector.envs.gymnasium.lane_results import InfoCall, LaneResults, entry
 from tallyroll.collector.envs.gymnasium.lane_rows import Rows
 from tallyroll.collector.envs.gymnasium.sequential_step import SequentialStep, traits_of
 from tallyroll.collector.envs.gymnasium.vector_rules import wrappers_of
@@ -57,7 +57,7 @@ class _MergedResults(LaneResults):
 
     def __init__(self, env: SyncVectorEnv) -> None:
         super().__init__(env, None)
-        self._env, self.tells = env, True
+        self._env, self.has_infos = env, True
         self.infos: dict[str, Any] = {}
 
     def begin(self, row: Any) -> Rows:
@@ -70,14 +70,14 @@ class _MergedResults(LaneResults):
         self.infos = {}
         return super().begin_reset()
 
-    def tell(self, lane: int, info: Any, of: int) -> None:
+    def put_info(self, lane: int, info: Any, of: int) -> None:
         """Merge the info of a lane, unless it is empty."""
         if info:
-            info = {"final_info": info} if of == Of.LAST else info
+            info = {"final_info": info} if of == InfoCall.LAST else info
             self.infos = info_merge(self._env)(self.infos, info, lane)
 
     def entries(self) -> tuple[Any, ...]:
-        """Return an entry that matches only empty infos, so :meth:`tell` receives the others."""
+        """Return an entry that matches only empty infos; :meth:`put_info` receives the others."""
         return (entry((), None, "empty"),)
 
 
@@ -103,13 +103,13 @@ class _AsTheVector(_MergedResults):
         setattr(env, OBSERVATIONS, concatenate(env.single_observation_space, seen, rows))
 
     def put_final(self, lane: int, obs: Any) -> None:
-        """Do nothing: :meth:`tell` handles the final observation."""
+        """Do nothing: :meth:`put_info` handles the final observation."""
 
-    def tell(self, lane: int, info: Any, of: int) -> None:
+    def put_info(self, lane: int, info: Any, of: int) -> None:
         """Merge the info of a lane and, if its episode ended, the final observation."""
         if not (info or of):
             return
-        if of == Of.LAST:
+        if of == InfoCall.LAST:
             seen = own_observations(self._env)[lane]
             info = {"final_obs": seen, "final_info": info}
         if info:
@@ -178,7 +178,7 @@ class WithinWrappers(SequentialStep):
         merged.begin(own[OBSERVATIONS])
         for i in lanes.nonzero()[0].tolist():
             held[i], info = env.envs[i].reset(seed=None, options=options)
-            merged.tell(i, info, Of.RESET)
+            merged.put_info(i, info, InfoCall.RESET)
         space, rows = env.single_observation_space, own[OBSERVATIONS]
         own[OBSERVATIONS] = concatenate(space, held, rows)
         return self._copied(own[OBSERVATIONS]), merged.infos

@@ -32,7 +32,7 @@ from tallyroll.storage.package.versions import versions
 from tallyroll.storage.replay import buffers
 from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.stores.rewinds import require_not_rewound, require_rewindable, take_back
+from tallyroll.storage.stores.rewinds import require_not_rewound, require_rewindable, rewind_to
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class RowsAt:
                 policy_version=since.policy_version,
             )
             record = record[0], payload
-        back = take_back(storage.writer, self.rows, record, run)
+        back = rewind_to(storage.writer, self.rows, record, run)
         buffers.seat_writers(storage)
         return back, min(storage.span.start, self.rows) - self.first, since
 

@@ -28,7 +28,7 @@ class Heart:
         self._orders: SimpleQueue[int | None] = SimpleQueue()
         self._out: dict[RayLink, tuple[Any, int]] = {}
         """The unanswered heartbeat of each actor, and the number of missed beats."""
-        self.heard: dict[RayLink, list[int]] = {}
+        self.answers: dict[RayLink, list[int]] = {}
         """The last board words of each actor, until the transport takes them."""
 
     def order(self, index: int) -> None:
@@ -64,7 +64,7 @@ class Heart:
             ref, missed = self._out.pop(link, (None, 0))
             if ref in ready:
                 with suppress(RayError):  # the actor is dead, which its answers report
-                    self.heard[link] = ray.get(ref, timeout=self._seconds)
+                    self.answers[link] = ray.get(ref, timeout=self._seconds)
                 ref = None
             if link.answered:  # an answer is a sign of life too, so no heartbeat is needed
                 link.answered, missed = False, 0

@@ -106,7 +106,7 @@ class RayLink:
         return self._made and self.alive
 
     @property
-    def says(self) -> bool:
+    def has_answer(self) -> bool:
         """True if an answer, or the end of the actor, is available."""
         if self.lost or self._ended:
             return True
@@ -176,10 +176,10 @@ class RayLink:
         An answer is never returned twice. If an answer is lost, the link kills the actor, and none
         of the slots that the actor filled count.
         """
-        if not self.says or self.lost or self._ended:
+        if not self.has_answer or self.lost or self._ended:
             return self._gone(self.lost or "ended")
         came, question = self._asked.popleft()
-        self._due.heard(self)
+        self._due.mark_read(self)
         try:
             answer: Answer = came.result()
             if self.facts is None:

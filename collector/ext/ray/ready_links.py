@@ -6,22 +6,22 @@ from queue import Empty, SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
 
-class Says(Protocol):
+class AnsweringLink(Protocol):
     """A link that can report whether an answer is available."""
 
     @property
-    def says(self) -> bool:
+    def has_answer(self) -> bool:
         """True if an answer is available."""
 
 
-L = TypeVar("L", bound=Says)
+L = TypeVar("L", bound=AnsweringLink)
 
 
 class ReadyLinks(Generic[L]):
     """Set of links with answers. The cost of a wait does not depend on the number of links.
 
-    Any thread may add links. One thread waits for them, and calls :meth:`heard` after it has read
-    an answer. A link stays due until then, so that an exception during a wait loses nothing.
+    Any thread may add links. One thread waits for them, and calls :meth:`mark_read` after it has
+    read an answer. A link stays due until then, so that an exception during a wait loses nothing.
     """
 
     def __init__(self) -> None:
@@ -37,10 +37,10 @@ class ReadyLinks(Generic[L]):
         self._links.add(link)
         self._added.put(None)
 
-    def heard(self, link: L) -> None:
+    def mark_read(self, link: L) -> None:
         """Remove the due mark of a link, unless another answer is available."""
         self._links.discard(link)
-        if link.says:  # another answer may have marked the link before
+        if link.has_answer:  # another answer may have marked the link before
             self._links.add(link)
 
     def forget(self, link: L) -> None:
@@ -58,7 +58,9 @@ class ReadyLinks(Generic[L]):
         while True:
             while not self._added.empty():  # before the search, so that later marks wake it
                 self._added.get_nowait()
-            found = [link for link in self._links.copy() if link in self._wanted and link.says]
+            found = [
+                link for link in self._links.copy() if link in self._wanted and link.has_answer
+            ]
             if found:
                 return found
             try:

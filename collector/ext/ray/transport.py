@@ -193,13 +193,13 @@ class RayTransport:
 
         The set of links is cached by the identity of the list.
         """
-        self._tell()
+        self._update_boards()
         return {link for link in self._due.ready(links, seconds) if not link.starts_again()}
 
-    def _tell(self) -> None:
-        place, heard = self._made_place, self._heart.heard
-        while heard:
-            link, words = heard.popitem()
+    def _update_boards(self) -> None:
+        place, answers = self._made_place, self._heart.answers
+        while answers:
+            link, words = answers.popitem()
             if place is not None and self.links.get(link.index) is link:
                 place.tell(link.index, words)
 

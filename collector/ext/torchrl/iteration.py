@@ -472,14 +472,14 @@ class BatchIteration(Collector):
 
     def rollout(self) -> Any:
         """Return the next batch, counted and stored as in iteration; None at the end."""
-        if not self._goes_on():
+        if not self._continues():
             return None
         with user_code("rollout"):
             _, batch = self._next_batch(yields=True)
         self._done_with_it()
         return batch
 
-    def _goes_on(self) -> bool:
+    def _continues(self) -> bool:
         """Return True if the run has more batches; raise if an exception ended it."""
         if self._ready or self._pieces or not self._run.over:
             return True
@@ -488,7 +488,7 @@ class BatchIteration(Collector):
 
     def _make_output(self) -> bool:
         """Make the next output ready; return False if the run is over."""
-        if not self._goes_on():
+        if not self._continues():
             return False
         made, batch = self._next_batch()
         if made:
@@ -586,7 +586,7 @@ class BatchIteration(Collector):
                     self._whole.drop(len(taken))
                 return True
         if self.replay_buffer is None or not len(self._whole):
-            if not self._goes_on():
+            if not self._continues():
                 return False
             self._complete()
         if self.replay_buffer is not None:

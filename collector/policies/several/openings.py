@@ -85,7 +85,7 @@ class Openings:
         """Add back ``counts`` ``[policy]`` random actions, which will be drawn again."""
         self.left += counts
 
-    def go_on_with(self, left: Sequence[int] | Counts) -> None:
+    def continue_with(self, left: Sequence[int] | Counts) -> None:
         """Continue with ``left`` ``[policy]`` remaining random actions."""
         self.left[:] = left
 
@@ -113,6 +113,6 @@ class Openings:
             found[policy] = np.count_nonzero(marks & mine & (version == RANDOM_VERSION))
         return found
 
-    def go_on_after(self, stored: Counts) -> None:
+    def continue_after(self, stored: Counts) -> None:
         """Continue after ``stored`` ``[policy]`` transitions with random actions."""
         self.left[:] = np.maximum(0, self.asked - stored)

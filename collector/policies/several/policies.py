@@ -214,7 +214,7 @@ class SeveralPolicies(Policy):
                 found |= not (opening[at] or self._opening[at])
         return found
 
-    def take_back(self, policy_id: PolicyId | None = None) -> None:
+    def decrement_version(self, policy_id: PolicyId | None = None) -> None:
         """Decrement the version, after an update that reached no worker."""
         self._count(policy_id, -1)
 
@@ -258,14 +258,14 @@ class SeveralPolicies(Policy):
                 part.policy.load_state_dict(own)
         self._joint.versions.copy_(torch.tensor(state["versions"]))
         self.version = int(state["version"])
-        self.openings.go_on_with(state["openings"])
+        self.openings.continue_with(state["openings"])
 
     def load_newer(self, state: Mapping[str, Any]) -> None:
         """Restore the weights of an earlier state, under versions that no weights have had."""
         left, newest = self.openings.left.copy(), max([self.version, *self.versions.values()])
         self.load_state_dict(state)
         self.begin_at(max(newest, self.version) + 1)
-        self.openings.go_on_with(left)
+        self.openings.continue_with(left)
 
 
 def _joint_of(policy: Any) -> Joint:

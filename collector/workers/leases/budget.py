@@ -37,7 +37,7 @@ class Tally:
         self.leased.append(segment)
         return fresh
 
-    def take_back(self, filled: m.LeaseResult, resets: bool) -> Segment:
+    def return_segment(self, filled: m.LeaseResult, resets: bool) -> Segment:
         """Return the segment of the oldest lease, as the worker filled it.
 
         ``resets`` is True if the slot after an end is a reset slot.
@@ -193,23 +193,23 @@ class LeaseBudget:
 
     # --- returns ----------------------------------------------------------------------------------
 
-    def take_back(self, member: Member, filled: m.LeaseResult) -> Segment:
+    def return_lease(self, member: Member, filled: m.LeaseResult) -> Segment:
         """Give the remainder of the oldest lease back to the budget; return the lease's segment.
 
         The segment is free if it holds no transitions.
         """
-        segment = self._tallies[member.index].take_back(filled, self._plan.reset_slots)
-        self._came_back(segment)
+        segment = self._tallies[member.index].return_segment(filled, self._plan.reset_slots)
+        self._count_return(segment)
         self._unleased += segment.reserved - segment.left
         self._openings.give_back(np.array(filled.random_left))
         self._unfinished -= filled.completed
         return segment
 
-    def _came_back(self, segment: Segment) -> None:
+    def _count_return(self, segment: Segment) -> None:
         self._out -= 1
         self.drawing -= segment.random_frames
 
-    def take_back_random(self, segment: Segment) -> None:
+    def return_random(self, segment: Segment) -> None:
         """Return to the budget the random actions of transitions that no block took."""
         self._openings.give_back(self.waiting_of(segment))
 
@@ -222,7 +222,7 @@ class LeaseBudget:
         tally, lost = self._tallies[member.index], NOTHING
         self._tickets += tally.tickets
         for segment in tally.leased:
-            self._came_back(segment)
+            self._count_return(segment)
             segment.release()
             self._openings.give_back(segment.random_frames)
             self._unleased += segment.reserved

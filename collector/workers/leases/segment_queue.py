@@ -31,7 +31,7 @@ class SegmentQueue:
 
     # --- arrivals ---------------------------------------------------------------------------------
 
-    def came(self, segment: Segment, entry: LedgerEntry) -> None:
+    def add(self, segment: Segment, entry: LedgerEntry) -> None:
         """Count ``entry``, and append ``segment`` unless it is empty."""
         self.count(entry)
         if not segment.free:

@@ -105,7 +105,7 @@ class Leases:
             self._startup.replacements.under_way and not (self._stopping or self._budget.complete)
         )
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """Wait for leases to come back, and replace workers that failed."""
         try:
             events = self._worker_pool.events(during=pause_on_signal(_wake))
@@ -119,7 +119,7 @@ class Leases:
             raise
         try:  # only after all are counted, because the first may end the run
             for member, answer in events:
-                self._startup.replacements.hears(member, answer)
+                self._startup.replacements.handle(member, answer)
             for member, error in failed:
                 self._replace(member, self._startup.allowed(error))
         except BaseException:
@@ -140,7 +140,7 @@ class Leases:
             failure = None if isinstance(answer, m.LeaseResult) else answer
             filled = member.take_complete() if failure else answer
             if filled is not None:
-                self._queue.came(self._budget.take_back(member, filled), filled.entry)
+                self._queue.add(self._budget.return_lease(member, filled), filled.entry)
                 if self._budget.complete:
                     self._worker_pool.halt()
             if failure is not None:
@@ -155,7 +155,7 @@ class Leases:
         self._grant()
         queue = self._queue
         while not queue.waiting and self._awaited and not signal_waits():
-            self._hear()
+            self._receive()
             self._grant()
         if not (queue.waiting or self._awaited or self.dry):
             raise LedgerError(
@@ -207,7 +207,7 @@ class Leases:
         """
         self._settle()
         for segment in self._queue.segments:
-            self._budget.take_back_random(segment)
+            self._budget.return_random(segment)
             self._hungry.add(segment.member)
         lanes, none = self._queue.discard(), np.zeros(self._lanes)
         return DiscardedTransitions(self._queue.take_entry(), lanes, none, none.astype(np.bool_))
@@ -251,7 +251,7 @@ class Leases:
                 [event for event in events if not self._startup.replacements.leads(event[0])]
             )
             for event in events:
-                self._startup.replacements.hears_settled(*event)
+                self._startup.replacements.handle_settled(*event)
         return failed
 
     @property

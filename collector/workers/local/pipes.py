@@ -136,7 +136,7 @@ def _write(file: int, content: bytes, seconds: float | None = None) -> None:
 class HasSources(Protocol):
     """A link with the ends of pipes that are ready when it has a message."""
 
-    says: bool
+    has_answer: bool
     """True once the first source was ready: a message arrived, or the end of all messages."""
 
     @property
@@ -177,7 +177,7 @@ class LinkPoller(Generic[L]):
         for file, _ in self._poll.poll(seconds):
             link, says = self._of[file]
             if link in self._wanted:
-                link.says = link.says or says  # hot path: for each message
+                link.has_answer = link.has_answer or says  # hot path: for each message
                 found.add(link)
             else:  # otherwise the file would be ready in each call
                 try:

@@ -61,7 +61,7 @@ class ProcessLink:
         held: a pipe without messages; the worker is killed when this process no longer holds it.
     """
 
-    says = False
+    has_answer = False
 
     def __init__(self, process: Any, channel: PipeChannel, held: Connection) -> None:
         self.process, self.channel, self._held = process, channel, held
@@ -94,7 +94,7 @@ class ProcessLink:
 
         Answers that it sent before it died are returned first.
         """
-        says, self.says = self.says, False
+        says, self.has_answer = self.has_answer, False
         try:
             if says or self.channel.connection.poll():
                 return self.channel.receive()
@@ -128,7 +128,7 @@ class ProcessLink:
             kill_group(self.pid)
             self.process.join(_END_SECONDS)
             self.channel.close()
-            _let_go(self._held)
+            _close_pipe(self._held)
 
 
 def _gone(code: int | None) -> Gone:
@@ -203,7 +203,7 @@ class ProcessTransport:
             with suppress(ProcessLookupError):  # the process has ended, which is reported later
                 kill_when_closed(end.fileno(), process.pid)
         except BaseException:
-            _let_go(held)
+            _close_pipe(held)
             raise
         finally:
             end.close()
@@ -251,7 +251,7 @@ _held: set[Connection] = set()
 """Pipes of all pools. Closing one ends its worker."""
 
 
-def _let_go(alive: Connection) -> None:
+def _close_pipe(alive: Connection) -> None:
     _held.discard(alive)
     alive.close()
 

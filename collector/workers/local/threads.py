@@ -38,7 +38,7 @@ class ThreadLink:
     """
 
     pid = None
-    says = False
+    has_answer = False
 
     def __init__(self, index: int, job: bytes, place: SharedPlace, again: bool) -> None:
         ours, theirs = Pipe()

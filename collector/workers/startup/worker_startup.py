@@ -93,7 +93,7 @@ class Replacements:
         """Return True if ``member`` is a replacement that is getting ready."""
         return member.index in self._coming
 
-    def hears(self, member: Member, answer: Any) -> bool:
+    def handle(self, member: Member, answer: Any) -> bool:
         """Handle an answer of a replacement that is getting ready; return False for other workers.
 
         Raises:
@@ -120,7 +120,7 @@ class Replacements:
             del self._coming[member.index]
             raise
 
-    def hears_settled(self, member: Member, answer: Any) -> None:
+    def handle_settled(self, member: Member, answer: Any) -> None:
         """Handle an answer while all workers are halted.
 
         A worker that failed is handled when it is asked again.
@@ -128,7 +128,7 @@ class Replacements:
         if isinstance(answer, Exception):
             self._coming.pop(member.index, None)
         else:
-            self.hears(member, answer)
+            self.handle(member, answer)
 
     def give_up(self) -> None:
         """Abandon replacements that are getting ready.
@@ -143,13 +143,13 @@ class Replacements:
         """Wait until all replacements are ready.
 
         Raises:
-            WorkerError, EnvironmentRefused: see :meth:`hears`.
+            WorkerError, EnvironmentRefused: see :meth:`handle`.
         """
         pool = self._worker_pool
         while self._coming:
             coming = [member for member in pool.members if member.index in self._coming]
             for member, answer in pool.events(of=coming):
-                self.hears(member, answer)
+                self.handle(member, answer)
 
 
 _ENDED = (
@@ -345,7 +345,7 @@ class WorkerStartup:
         try:
             while len(found) < len(self._worker_pool.members):
                 for member, answer in self._worker_pool.events():
-                    if self.replacements.hears(member, answer):
+                    if self.replacements.handle(member, answer):
                         continue
                     if isinstance(answer, Exception):
                         self._start_again(member, lead, found, answer)
@@ -400,9 +400,9 @@ class WorkerStartup:
     def replace(self, member: Member, error: Exception, begin_at: int | None) -> None:
         """Start a worker to replace ``member``. Its lanes get new seeds.
 
-        The new worker is ready after `Replacements.hears` has received all of its answers, or after
-        `Replacements.finish`. ``begin_at`` is the slot at which its lanes begin; None if a lease
-        sets it.
+        The new worker is ready after `Replacements.handle` was called with all of its answers, or
+        after `Replacements.finish`. ``begin_at`` is the slot at which its lanes begin; None if a
+        lease sets it.
         """
         self.allowed(error)
         self._left -= 1

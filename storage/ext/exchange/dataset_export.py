@@ -24,7 +24,7 @@ from tallyroll.storage.errors import (
 )
 from tallyroll.storage.ext.atomic_create import atomic_creation, require_free
 from tallyroll.storage.ext.exchange.base import ExchangeFormat
-from tallyroll.storage.ext.exchange.export_rows import ExportRows, says_end
+from tallyroll.storage.ext.exchange.export_rows import ExportRows, is_end_flag
 from tallyroll.storage.ext.exchange.numbering import has_numbers
 from tallyroll.storage.ext.exchange.readme import about_rows, omitted_counts
 from tallyroll.storage.ext.exchange.registry import format_named
@@ -255,7 +255,7 @@ def _metadata_of(
     leaves out do not count as lost.
     """
     about = about_rows(reader, schema, chosen.span)
-    changed = [each.key for each in schema.columns if says_end(each)] if len(chosen.ends) else []
+    changed = [each.key for each in schema.columns if is_end_flag(each)] if len(chosen.ends) else []
     rows = len(chosen.rows) if not chosen.left_out else -1
     kept, lost = saved_statistics(reader, schema, rows, changed)
     left = {"statistics": lost, **omitted_counts(about)}

@@ -64,7 +64,7 @@ class ExportRows:
         self.schema, self.about, self.title = schema, about, title
         self._reader, self._table, self._ends, self._span = reader, table, ends, span
         self._order = trajectory_order(reader, self._span) if sorted else None
-        self._flags = {each.key for each in schema.columns if says_end(each)}
+        self._flags = {each.key for each in schema.columns if is_end_flag(each)}
         self._progress, self._done = progress, 0
 
     def __len__(self) -> int:
@@ -141,7 +141,7 @@ class ExportRows:
         return found
 
 
-def says_end(column: Column) -> bool:
+def is_end_flag(column: Column) -> bool:
     """Return True if a column is an end flag that a truncation sets in a trajectory's last row."""
     key = column.key
     return key[0] == NEXT and key[-1] in (TRUNCATED[-1], DONE[-1]) and column.dtype is torch.bool

@@ -16,7 +16,7 @@ _FIELD: Final = re.compile(r"\{([A-Za-z_]{1,40})(?::0?([0-9]))?d?\}")
 _MOST_PATH: Final = 4096
 
 
-def filled(template: Any, **values: int | str) -> str:
+def expand_template(template: Any, **values: int | str) -> str:
     """Expand a path template that may contain ``values``, with zero-padded numbers.
 
     The function does not use ``str.format``, whose fields can read attributes or request gigabytes

@@ -159,7 +159,7 @@ class Versions:
         for name in (_SAID, _LOCK):
             (self.place / name).unlink(missing_ok=True)
         if folder:
-            self.inside.let_go()
+            self.inside.release()
             with contextlib.suppress(OSError):  # the folder may hold files of other programs
                 self.place.rmdir()
 

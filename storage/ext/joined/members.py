@@ -49,7 +49,7 @@ class UnionMember:
         return self.rows.start - self.span.start
 
 
-def expanded(paths: PathLike | Sequence[PathLike]) -> list[Path]:
+def expand_paths(paths: PathLike | Sequence[PathLike]) -> list[Path]:
     """Return the paths of members in the given order; matches of a pattern are in natural order.
 
     Raises:

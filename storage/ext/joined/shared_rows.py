@@ -351,11 +351,11 @@ def _compared(readers: Readers) -> list[Key]:
     return [
         key
         for key, column in one.items()
-        if other.get(key) == column and key[0] != TRAJ_IDS[0] and not _says_end(key)
+        if other.get(key) == column and key[0] != TRAJ_IDS[0] and not _is_end_flag(key)
     ]
 
 
-def _says_end(key: Key) -> bool:
+def _is_end_flag(key: Key) -> bool:
     return key[0] == NEXT and key[-1] in (TRUNCATED[-1], DONE[-1])
 
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tallyroll.storage.ext.joined.members import PathLike, expanded
+from tallyroll.storage.ext.joined.members import PathLike, expand_paths
 from tallyroll.storage.ext.joined.union import MemberIds, UnionReader
 from tallyroll.storage.ext.remote.address import reopened_as
 from tallyroll.storage.readers.file_reader import Mode
@@ -38,7 +38,7 @@ def open_at(
     **options: Any,
 ) -> UnionStorage:
     """Open several storages as one; see `open_storage`."""
-    places = expanded(path)
+    places = expand_paths(path)
     given = [path] if isinstance(path, str | os.PathLike) else path
     require_reading(", ".join(map(str, given)), mode)
     with ExitStack() as stack:

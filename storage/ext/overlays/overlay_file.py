@@ -124,7 +124,7 @@ class OverlayFile:
             raise failed(path, error, 0) from error
         self._file, self._right = file, RightToWrite(None, path)
         self._held: list[WriterLock] = []
-        self._closed = weakref.finalize(self, _let_go, file, self._held)
+        self._closed = weakref.finalize(self, _release, file, self._held)
         try:
             with translated(path):
                 page = os.pread(file, HEADER_NBYTES, 0)
@@ -396,7 +396,7 @@ def _missing(reader: FileReader, key: Key, why: str = "") -> ColumnsMissing:
     )
 
 
-def _let_go(file: int, held: list[WriterLock]) -> None:
+def _release(file: int, held: list[WriterLock]) -> None:
     for lock in held:
         lock.release()
     os.close(file)

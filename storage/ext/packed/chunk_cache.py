@@ -365,7 +365,7 @@ class CachedArray:
         with self._lock:
             self._load([(chunk, None, None)])
 
-    def let_go(self) -> None:
+    def close_files(self) -> None:
         """Close the files until rows are requested again."""
         with self._lock:
             self.chunks.done(idle=True)

@@ -90,7 +90,7 @@ def planned(
         after = columns.get(pair_of(key))
         if after is not None and (after.dtype, after.shape) != (column.dtype, column.shape):
             after = None
-        if not (once and after is not None and _mostly(_goes_on(look, key) for look in looks)):
+        if not (once and after is not None and _mostly(_continues(look, key) for look in looks)):
             after = None
         plan = ColumnPlan(column, after)
         if after is not None:
@@ -105,7 +105,7 @@ def planned(
     return [plan for plan in found if plan.column.key not in taken]
 
 
-def _goes_on(look: Values, key: Key) -> np.ndarray:
+def _continues(look: Values, key: Key) -> np.ndarray:
     return same_bits(look(key)[1:], look(pair_of(key))[:-1])
 
 

@@ -138,7 +138,7 @@ class States:
         if not is_little(nbytes := 3 * count * array.layout.row_nbytes):
             require_memory(nbytes, f"a table of {count:,} states of {self.path}")
         found = array.slice(0, count)
-        array.let_go()  # the array is not read again
+        array.close_files()  # the array is not read again
         return found
 
 

@@ -50,7 +50,7 @@ def room_for(manifest: Manifest, layouts: Sequence[ArrayLayout], rows: int) -> i
     return int(max(LEAST, 1 << (wanted - 1).bit_length()))
 
 
-def written(manifest: bytes, places: Sequence[tuple[list[int], list[int]]], tables: Any) -> bytes:
+def serialize(manifest: bytes, places: Sequence[tuple[list[int], list[int]]], tables: Any) -> bytes:
     """Serialize the copy from the fields of a `Front`; ``tables`` may be any mapping."""
     arrays = []
     for starts, sizes in places:

@@ -244,7 +244,7 @@ def _copy(file: Any, manifest: bytes, layout: Layout) -> bytes:
         places.append(([each.byte_offset for each in found], [each.size for each in found]))
         if number in late:
             tables[number] = [data.read_direct_chunk(each.chunk_offset)[1] for each in found]
-    return front.written(manifest, places, tables)
+    return front.serialize(manifest, places, tables)
 
 
 class FrontChunks:

@@ -50,7 +50,7 @@ from tallyroll.storage.rows.schema import Column, Schema
 from tallyroll.storage.trajectories.columns import WHOSE, missing, numbers_of
 from tallyroll.storage.trajectories.content import expanded
 from tallyroll.storage.trajectories.episode_file import write_table
-from tallyroll.storage.trajectories.index import says_whose
+from tallyroll.storage.trajectories.index import has_trajectories
 from tallyroll.storage.trajectories.index_file import IndexOwner, write_index
 from tallyroll.storage.user_code import user_callback
 
@@ -69,7 +69,7 @@ def packed_order(reader: RowReader, span: range) -> np.ndarray:
         Overrun: the writer of a ring overwrote rows in the meantime.
     """
     rows = np.arange(span.start, span.stop)
-    if not len(rows) or not says_whose(reader.schema):
+    if not len(rows) or not has_trajectories(reader.schema):
         return rows
     require_memory(len(rows) * _NBYTES_OF_A_ROW, f"the order of {len(rows):,} rows")
     ids, lane = (

@@ -100,7 +100,7 @@ def push(
     rows, plan = _planned(root)
     objects = Objects(place, options or S3Options())
     there = objects.listed()
-    before = _before(objects, there, plan, replace)
+    before = _previous_plan(objects, there, plan, replace)
     if before != plan:
         # Delete the objects that make a dataset visible first, so that a mix of two datasets is
         # never visible. Then delete the objects that only the previous dataset has, while its list
@@ -108,7 +108,7 @@ def push(
         own = set(before.objects) - set(plan.objects) if before is not None else set()
         objects.delete(name for name in (LAST, ROOT, *sorted(own)) if name in there)
         objects.put(PLAN, plan.to_json(), {})
-    sent = _sent(objects, Inside(root), plan, there if before == plan else {}, progress)
+    sent = _send_missing(objects, Inside(root), plan, there if before == plan else {}, progress)
     return PushReport(
         str(place), rows, len(plan.objects), plan.nbytes, len(sent),
         sum(plan.objects[name].nbytes for name in sent),
@@ -128,7 +128,7 @@ def _planned(root: Path) -> tuple[int, PushPlan]:
     found = {}
     for name, needed in files_of(layout, manifest).items():
         try:
-            found[name] = _counted(archive.inside, root / name)
+            found[name] = _planned_object(archive.inside, root / name)
         except FileNotFoundError as error:
             if needed:
                 raise CorruptStorage(
@@ -137,7 +137,7 @@ def _planned(root: Path) -> tuple[int, PushPlan]:
     return rows, PushPlan(id, found)
 
 
-def _counted(inside: Inside, path: Path) -> PlannedObject:
+def _planned_object(inside: Inside, path: Path) -> PlannedObject:
     digest, nbytes = hashlib.sha256(), 0
     with _file(inside, path) as file:
         while piece := file.read(_PIECE):
@@ -152,7 +152,7 @@ def _file(inside: Inside, path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def _before(
+def _previous_plan(
     objects: Objects, there: dict[str, ListedObject], plan: PushPlan, replace: bool
 ) -> PushPlan | None:
     """Return the object list of the complete or partial dataset at the address, or None.
@@ -186,7 +186,7 @@ def _before(
     return found
 
 
-def _sent(
+def _send_missing(
     objects: Objects,
     inside: Inside,
     plan: PushPlan,
@@ -198,7 +198,7 @@ def _sent(
     names = plan.order
     groups = [[name for name in names if name not in (ROOT, LAST)], [ROOT], [LAST]]
     with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="tallyroll-push") as pool:
-        looks = pool.map(lambda name: _is_there(objects, name, plan, there), names)
+        looks = pool.map(lambda name: _is_uploaded(objects, name, plan, there), names)
         right = {name for name, found in zip(names, looks, strict=True) if found}
         if LAST in there and len(right) < len(names):
             # Hide the dataset until it is complete again.
@@ -233,7 +233,9 @@ def _sent(
     return sent
 
 
-def _is_there(objects: Objects, name: str, plan: PushPlan, there: dict[str, ListedObject]) -> bool:
+def _is_uploaded(
+    objects: Objects, name: str, plan: PushPlan, there: dict[str, ListedObject]
+) -> bool:
     wanted, found = plan.objects[name], there.get(name)
     if found is None or found.nbytes != wanted.nbytes:
         return False

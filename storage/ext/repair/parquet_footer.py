@@ -69,7 +69,7 @@ def rebuilt(raw: Any, size: int, kinds: Any, values: Sequence[int], codec: str) 
     meta[3] = I64, sum(counts)
     meta[4] = LIST, (STRUCT, made)
     stop = groups[-1][1][-1][-1].stop
-    text = written(meta)
+    text = serialize(meta)
     return Rebuilt(stop, text + len(text).to_bytes(4, "little") + _MAGIC, counts)
 
 
@@ -269,7 +269,7 @@ class ThriftReader:
                 raise ValueError("a number is too long")
 
 
-def written(fields: Fields) -> bytes:
+def serialize(fields: Fields) -> bytes:
     """Serialize a struct."""
     out, before = bytearray(), 0
     for number in sorted(fields):
@@ -302,7 +302,7 @@ def _value_written(kind: int, value: Any) -> bytes:
             head = bytes([count << 4 | inner]) if count < _LONG else bytes([0xF0 | inner])
             head += b"" if count < _LONG else _varint(count)
             return head + b"".join(_value_written(inner, each) for each in values)
-    return written(value)
+    return serialize(value)
 
 
 def _varint(value: int) -> bytes:

@@ -14,14 +14,14 @@ from tallyroll.storage.ext.exchange.base import Incoming
 from tallyroll.storage.ext.exchange.readme import recorded_schema
 from tallyroll.storage.ext.exchange.rlds import layout
 from tallyroll.storage.ext.exchange.rlds.examples import features_in
-from tallyroll.storage.ext.exchange.rlds.foreign import TheirRows
+from tallyroll.storage.ext.exchange.rlds.foreign import ForeignRows
 from tallyroll.storage.ext.exchange.rlds.reader import (
     Steps,
     count_of,
     episode_in,
 )
 from tallyroll.storage.ext.exchange.rlds.records import Damage, records
-from tallyroll.storage.ext.exchange.rlds.rlds_format import OurRows, rows_of
+from tallyroll.storage.ext.exchange.rlds.rlds_format import OwnRows, rows_of
 from tallyroll.storage.ext.exchange.rlds.values import RldsValues
 from tallyroll.storage.ext.repair.losses import Losses, RowsRepair
 
@@ -46,7 +46,7 @@ class RldsRepair(RowsRepair):
         yield Incoming(rows.schema, count, blocks, None, "rlds")
 
 
-def _rows(folder: DatasetFolder, place: Path) -> OurRows | TheirRows:
+def _rows(folder: DatasetFolder, place: Path) -> OwnRows | ForeignRows:
     """Return the reader of the rows.
 
     The reader uses the columns that an export recorded, if they are valid.

@@ -63,13 +63,13 @@ class Priorities:
             return there
         self.entering = self.largest
         if rewinds != self._rewinds or span.stop < there.stop:
-            self._take_back(rewinds, span)
-        self._go(span)
+            self._remove_rewound(rewinds, span)
+        self._remove_old(span)
         if span.stop > self.there.stop:
-            self._come(span)
+            self._add_new(span)
         return self.there
 
-    def _take_back(self, rewinds: int, span: range) -> None:
+    def _remove_rewound(self, rewinds: int, span: range) -> None:
         """Remove the leaves of row numbers that denote other rows since a rewind."""
         ring, base, first, stop = self.there
         kept = min(stop, span.stop)
@@ -94,7 +94,7 @@ class Priorities:
             left = self._tree.leaves[slot : slot + count] * may[begin : begin + count]
             self._tree.fill(slot, slot + count, left)
 
-    def _go(self, span: range) -> None:
+    def _remove_old(self, span: range) -> None:
         """Remove the leaves of rows that have disappeared."""
         ring, base, first, stop = self.there
         if span.start <= first:
@@ -108,7 +108,7 @@ class Priorities:
         self._fill(first, gone, 0)
         self.there = LeafNumbering(ring, base, span.start, max(stop, span.start))
 
-    def _come(self, span: range) -> None:
+    def _add_new(self, span: range) -> None:
         """Give new rows the largest leaf."""
         ring, base, first, stop = self.there
         if not self.most:

@@ -36,7 +36,7 @@ class Starts:
         found = np.zeros(len(rows), np.bool_)
         for begin in range(0, len(rows), self._chunk):
             part = self.sequences(rows[begin : begin + self._chunk])
-            found[begin : begin + self._chunk] = _goes_on(part)
+            found[begin : begin + self._chunk] = _continues(part)
         return found
 
     def ended_in(self, rows: range, first: int) -> Iterator[np.ndarray]:
@@ -53,9 +53,9 @@ class Starts:
                 starts, ends = starts[there], ends[there]
                 onward = known.onward(starts, self.length)
             # Require that no step in between is missing.
-            yield starts[_goes_on(onward.T) & (onward[-1] == ends)]
+            yield starts[_continues(onward.T) & (onward[-1] == ends)]
 
 
-def _goes_on(sequences: np.ndarray) -> np.ndarray:
+def _continues(sequences: np.ndarray) -> np.ndarray:
     """Return which sequences [n, length] are complete: a short one repeats its last row."""
     return np.asarray((np.diff(sequences, axis=1) > 0).all(axis=1))

@@ -196,7 +196,7 @@ def _statistics(
     missing = {c.key: range(max(rows.start, found[c.key].stop), rows.stop) for c in columns}
     total, done = sum(len(missing[c.key]) * c.row_nbytes for c in columns), 0
 
-    def told(nbytes: int) -> None:
+    def on_progress(nbytes: int) -> None:
         nonlocal done
         done += nbytes
         if progress is not None:
@@ -205,7 +205,7 @@ def _statistics(
     for column in columns:
         counted = found[column.key]
         if len(missing[column.key]) or counted.quantiles is None:
-            count_on(reader, column, counted, missing[column.key], told)
+            count_on(reader, column, counted, missing[column.key], on_progress)
             add_quantiles(reader, column, counted, rows)
     if total and place is not None:
         write_saved(reader, place, {**known, **found})

@@ -464,7 +464,7 @@ class _Verification:
         self._total += sum(each.stop * nbytes[key] for key, each in statistics.items())
         if not self._chunks_whole():
             return self._cut_off(path, manifest)
-        rows.run(findings, self._tell)
+        rows.run(findings, self._report_bytes)
         if known is None:
             self._skipped.setdefault("record", "no collector wrote a record")
         else:
@@ -477,7 +477,7 @@ class _Verification:
         if sums is not None:
             self._check_sums(sums)
         if statistics:
-            check_statistics(reader, statistics, findings, self._tell)
+            check_statistics(reader, statistics, findings, self._report_bytes)
         if hashes is not None:
             self._check_content(*hashes)
         if "index" not in self._skip and (why := check_index(reader, self._cut_short)):
@@ -620,13 +620,13 @@ class _Verification:
 
     def _check_content(self, kept: LeafHashes, lines: np.ndarray) -> None:
         try:
-            check_content(self._reader, kept, lines, self._findings, self._tell)
+            check_content(self._reader, kept, lines, self._findings, self._report_bytes)
         except Overrun:
             why = "another process writes to this ring; wait for it"
             self._skipped.setdefault("content", why)
-        self._tell(self._total)  # include rows without a stored hash
+        self._report_bytes(self._total)  # include rows without a stored hash
 
-    def _tell(self, nbytes: int) -> None:
+    def _report_bytes(self, nbytes: int) -> None:
         self._done = min(self._total, self._done + nbytes)
         if self._progress is not None:
             with user_callback("progress"):
@@ -650,7 +650,7 @@ class _Verification:
         columns = {key: SlotColumn(reader, key) for key in reader.keys}
         message = "the bytes of a block of rows do not match its checksum"
         try:
-            for each in mismatches(columns, recorded, self._tell):
+            for each in mismatches(columns, recorded, self._report_bytes):
                 rows = newest_rows(reader, np.arange(each.start, each.stop))
                 what = f"or one of the {len(rows) - 1:,} rows after it"
                 place = Place(row=int(rows.min()), column=format_key(each.key), what=what)

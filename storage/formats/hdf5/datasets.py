@@ -56,7 +56,7 @@ class AttributePlace:
     at: int
     before: bytes
 
-    def stands(self, file: int) -> bool:
+    def is_current(self, file: int) -> bool:
         """Return True if the value is still in its place. Other programs may have moved it."""
         return os.pread(file, len(self.before), self.at - len(self.before)) == self.before
 

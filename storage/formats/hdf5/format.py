@@ -225,7 +225,7 @@ class H5Format(Format):
         """Return a descriptor of the file."""
         return open_file(self.path, flags)
 
-    def stands(self) -> bool:
+    def exists(self) -> bool:
         """Return True if the file is ours and contains a manifest."""
         try:
             with closing(open_file(self.path, os.O_RDONLY)) as file:
@@ -395,7 +395,7 @@ class H5Format(Format):
     def _follow_attributes(self, file: int) -> None:
         """Look up our attributes again if another program moved them by adding its own."""
         places = self._places
-        if places.rows.stands(file) and places.provenance.stands(file):
+        if places.rows.is_current(file) and places.provenance.is_current(file):
             return
         manifest = self.read_manifest()
         self._places = self._places.moved(file, self.path)
@@ -473,11 +473,11 @@ class H5Format(Format):
             with closing(open_file(path, os.O_RDONLY)) as file:
                 places = self._places
                 # Repeat the check, because a writer may be writing the value.
-                if places.provenance.stands(file) and not any(
+                if places.provenance.is_current(file) and not any(
                     self._shows_manifest(file) for _ in range(_LOOKS)
                 ):
                     raise differs(path, "its attribute provenance differs from the manifest")
-                if places.rows.stands(file):
+                if places.rows.is_current(file):
                     self._require_rows(places.rows_shown(file), head())
         except CorruptStorage as error:
             yield str(error)
@@ -489,7 +489,7 @@ class H5Format(Format):
             with closing(open_file(path, os.O_RDONLY)) as file:
                 attributes = shown_attributes(file, path)
                 places = self._places
-                moved = not (places.rows.stands(file) and places.provenance.stands(file))
+                moved = not (places.rows.is_current(file) and places.provenance.is_current(file))
                 if moved:
                     places.moved(file, path)
             if type(rows := attributes.get("rows")) is not int:

@@ -170,7 +170,7 @@ class ZarrFormat(DirectoryFormat):
         columns: list[ChunkedColumn] = []
         self.inside.hold()
         with contextlib.ExitStack() as undo:
-            undo.callback(self.inside.let_go)
+            undo.callback(self.inside.release)
             for column, rows in zip(schema.columns, self._chunk_rows, strict=True):
                 _require_pages(self.path, column, rows)
                 place = self.path.joinpath(*column.key)
@@ -316,7 +316,7 @@ class ZarrFormat(DirectoryFormat):
         """Close the files."""
         columns, self._columns = self._columns, []
         with contextlib.ExitStack() as exits:
-            exits.callback(self.inside.let_go)
+            exits.callback(self.inside.release)
             for column in columns:
                 exits.callback(column.close)
 

@@ -574,7 +574,7 @@ def test_a_smaller_call_takes_a_part_of_the_slots_that_workers_filled(
 @pytest.mark.slow
 def test_rows_after_a_missed_answer_of_a_worker_are_not_stored(tmp_path: Path) -> None:
     """If stored, they would follow a gap within a trajectory."""
-    each = AtEach([Leases._counted, LeaseBudget.take_back, SegmentQueue.came])
+    each = AtEach([Leases._counted, LeaseBudget.return_lease, SegmentQueue.add])
     each.came = True
     while each.came:
         each.begin()

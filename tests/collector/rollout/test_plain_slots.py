@@ -493,7 +493,7 @@ def test_buffers_are_told_before_a_handler_may_raise(
         before = signal.signal(signal.SIGTERM, handle)
         try:
             run.collect(LANES)  # installs the code that defers handlers
-            monkeypatch.setattr(buffers, "tell_buffers", telling)
+            monkeypatch.setattr(buffers, "notify_buffers", telling)
             with pytest.raises(Interruption):
                 run.collect(LANES)
         finally:

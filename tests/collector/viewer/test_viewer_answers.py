@@ -24,7 +24,7 @@ from tallyroll.collector.ext.viewer.flags import Flags
 from tallyroll.collector.ext.viewer.values import FrameView, encoded
 from tallyroll.storage import MemmapStorage, StorageMissing, UnknownTrajectory, open_storage
 from tallyroll.storage.rows.schema import Column
-from tallyroll.storage.stores.rewinds import take_back
+from tallyroll.storage.stores.rewinds import rewind_to
 
 from viewer_kit import coded, straight
 
@@ -340,7 +340,7 @@ def test_rows_that_were_rewound_are_gone(path: Path) -> None:
     last = int(model.ids[-1])
     assert dataset.episode(last)["length"]
     with open_storage(path, "append") as storage:
-        take_back(storage.writer, 40, None)
+        rewind_to(storage.writer, 40, None)
     left = dict.fromkeys(model.ids[:40].tolist())
     assert [int(each["id"]) for each in dataset.episodes()["lines"]] == [*left]
     assert dataset.summary()["rows"] == 40
@@ -356,7 +356,7 @@ def test_episodes_of_before_a_rewind_are_not_shown_while_rows_are_counted(
     dataset = Dataset(str(path))
     assert dataset.episodes()["complete"]
     with open_storage(path, "append") as storage:
-        take_back(storage.writer, 40, None)
+        rewind_to(storage.writer, 40, None)
     counting = threading.Event()
     real = EpisodeTable._whole
     monkeypatch.setattr(EpisodeTable, "_whole", lambda table: (counting.wait(30), real(table))[1])
@@ -416,7 +416,7 @@ def test_storages_without_rows_or_episodes_are_shown(path: Path, tmp_path: Path)
     dataset.close()
     coded(tmp_path / "empty", 20)
     with open_storage(tmp_path / "empty", "append") as storage:
-        take_back(storage.writer, 0, None)
+        rewind_to(storage.writer, 0, None)
     empty = Dataset(str(tmp_path / "empty"))
     assert empty.summary()["rows"] == 0
     assert (empty.episodes()["total"], empty.trends()["x"], empty.histograms()) == (0, [], [])

@@ -17,7 +17,7 @@ from tallyroll.storage.errors import ColumnsMissing, DamagedOverlay
 from tallyroll.storage.ext import atomic_create, storage_copy
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.stores.rewinds import take_back
+from tallyroll.storage.stores.rewinds import rewind_to
 
 from killed_storages_kit import forked, in_a_process
 
@@ -100,7 +100,7 @@ def test_values_of_rows_that_were_taken_back(tmp_path: Path) -> None:
         storage.extend(trajectory_rows(0, 35, steps=7))
         storage.extend(trajectory_rows(35, 35, steps=7))
         wanted = set_some(storage, 1)
-        take_back(storage.writer, 35, None)
+        rewind_to(storage.writer, 35, None)
         storage.extend(trajectory_rows(700, 7, steps=7))
         storage.copy_to(tmp_path / "copy")
     with open_storage(tmp_path / "copy") as copy:

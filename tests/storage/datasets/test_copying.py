@@ -31,7 +31,7 @@ from tallyroll.storage.ext import storage_copy
 from tallyroll.storage.ext.atomic_create import atomic_creation
 from tallyroll.storage.ext.testing.reader_contract import assert_same_rows, collected
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
-from tallyroll.storage.stores.rewinds import take_back
+from tallyroll.storage.stores.rewinds import rewind_to
 
 FORMATS = ("memmap", "hdf5", "zarr")
 SETTINGS = settings(
@@ -327,7 +327,7 @@ def test_rows_that_are_taken_back_meanwhile(tmp_path: Path) -> None:
             pytest.raises(StateMismatch, match="were rewound during the copy"),
         ):
             storage.copy_to(
-                tmp_path / "copy", progress=lambda *_: take_back(writer.writer, 20, None)
+                tmp_path / "copy", progress=lambda *_: rewind_to(writer.writer, 20, None)
             )
     assert nothing_is_left(tmp_path)
 

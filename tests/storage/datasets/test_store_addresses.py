@@ -24,7 +24,7 @@ from tallyroll.storage import (
     verify_dataset,
 )
 from tallyroll.storage.errors import CorruptStorage, InvalidAddress, MissingLibrary, ReadOnlyStorage
-from tallyroll.storage.ext.joined.members import expanded
+from tallyroll.storage.ext.joined.members import expand_paths
 from tallyroll.storage.ext.remote.address import S3Path, s3_path
 from tallyroll.storage.ext.remote.objects import ListedObject
 from tallyroll.storage.ext.remote.push_plan import LAST, PLAN, ROOT, PlannedObject, PushPlan, parsed
@@ -50,7 +50,7 @@ def test_addresses(address: str | Path, bucket: str, key: str) -> None:
     assert str(found / "action" / "c.0") == f"{found}/action/c.0"
     assert s3_path(str(found)) == found == pickle.loads(pickle.dumps(found))
     assert type(pickle.loads(pickle.dumps(found))) is S3Path
-    assert expanded([address]) == [found]
+    assert expand_paths([address]) == [found]
 
 
 @pytest.mark.parametrize("path", ["runs/pole", "s3/x", "/s3://x", Path("runs"), 3, b"s3://x/y"])

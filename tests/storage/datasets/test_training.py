@@ -20,7 +20,7 @@ from tallyroll.storage import EpochBatches, MemmapStorage, ZarrStorage, open_sto
 from tallyroll.storage.errors import ColumnsMissing, IndexOutOfRange, StateMismatch
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.ext.training.epoch_batches import Order
-from tallyroll.storage.stores.rewinds import take_back
+from tallyroll.storage.stores.rewinds import rewind_to
 
 from fork_server import warm_fork_server
 
@@ -459,7 +459,7 @@ def test_rows_that_come_go_or_change_are_no_items_and_no_other_rows() -> None:
     with MemmapStorage() as storage:
         storage.extend(trajectory_rows(0, 20, steps=5), ids="fresh")
         data = storage.dataset()
-        take_back(storage.writer, 10, None)
+        rewind_to(storage.writer, 10, None)
         storage.extend(trajectory_rows(10, 20, steps=5), ids="fresh")
         with pytest.raises(StateMismatch, match="this dataset"):
             data[3]

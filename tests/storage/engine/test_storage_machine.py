@@ -62,9 +62,9 @@ def test_a_ring_that_was_emptied_gets_no_row_back(
         else:
             for _ in range(2):
                 state.extend(count=5, as_arrays=False, record=None)
-            state.take_back(share=1 / 3)
+            state.rewind(share=1 / 3)
         state.extend(count=more, as_arrays=False, record=None)
-        state.take_back(share=share)
+        state.rewind(share=share)
         assert state.model.span == left
         state.holds_the_rows_of_the_model()
     finally:

@@ -101,7 +101,7 @@ def test_sizes_of_parquet_that_do_not_fit(way: str, tmp_path: Path) -> None:
                     parquet_footer.STRUCT,
                     {3: (parquet_footer.LIST, (parquet_footer.I64, [1] * 9))},
                 )
-        end = parquet_footer.written(footer)
+        end = parquet_footer.serialize(footer)
         file.write_bytes(content[:begin] + end + len(end).to_bytes(4, "little") + b"PAR1")
 
     def use() -> bool:

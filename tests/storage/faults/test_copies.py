@@ -178,7 +178,7 @@ def begun(case: Case, path: Path) -> Path:
 
 def drop(storage: DiskStorage) -> None:
     """Leave the files as a killed writer does."""
-    engine = storage.reader.let_go()
+    engine = storage.reader.detach_engine()
     assert engine is not None
     engine.abandon()
     assert engine._lock is not None

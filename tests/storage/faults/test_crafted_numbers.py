@@ -32,7 +32,7 @@ from tallyroll.storage.formats.hdf5.user_block import (
     newest_manifest,
     write_manifest,
 )
-from tallyroll.storage.stores.rewinds import require_not_rewound, take_back
+from tallyroll.storage.stores.rewinds import require_not_rewound, rewind_to
 
 from hostile_kit import (
     GIB,
@@ -402,7 +402,7 @@ def test_rewinds_that_the_manifest_does_not_know(
         with pytest.raises(StateMismatch):  # none of its rows may remain
             require_not_rewound(storage.reader, 1, 0, "a state")
         with pytest.raises(CorruptStorage, match="rewind"):
-            take_back(storage.writer, 1, None)
+            rewind_to(storage.writer, 1, None)
 
 
 def require_refused(path: Path, words: str) -> None:

@@ -232,7 +232,7 @@ def test_a_lock_on_a_removed_file_is_no_lock(
 
     monkeypatch.setattr(os, "open", open_and_lose)
     first = WriterLock(Inside(path.parent), path)
-    assert first.stands
+    assert first.is_in_place
     with pytest.raises(StorageLocked):
         WriterLock(Inside(path.parent), path)
     first.release()

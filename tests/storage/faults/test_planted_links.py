@@ -76,7 +76,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 file.write(bytes(USER_BLOCK_NBYTES - HEADER_NBYTES))
         else:
             kind._format_class(path).manifest_path.unlink()
-        assert not kind._format_class(path).stands()
+        assert not kind._format_class(path).exists()
     return place
 
 

@@ -201,7 +201,7 @@ class Story:
         engine.abandon()
         assert engine._lock is not None
         engine._lock.release()
-        self.storage.reader.let_go()
+        self.storage.reader.detach_engine()
 
     def close(self) -> None:
         self.storage.close()

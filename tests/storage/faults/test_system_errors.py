@@ -299,7 +299,7 @@ def test_any_call_may_fail(
 
 def there(kind: type[DiskStorage], path: Path, options: dict[str, Any], least: int) -> None:
     """Check that the storage has at least this many rows and accepts more."""
-    if not kind._format_class(path).stands():
+    if not kind._format_class(path).exists():
         assert not least
         with kind(path, **options) as storage:
             storage.extend(rows(0, 5))
@@ -698,7 +698,7 @@ def test_a_storage_that_goes_while_the_command_collects(
     def watch() -> None:
         until = time.monotonic() + 60
         while time.monotonic() < until and not watched.is_set():
-            if HOSTILE[name]._format_class(path).stands():
+            if HOSTILE[name]._format_class(path).exists():
                 with contextlib.suppress(StorageError), open_storage(path) as storage:
                     if len(storage) > 50:
                         happens(path)

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storage, verify
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.stores.rewinds import take_back
+from tallyroll.storage.stores.rewinds import rewind_to
 
 NAMES = ("value", ("next", "relabelled"))
 FILL = -7
@@ -85,7 +85,7 @@ class OverlayMachine(RuleBasedStateMachine):
         rows = self.storage.head - back
         if rows < self.storage.span.start + 1:
             return
-        take_back(self.storage.writer, rows, None)
+        rewind_to(self.storage.writer, rows, None)
         for values in self.values.values():
             for row in [row for row in values if row >= rows]:
                 del values[row]

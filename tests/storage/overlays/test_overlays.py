@@ -31,7 +31,7 @@ from tallyroll.storage.errors import (
 from tallyroll.storage.ext.overlays import header
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.stores.rewinds import take_back
+from tallyroll.storage.stores.rewinds import rewind_to
 
 from formats_kit import KINDS
 
@@ -373,7 +373,7 @@ def test_a_sparse_file_with_room_for_very_many_rows(tmp_path: Path) -> None:
         copy.loads(tmp_path / "dumped")
         assert copy.overlay("x")[:].tolist() == [1.0] * 20
     with MemmapStorage(path, mode="append") as storage:
-        take_back(storage.writer, 10, None)
+        rewind_to(storage.writer, 10, None)
         storage.overlay("x")[0] = 2.0
         assert storage.overlay("x")[:].tolist() == [2.0, *[1.0] * 9]
     assert time.process_time() - started < 2

@@ -32,7 +32,7 @@ from tallyroll.storage.errors import (
     StorageClosed,
 )
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
-from tallyroll.storage.stores.rewinds import take_back
+from tallyroll.storage.stores.rewinds import rewind_to
 
 COUNT = 16
 
@@ -56,7 +56,7 @@ def rewound(path: Path) -> Iterator[DiskStorage]:
     with MemmapStorage(path, max_size=30) as storage:
         storage.extend(trajectory_rows(0, 25, steps=5))
         storage.extend(trajectory_rows(25, 25, steps=5))
-        take_back(storage.writer, 45, None)
+        rewind_to(storage.writer, 45, None)
         yield storage
 
 

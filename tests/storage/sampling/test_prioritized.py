@@ -36,7 +36,7 @@ from tallyroll.storage.errors import (
     StateMismatch,
 )
 from tallyroll.storage.ext.sampling import priorities as priorities_module
-from tallyroll.storage.stores.rewinds import take_back
+from tallyroll.storage.stores.rewinds import rewind_to
 
 from lane_model import Model
 
@@ -151,7 +151,7 @@ def test_sequences_are_taken_back_with_their_rows() -> None:
         storage.extend(model.rows())
         sampler = PrioritizedSampler(storage, slice_len=5)
         sampler.draw(1)
-        take_back(storage.writer, 200, None)
+        rewind_to(storage.writer, 200, None)
         with MemmapStorage() as other:
             other.extend(model.rows(0, 200))
             assert leaves(sampler) == leaves(PrioritizedSampler(other, slice_len=5))
@@ -362,7 +362,7 @@ def test_a_checkpoint_that_takes_rows_back_leaves_the_others(tmp_path: Path) -> 
         sampler = PrioritizedSampler(storage, alpha=1, eps=0)
         sampler.update_priority(range(20), np.arange(1.0, 21.0))
     with open_storage(tmp_path / "rows", "append") as storage:
-        take_back(storage.writer, 5, None)
+        rewind_to(storage.writer, 5, None)
         storage.extend(rows(0, 10))
         with pytest.warns(UserWarning, match=r"has priorities of 20 rows, but .* has 15 rows"):
             sampler = PrioritizedSampler(storage, alpha=1, eps=0)

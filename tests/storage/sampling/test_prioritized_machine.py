@@ -21,7 +21,7 @@ from tensordict import TensorDict
 
 from tallyroll.storage import MemmapStorage, PrioritizedSampler, fast_paths, open_storage
 from tallyroll.storage.readers.row_reader import rows_at
-from tallyroll.storage.stores.rewinds import take_back
+from tallyroll.storage.stores.rewinds import rewind_to
 
 ALPHA, BETA, EPS = 0.7, 0.5, 1e-3
 MEMORY = Path("/dev/shm")
@@ -116,7 +116,7 @@ class Machine(RuleBasedStateMachine):
         kept = int(part * self.storage.head)
         if kept == self.storage.head:
             return
-        take_back(self.storage.writer, kept, None)
+        rewind_to(self.storage.writer, kept, None)
         del self.births[kept:]
         self.rewound = True
 

@@ -21,7 +21,7 @@ from tallyroll.storage import MemmapStorage, RateLimit, ZarrStorage, open_storag
 from tallyroll.storage.errors import RateStalled, StateMismatch
 from tallyroll.storage.ext.sampling.rate_limit import RateCounts, _packed
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
-from tallyroll.storage.stores.rewinds import take_back
+from tallyroll.storage.stores.rewinds import rewind_to
 
 from killed_storages_kit import forked, killed, wait_until
 
@@ -301,7 +301,7 @@ def test_a_checkpoint_has_the_counts_and_a_rewind_keeps_the_file(tmp_path: Path)
         add(storage, 10)
         limit.wait_to_sample(9)
         assert (limit.written, limit.drawn) == (20, 16)
-        take_back(storage.writer, 10, None)
+        rewind_to(storage.writer, 10, None)
         assert limit.drawn == 16
         limit.load_state_dict(state)
         assert (limit.written, limit.drawn) == (10, 7)

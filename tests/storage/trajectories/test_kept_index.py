@@ -30,7 +30,7 @@ from tallyroll.storage import (
 from tallyroll.storage.errors import CorruptStorage
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.stores.rewinds import take_back
+from tallyroll.storage.stores.rewinds import rewind_to
 from tallyroll.storage.trajectories import index_file
 from tallyroll.storage.trajectories.blocks import tail
 from tallyroll.storage.trajectories.blocks.saved_blocks import RebuiltBlocks, SavedBlocks
@@ -379,7 +379,7 @@ def test_rows_that_are_taken_back(tmp_path: Path) -> None:
     path = filled(tmp_path / "rows")
     kept = index_path(path).read_bytes()
     with open_storage(path, mode="append") as storage:
-        take_back(storage.writer, 250, None)
+        rewind_to(storage.writer, 250, None)
         assert not index_path(path).exists()
         storage.extend(MODEL.rows(250, 500))
     assert_right(path, kept=True)

@@ -28,7 +28,7 @@ from tallyroll.storage import (
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.base import BESIDE
 from tallyroll.storage.replay.checkpoint import _replace
-from tallyroll.storage.stores.rewinds import take_back
+from tallyroll.storage.stores.rewinds import rewind_to
 from tallyroll.storage.trajectories import leaves
 from tallyroll.storage.trajectories.leaf_hashes import LEAF, UnusableLeaves
 from tallyroll.storage.trajectories.leaves import leaf_hashes_of
@@ -201,7 +201,7 @@ def test_rows_that_were_taken_back_are_forgotten(tmp_path: Path) -> None:
         stale = leaf_hashes_of(reader.reader, files)
         lines = stale.read()
         assert lines is not None
-        take_back(storage.writer, 200, None)
+        rewind_to(storage.writer, 200, None)
         assert not files.leaves_path.exists()
         assert content_hash(storage, incremental=True) == content_hash(storage)
         stale.write(lines, 400)  # as a reader that had started earlier

@@ -74,7 +74,7 @@ class Case:
 
     def there(self, path: Path) -> bool:
         """Return whether the creation of the storage was finished."""
-        return self.kind._format_class(path).stands()
+        return self.kind._format_class(path).exists()
 
     def open_or_create(self, path: Path, **more: Any) -> DiskStorage:
         if self.there(path):

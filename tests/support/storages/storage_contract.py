@@ -150,7 +150,7 @@ def files_of(path: Path) -> dict[str, str]:
 
 def is_there(kind: type[DiskStorage], path: Path) -> bool:
     """Return True if the storage has been created completely."""
-    return kind._format_class(path).stands()
+    return kind._format_class(path).exists()
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ from tallyroll.storage.errors import (
 )
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.rows.keys import CUT, Key
-from tallyroll.storage.stores.rewinds import take_back
+from tallyroll.storage.stores.rewinds import rewind_to
 
 _MOST_ROWS = 12
 """Maximum number of rows of a write to a storage without a ring."""
@@ -87,7 +87,7 @@ class RowsModel:
         self.floor = self.head
         self._used = max(self._used, self.head + self.ring)  # no slot contains a row any more
 
-    def take_back(self, rows: int) -> None:
+    def rewind(self, rows: int) -> None:
         """Rewind to ``rows`` rows."""
         if rows < self.head:
             self.columns = {key: array[:rows] for key, array in self.columns.items()}
@@ -232,16 +232,16 @@ class StorageMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.has_columns and self.storage.mode != "read")
     @rule(share=st.floats(0, 1))
-    def take_back(self, share: float) -> None:
+    def rewind(self, share: float) -> None:
         """Rewind the storage; a rewind that would remove finalized rows is refused."""
         model, rows = self.model, round(share * self.model.head)
         record = next((each for each in reversed(model.records) if each[0] <= rows), None)
         if rows < model.finalized:
             with pytest.raises(StateMismatch):
-                take_back(self.storage.writer, rows, record)
+                rewind_to(self.storage.writer, rows, record)
         else:
-            assert take_back(self.storage.writer, rows, record) == model.head - rows
-            model.take_back(rows)
+            assert rewind_to(self.storage.writer, rows, record) == model.head - rows
+            model.rewind(rows)
 
     # -- opening and closing
 

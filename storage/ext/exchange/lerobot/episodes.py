@@ -12,7 +12,7 @@ import numpy as np
 
 from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.ext.exchange.base import refused
-from tallyroll.storage.ext.exchange.folders import filled
+from tallyroll.storage.ext.exchange.folders import expand_template
 from tallyroll.storage.ext.exchange.lerobot import layout, tables
 from tallyroll.storage.ext.exchange.parquet import damage_of, opened_parquet
 from tallyroll.storage.files.safe_files import Inside
@@ -133,7 +133,7 @@ def _of_lines(
 
     def paths(template: Any, **more: str) -> list[str]:
         return [
-            filled(template, episode_chunk=n // info.chunk, episode_index=n, **more)
+            expand_template(template, episode_chunk=n // info.chunk, episode_index=n, **more)
             for n in numbers
         ]
 
@@ -173,7 +173,9 @@ def _of_tables(
         made = dict[tuple[int, int], str]()
         for chunk, file in pairs:
             if (chunk, file) not in made:
-                made[chunk, file] = filled(template, chunk_index=chunk, file_index=file, **more)
+                made[chunk, file] = expand_template(
+                    template, chunk_index=chunk, file_index=file, **more
+                )
         return [made[pair] for pair in pairs]
 
     return LeRobotEpisodes(

@@ -44,7 +44,7 @@ class LeRobotFeature:
     """For the kind "following", the key of the column whose video holds the frames."""
 
     @property
-    def stand_in(self) -> Column:
+    def number_column(self) -> Column:
         """The column of plain numbers that a table stores for this column.
 
         A complex number becomes two numbers, and bfloat16 becomes float32.
@@ -65,8 +65,12 @@ class LeRobotFeature:
     def info_entry(self) -> dict[str, Any]:
         """The entry in ``info.json``, without the video information."""
         if self.picture is None:
-            stand_in = self.stand_in
-            return {"dtype": stand_in.dtype_name, "shape": list(stand_in.shape), "names": None}
+            number_column = self.number_column
+            return {
+                "dtype": number_column.dtype_name,
+                "shape": list(number_column.shape),
+                "names": None,
+            }
         channels = 3 if self.kind == "video" else self.picture.channels
         return {
             "dtype": self.kind,
@@ -75,17 +79,17 @@ class LeRobotFeature:
         }
 
 
-def numbers_out(values: np.ndarray, feature: LeRobotFeature) -> np.ndarray:
-    """Convert a column's values to the values of its `LeRobotFeature.stand_in`."""
-    stand_in = feature.stand_in
+def to_numbers(values: np.ndarray, feature: LeRobotFeature) -> np.ndarray:
+    """Convert a column's values to the values of its `LeRobotFeature.number_column`."""
+    number_column = feature.number_column
     flat = np.ascontiguousarray(values).reshape(-1)
     if feature.column.dtype is torch.bfloat16:
         flat = (flat.astype(np.uint32) << 16).view(np.float32)
-    return flat.view(stand_in.numpy_dtype).reshape(len(values), *stand_in.shape)
+    return flat.view(number_column.numpy_dtype).reshape(len(values), *number_column.shape)
 
 
-def numbers_back(values: np.ndarray, feature: LeRobotFeature) -> np.ndarray:
-    """Convert the values of a `LeRobotFeature.stand_in` back to the values of the column."""
+def from_numbers(values: np.ndarray, feature: LeRobotFeature) -> np.ndarray:
+    """Convert the values of a `LeRobotFeature.number_column` back to the values of the column."""
     column, flat = feature.column, np.ascontiguousarray(values).reshape(-1)
     if column.dtype is torch.bfloat16:
         flat = (flat.view(np.uint32) >> 16).astype(np.uint16)

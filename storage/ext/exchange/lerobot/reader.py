@@ -17,7 +17,7 @@ from tallyroll.storage.ext.exchange.base import Block, refused
 from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES
 from tallyroll.storage.ext.exchange.lerobot import tables
 from tallyroll.storage.ext.exchange.lerobot.episodes import LeRobotEpisodes
-from tallyroll.storage.ext.exchange.lerobot.features import LeRobotFeature, numbers_back
+from tallyroll.storage.ext.exchange.lerobot.features import LeRobotFeature, from_numbers
 from tallyroll.storage.ext.exchange.lerobot.videos import Frames
 from tallyroll.storage.ext.exchange.parquet import damage_of, opened_parquet
 from tallyroll.storage.ext.exchange.pictures import Decoder
@@ -116,8 +116,8 @@ class LeRobotSource:
 
     def _values(self, batch: Any, feature: LeRobotFeature) -> np.ndarray:
         if feature.kind == "numbers":
-            column = ArrowColumn(feature.name, feature.stand_in)
-            return numbers_back(column.of(tables.arrow_module(), batch), feature)
+            column = ArrowColumn(feature.name, feature.number_column)
+            return from_numbers(column.of(tables.arrow_module(), batch), feature)
         found = batch.column(feature.name)
         decoder = self._decoders[feature.name]
         return decoder.values(_images(found, feature.name), len(found), feature.column)

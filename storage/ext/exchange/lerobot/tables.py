@@ -13,7 +13,7 @@ import numpy as np
 from tallyroll.storage.ext.exchange.lerobot.features import (
     OWN,
     LeRobotFeature,
-    numbers_out,
+    to_numbers,
 )
 from tallyroll.storage.ext.exchange.lerobot.statistics import NAMES
 from tallyroll.storage.ext.exchange.parquet import parquet_module
@@ -51,7 +51,7 @@ def data_kinds(features: Sequence[LeRobotFeature]) -> Any:
 
 
 def _kind(feature: LeRobotFeature) -> Any:
-    arrow, column = arrow_module(), feature.stand_in
+    arrow, column = arrow_module(), feature.number_column
     kind = arrow.from_numpy_dtype(column.numpy_dtype)
     if column.shape == (1,):
         return kind
@@ -64,8 +64,8 @@ def _kind(feature: LeRobotFeature) -> Any:
 
 def numbers_array(values: np.ndarray, feature: LeRobotFeature) -> Any:
     """Convert a column's values to an Arrow array."""
-    arrow, shape = arrow_module(), feature.stand_in.shape
-    flat = arrow.array(numbers_out(values, feature).reshape(-1))
+    arrow, shape = arrow_module(), feature.number_column.shape
+    flat = arrow.array(to_numbers(values, feature).reshape(-1))
     if shape == (1,):
         return flat
     if len(shape) == 1:

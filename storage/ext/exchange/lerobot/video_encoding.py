@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tallyroll.storage.ext.exchange.folders import filled
+from tallyroll.storage.ext.exchange.folders import expand_template
 from tallyroll.storage.ext.exchange.lerobot import layout, videos
 from tallyroll.storage.ext.exchange.lerobot.features import LeRobotFeature
 from tallyroll.storage.ext.exchange.lerobot.options import LeRobotOptions
@@ -103,7 +103,7 @@ class _FilmOf:
 
     def _path(self) -> Path:
         chunk, file = divmod(self.number, layout.CHUNK)
-        path = filled(
+        path = expand_template(
             layout.VIDEOS, video_key=self.feature.name, chunk_index=chunk, file_index=file
         )
         return self._place / path

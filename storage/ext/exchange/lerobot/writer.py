@@ -12,13 +12,13 @@ from typing import Any, Final
 import numpy as np
 
 from tallyroll.storage.ext.exchange.export_rows import ExportRows
-from tallyroll.storage.ext.exchange.folders import filled
+from tallyroll.storage.ext.exchange.folders import expand_template
 from tallyroll.storage.ext.exchange.lerobot import layout, statistics, tables
 from tallyroll.storage.ext.exchange.lerobot.features import (
     OWN,
     LeRobotFeature,
     features_of,
-    numbers_out,
+    to_numbers,
 )
 from tallyroll.storage.ext.exchange.lerobot.options import LeRobotOptions
 from tallyroll.storage.ext.exchange.lerobot.statistics import Numbers, Pixels
@@ -138,7 +138,7 @@ class _DataFiles:
 
     def _path(self) -> Path:
         chunk, file = divmod(self._number, layout.CHUNK)
-        return self._place / filled(layout.DATA, chunk_index=chunk, file_index=file)
+        return self._place / expand_template(layout.DATA, chunk_index=chunk, file_index=file)
 
     def _opened(self) -> Any:
         return tables.writer(self._path(), self._kinds)
@@ -194,16 +194,16 @@ class _Episodes:
     """The table of episodes, with the statistics of each episode and of all episodes."""
 
     def __init__(self, place: Path, features: list[LeRobotFeature], task: str, rows: int) -> None:
-        self._path = place / filled(layout.EPISODES, chunk_index=0, file_index=0)
+        self._path = place / expand_template(layout.EPISODES, chunk_index=0, file_index=0)
         self._task = task
         self._writer: Any = None
         self._numbers = [
             each
             for each in features
-            if each.kind == "numbers" and tables.width(each.stand_in.shape) <= _WIDEST
+            if each.kind == "numbers" and tables.width(each.number_column.shape) <= _WIDEST
         ]
         self._pictures = [e for e in features if e.kind in ("image", "video")]
-        self._shapes = {each.name: each.stand_in.shape for each in self._numbers}
+        self._shapes = {each.name: each.number_column.shape for each in self._numbers}
         self._shapes |= dict.fromkeys(OWN, (1,))
         width = sum(map(tables.width, self._shapes.values()))
         self._all = statistics.of_all(rows, width)
@@ -222,7 +222,7 @@ class _Episodes:
         at = 0
         with np.errstate(all="ignore"):  # statistics leave out NaN and infinite values
             for values in (
-                *(numbers_out(piece[each.column.key], each) for each in self._numbers),
+                *(to_numbers(piece[each.column.key], each) for each in self._numbers),
                 *(own[name] for name in OWN),
             ):
                 flat = values.reshape(count, -1)

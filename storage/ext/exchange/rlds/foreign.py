@@ -186,7 +186,7 @@ def _shape(said: Mapping[str, Any]) -> tuple[int, ...]:
     return found
 
 
-class TheirRows:
+class ForeignRows:
     """Reads the rows of a dataset of another program, and adds the columns that it derives.
 
     The derived columns are next observations, ends, and trajectory numbers. An episode of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tallyroll.storage.errors import InvalidDataset
-from tallyroll.storage.ext.exchange.folders import filled
+from tallyroll.storage.ext.exchange.folders import expand_template
 
 INFO, FEATURES, ABOUT = "dataset_info.json", "features.json", "tallyroll.json"
 SPLIT: Final = "train"
@@ -103,7 +103,7 @@ def _count(said: Any, what: str) -> int:
 def shards(dataset: str, split: str, count: int, template: Any = _TEMPLATE) -> tuple[str, ...]:
     """Return the file names of a split."""
     return tuple(
-        filled(
+        expand_template(
             template,
             DATASET=dataset,
             SPLIT=split,

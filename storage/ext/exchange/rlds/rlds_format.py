@@ -15,7 +15,7 @@ from tallyroll.storage.ext.exchange.folders import read_json
 from tallyroll.storage.ext.exchange.readme import recorded_schema
 from tallyroll.storage.ext.exchange.rlds import layout
 from tallyroll.storage.ext.exchange.rlds.features import features_of
-from tallyroll.storage.ext.exchange.rlds.foreign import TheirRows
+from tallyroll.storage.ext.exchange.rlds.foreign import ForeignRows
 from tallyroll.storage.ext.exchange.rlds.layout import RldsInfo
 from tallyroll.storage.ext.exchange.rlds.reader import (
     RldsSource,
@@ -75,7 +75,7 @@ class RldsFormat(ExchangeFormat):
         yield Incoming(rows.schema, count, blocks, about, info.version, rows.lost)
 
 
-class OurRows:
+class OwnRows:
     """Reads the rows of a Tallyroll export, whose columns its metadata records."""
 
     def __init__(self, schema: Schema) -> None:
@@ -92,7 +92,7 @@ class OurRows:
         return {e.key: block[e.key].reshape(count, *e.shape) for e in self.schema.columns}
 
 
-def rows_of(features: Any, said: Schema | None) -> OurRows | TheirRows:
+def rows_of(features: Any, said: Schema | None) -> OwnRows | ForeignRows:
     """Return the reader for the rows of a dataset.
 
     Args:
@@ -102,10 +102,10 @@ def rows_of(features: Any, said: Schema | None) -> OurRows | TheirRows:
     Raises:
         InvalidDataset: the features do not describe an RLDS dataset.
     """
-    return TheirRows(features) if said is None else OurRows(said)
+    return ForeignRows(features) if said is None else OwnRows(said)
 
 
-def _blocks(source: RldsSource, rows: OurRows | TheirRows, place: Path) -> Iterator[Block]:
+def _blocks(source: RldsSource, rows: OwnRows | ForeignRows, place: Path) -> Iterator[Block]:
     """Yield the rows of all episodes. Errors name the folder."""
     try:
         for steps in source.episodes():

@@ -182,7 +182,7 @@ def test_a_parent_does_not_wait_for_ever_for_a_large_message_to_be_taken(
 class Two:
     """Link of two pipes: one for messages, and one that becomes readable when it has ended."""
 
-    says: bool = False
+    has_answer: bool = False
     pipes: list[tuple[int, int]] = field(default_factory=lambda: [os.pipe(), os.pipe()])
 
     @property
@@ -197,11 +197,11 @@ def test_waiting_names_links_that_have_something_to_say() -> None:
         os.write(links[1].pipes[0][1], b"1")
         os.write(links[2].pipes[1][1], b"1")
         assert waiting.ready(links, 5.0) == {links[1], links[2]}
-        assert [link.says for link in links] == [False, True, False]
+        assert [link.has_answer for link in links] == [False, True, False]
         assert waiting.ready(links[:1], 0.01) == set()
         os.close(links[0].pipes[0][1])
         assert waiting.ready(links[:1], 5.0) == {links[0]}
-        assert links[0].says
+        assert links[0].has_answer
     finally:
         for link in links:
             for file in (each for pair in link.pipes for each in pair):

@@ -32,7 +32,7 @@ class Line:
     alive = True
 
     @property
-    def says(self) -> bool:
+    def has_answer(self) -> bool:
         self.looks += 1
         return bool(self.answers)
 
@@ -42,7 +42,7 @@ class Line:
 
     def hear(self) -> object:
         answer = self.answers.pop(0)
-        self.due.heard(self)
+        self.due.mark_read(self)
         return answer
 
     def send(self, question: object) -> None:

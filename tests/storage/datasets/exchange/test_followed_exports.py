@@ -44,7 +44,7 @@ from tallyroll.storage.ext.exchange.dataset_export import Cuts
 from tallyroll.storage.ext.testing.reader_contract import assert_same_rows
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.stores.rewinds import take_back
+from tallyroll.storage.stores.rewinds import rewind_to
 
 from fork_server import warm_fork_server
 from killed_storages_kit import Told, forked, in_a_process, killed, lines_of, wait_until
@@ -444,7 +444,7 @@ def test_the_title_is_the_folders(source: Path, tmp_path: Path, monkeypatch: Any
 def test_rows_that_are_taken_back_meanwhile(source: Path, tmp_path: Path) -> None:
     """The version is written again without the rewound rows."""
     with MemmapStorage(source, mode="append") as writer, open_storage(source) as storage:
-        acts = iter([lambda: take_back(writer.writer, 10, None)])
+        acts = iter([lambda: rewind_to(writer.writer, 10, None)])
 
         def on(*_: int) -> None:
             if (act := next(acts, None)) is not None:

@@ -16,7 +16,7 @@ import rlds_kit as kit
 
 from tallyroll.storage import import_dataset, repair, verify_dataset
 from tallyroll.storage.errors import InvalidDataset, NotEnoughMemory, StorageError, StorageFull
-from tallyroll.storage.ext.exchange.rlds.foreign import TheirRows
+from tallyroll.storage.ext.exchange.rlds.foreign import ForeignRows
 from tallyroll.storage.ext.exchange.rlds.records import Damage, records, write_record
 
 pytest.importorskip("google.protobuf")
@@ -242,7 +242,7 @@ def test_a_name_that_is_a_column_and_a_group_is_lost_once() -> None:
     one: dict[str, Any] = {"tensor": {"dtype": "float32", "shape": {}, "encoding": "none"}}
     step = group(observation=one, infos=one, next=one, terminated=group(why=one))
     of_steps = {"sequence": {"feature": step}}
-    rows = TheirRows(group(steps=of_steps, episode_metadata=one, seed=one))
+    rows = ForeignRows(group(steps=of_steps, episode_metadata=one, seed=one))
     names = ["/".join(each.column.key) for each in rows.features]
     assert names == ["observation", "infos", "episode_metadata"]
     assert rows.lost["columns"] == 3

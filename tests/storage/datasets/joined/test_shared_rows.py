@@ -19,7 +19,7 @@ from tallyroll.storage.errors import RowsDoubled
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.files import copied_runs
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.stores.rewinds import take_back
+from tallyroll.storage.stores.rewinds import rewind_to
 
 SEEDS = int(os.environ.get("TALLYROLL_CHAINS", "2"))
 ONE = ["observation"]
@@ -170,7 +170,7 @@ def test_rows_that_were_taken_back(tmp_path: Path) -> None:
         storage.extend(trajectory_rows(0, 20, steps=5), ids="fresh")
         storage.trajectories.where("id >= 2").copy_to(tmp_path / "before")
         storage.copy_to(tmp_path / "all before")
-        take_back(storage.writer, 10, None)
+        rewind_to(storage.writer, 10, None)
         storage.extend(trajectory_rows(500, 10, steps=5), ids="fresh")
         storage.trajectories.where("id >= 2").copy_to(tmp_path / "after")
     assert accepted(tmp_path / "source", tmp_path / "before")

@@ -41,7 +41,7 @@ from tallyroll.storage.ext.joined.maps import JoinedMaps
 from tallyroll.storage.ext.joined.packs import JoinedPacks
 from tallyroll.storage.ext.joined.union import UnionReader
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
-from tallyroll.storage.stores.rewinds import take_back
+from tallyroll.storage.stores.rewinds import rewind_to
 
 SETTINGS = settings(
     max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
@@ -279,7 +279,7 @@ def test_it_has_the_rows_of_its_opening(three: Path) -> None:
         with open_storage([three / "a", three / "b"]) as later:
             assert len(later) == 60
             assert_same(later.get([3]), before[[3]])
-            take_back(writer.writer, 30, None)
+            rewind_to(writer.writer, 30, None)
             for read in (
                 lambda: later.get([3]),
                 lambda: later.get(slice(None)),

@@ -27,7 +27,7 @@ from tallyroll.storage.ext.statistics.computation import sampled
 from tallyroll.storage.ext.statistics.moments import QUANTILES, merged, moments_of, nothing
 from tallyroll.storage.ext.statistics.normaliser import Normaliser
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.stores.rewinds import take_back
+from tallyroll.storage.stores.rewinds import rewind_to
 
 
 def rows_of(count: int, seed: int = 0) -> TensorDict:
@@ -224,7 +224,7 @@ def test_rows_that_were_taken_back(tmp_path: Path) -> None:
     with MemmapStorage(tmp_path / "rows") as storage:
         storage.extend(rows_of(300))
         storage.statistics()
-        take_back(storage.writer, 200, None)
+        rewind_to(storage.writer, 200, None)
         storage.extend(rows_of(100, 5), ids="renumber")
         check(storage, storage.statistics())
 

@@ -15,7 +15,7 @@ from tallyroll.storage import MemmapStorage, open_storage, verify
 from tallyroll.storage.ext.statistics.computation import ColumnAccumulator
 from tallyroll.storage.ext.statistics.statistics_file import place_of, read_whole, write_saved
 from tallyroll.storage.ext.verification.findings import Finding
-from tallyroll.storage.stores.rewinds import take_back
+from tallyroll.storage.stores.rewinds import rewind_to
 
 COUNT = 60
 
@@ -148,7 +148,7 @@ def test_files_that_are_not_used(tmp_path: Path) -> None:
     assert found(path) == []
     assert "the stored statistics are of other rows" in verify(path).skipped["statistics"]
     with MemmapStorage(path, mode="append") as storage:
-        take_back(storage.writer, 3 * COUNT, None)
+        rewind_to(storage.writer, 3 * COUNT, None)
     file.write_bytes(whole)
     assert "the stored statistics are of other rows" in verify(path).skipped["statistics"]
     file.unlink()

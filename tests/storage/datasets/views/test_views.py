@@ -36,7 +36,7 @@ from tallyroll.storage.ext.testing.reader_contract import assert_same_rows, coll
 from tallyroll.storage.ext.views.view_reader import ViewReader
 from tallyroll.storage.rows.keys import LANE, POLICY_VERSION, STEP, TRAJ_IDS
 from tallyroll.storage.storages import DiskStorage, H5Storage, ZarrStorage
-from tallyroll.storage.stores.rewinds import take_back
+from tallyroll.storage.stores.rewinds import rewind_to
 
 CHOICES = [
     "length > 3",
@@ -251,7 +251,7 @@ def test_rows_that_are_gone_are_refused(tmp_path: Path) -> None:
     with MemmapStorage(tmp_path / "rows") as storage:
         storage.extend(collected()[:100])
         low, high = (storage.trajectories.where(f"last_row {sign} 60") for sign in "<>")
-        take_back(storage.writer, 80, None)
+        rewind_to(storage.writer, 80, None)
         storage.extend(collected()[:41], ids="renumber")
         assert len(low.get(slice(None))) == len(low)
         with pytest.raises(StateMismatch, match="this view has 100 rows that no longer match"):

@@ -19,7 +19,7 @@ import pytest
 
 from tallyroll.storage import open_storage, verify
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.stores.rewinds import take_back
+from tallyroll.storage.stores.rewinds import rewind_to
 
 from killed_storages_kit import (
     CASES,
@@ -83,7 +83,7 @@ def make(case: Case, path: Path) -> None:
 def rewind(case: Case, path: Path, told: Told, durability: str) -> None:
     """Rewind, write other rows in their place, and report after each step."""
     with case.kind(path, mode="append", durability=durability) as storage:  # type: ignore[arg-type]
-        take_back(storage.writer, KEPT, (KEPT, record_of(KEPT)))
+        rewind_to(storage.writer, KEPT, (KEPT, record_of(KEPT)))
         told.head = 1
         storage.extend(oracle(LATER, MORE), record=record_of(LATER))
         told.head = 2
@@ -189,7 +189,7 @@ def rewind_for_ever(path: Path, told: Told) -> None:
     """Rewind and write other rows in their place, again and again."""
     with CASES["memmap"].kind(path, mode="append") as storage:
         while True:
-            take_back(storage.writer, KEPT, (KEPT, record_of(KEPT)))
+            rewind_to(storage.writer, KEPT, (KEPT, record_of(KEPT)))
             start = LATER + 100 * STEPS * told.head
             storage.extend(oracle(start, MORE))
             storage.extend(oracle(start + MORE, MORE))

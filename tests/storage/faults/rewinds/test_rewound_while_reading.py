@@ -26,7 +26,7 @@ from tallyroll.storage import IndexOutOfRange, PrioritizedSampler, n_step, open_
 from tallyroll.storage.engine.commit_engine import Engine
 from tallyroll.storage.errors import StorageLocked
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.stores.rewinds import take_back
+from tallyroll.storage.stores.rewinds import rewind_to
 
 from killed_storages_kit import CASES, MOST, STEPS, Key, assert_whole, forked, in_a_process, oracle
 
@@ -110,7 +110,7 @@ def rewind(path: Path, killed: bool) -> None:
         if killed:
             Engine.finish_rewind = lambda *_: os._exit(0)  # type: ignore[method-assign]
         with suppress(StorageLocked), open_storage(path, "append") as storage:  # a reader probes
-            take_back(storage.writer, KEPT, None)
+            rewind_to(storage.writer, KEPT, None)
             storage.extend(rows_from(LATER, STEPS))
 
     _, status = os.waitpid(forked(act), 0)
@@ -187,7 +187,7 @@ def test_readers_see_the_rows_that_come_later(name: str, tmp_path: Path) -> None
         assert_whole(reader.get(slice(0, ALL)))
         views = reader.reader.column(("wide",)).slice(0, ALL)
         with open_storage(path, "append") as storage:
-            take_back(storage.writer, KEPT, None)
+            rewind_to(storage.writer, KEPT, None)
         assert views.shape == (ALL, views.shape[1])
         views.sum()  # the values are undefined, but readable
         for start in (LATER, LATER + MOST):
