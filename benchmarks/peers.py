@@ -242,5 +242,5 @@ def installed(
         try:
             peers.append(factory())
         except ModuleNotFoundError as missing:
-            remarks.append(f"{name}: left out, {missing.name} is missing: install '.[bench]'")
+            remarks.append(f'{name}: left out, {missing.name} is missing: install ".[bench]"')
     return peers, remarks

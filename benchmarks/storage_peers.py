@@ -433,5 +433,5 @@ def installed(stores: list[type[Store]]) -> tuple[list[type[Store]], list[str]]:
         for store, library in LIBRARIES.items()
         if store in stores and importlib.util.find_spec(library) is None
     }
-    remarks = [f"{name}: left out, not installed: install '.[bench]'" for name in sorted(missing)]
+    remarks = [f'{name}: left out, not installed: install ".[bench]"' for name in sorted(missing)]
     return [store for store in stores if LIBRARIES.get(store) not in missing], remarks

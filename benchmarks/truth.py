@@ -1,6 +1,6 @@
 """Check which transitions replay buffers return, and measure their memory and time.
 
-    pip install -c constraints.txt '.[bench,atari]'
+    pip install -c constraints.txt ".[bench,atari]"
     python benchmarks/truth.py
 
 Every buffer gets the same stream: two lanes out of phase, with episodes of five transitions that

@@ -519,7 +519,7 @@ def chosen(peers: Sequence[str]) -> tuple[list[type[Buffer]], list[str]]:
         if kind.library not in ("tallyroll", *peers):
             continue
         if importlib.util.find_spec(kind.library) is None:
-            remarks.append(f"{kind.name}: left out, not installed: install '.[bench]'")
+            remarks.append(f'{kind.name}: left out, not installed: install ".[bench]"')
         elif kind is TallyrollOnce and "once" not in inspect.signature(MemmapStorage).parameters:
             remarks.append(f"{kind.name}: left out, this version has no `once`")
         else:

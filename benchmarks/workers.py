@@ -306,7 +306,7 @@ def jobs(args: argparse.Namespace) -> Iterator[Callable[[Path], list[dict[str, A
         if kind.name not in args.wanted:
             continue
         if kind.needs is not None and find_spec(kind.needs) is None:
-            console.print(f"{kind.name}: left out, {kind.needs} is missing: install '.[bench]'")
+            console.print(f'{kind.name}: left out, {kind.needs} is missing: install ".[bench]"')
             continue
         case = kind.case(args.workers, env_kwargs_of(kind, args.quick))
         for policy in kind.policies:

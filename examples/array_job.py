@@ -1,6 +1,6 @@
 """Run 15 training jobs that are killed at random and restarted, and check that budgets are exact.
 
-    pip install -c constraints.txt '.[report]'
+    pip install -c constraints.txt ".[report]"
     python examples/array_job.py
 
 Each run is a job of the Slurm script ``examples/array_job.sh``: PPO, DQN and SAC with five seeds
@@ -69,7 +69,7 @@ def parse() -> Args:
             parser.error(f"--{name.replace('_', '-')}: expected {low} to {high}, got {value}")
     for package in ("scipy", "jinja2"):  # the report, which comes last, needs them
         if find_spec(package) is None:
-            parser.error(f"{package} is not installed; pip install 'tallyroll[report]'")
+            parser.error(f'{package} is not installed; pip install "tallyroll[report]"')
     return args
 
 

@@ -89,7 +89,7 @@ class Curve:
                 from torch.utils.tensorboard import SummaryWriter
             except ModuleNotFoundError as error:
                 raise SystemExit(
-                    f"--tensorboard: {error}; pip install 'tallyroll[tensorboard]'"
+                    f'--tensorboard: {error}; pip install "tallyroll[tensorboard]"'
                 ) from error
             self.board = SummaryWriter(args.tensorboard)
 

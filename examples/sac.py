@@ -1,6 +1,6 @@
 """Soft Actor-Critic learns HalfCheetah-v5 from a ring on disk, on exactly 100,000 transitions.
 
-    pip install -c constraints.txt '.[mujoco]'
+    pip install -c constraints.txt ".[mujoco]"
     python examples/sac.py --seed 1
     python examples/sac.py --seed 1 --checkpoint runs/sac    # run again to resume after a kill
 

@@ -3,7 +3,7 @@
     python benchmarks/apart/object_store.py --rows 100000 --rounds 3
     python benchmarks/apart/object_store.py --endpoint http://127.0.0.1:8333
 
-The store is moto's server (`pip install 'moto[server]'`), in a separate process, or a server that
+The store is moto's server (`pip install "moto[server]"`), in a separate process, or a server that
 already runs. Wall-clock times are mostly those of the server; the CPU time of this process is
 that of Tallyroll and obstore. Rows are read in order and at random: without a cache, with blocks
 cached in a folder, and with blocks cached in memory.

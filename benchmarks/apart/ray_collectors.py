@@ -1,6 +1,6 @@
 """Compare the speed, and the driver's cost per row, of collecting over Ray, processes and peers.
 
-    pip install -c constraints.txt '.[mujoco,ray]' && pip install -c constraints.txt 'ray[rllib]'
+    pip install -c constraints.txt ".[mujoco,ray]" && pip install -c constraints.txt "ray[rllib]"
     python benchmarks/apart/ray_collectors.py --env HalfCheetah-v5 --rounds 3
 
 Actions are random, and workers run on this machine. Each contender has its own process and its own

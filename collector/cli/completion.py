@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise MissingExtra(
             f"completion needs a package that cannot be imported ({error}); "
-            "pip install 'tallyroll[completion]'"
+            'pip install "tallyroll[completion]"'
         ) from error
     if args.shell not in shtab.SUPPORTED_SHELLS:
         raise CommandError(

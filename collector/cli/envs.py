@@ -42,7 +42,7 @@ class KnownSystem:
     def command(self) -> str:
         """Command that installs the system, or the reason why there is none."""
         if self.extra:
-            return f"pip install 'tallyroll[{self.extra}]'"
+            return f'pip install "tallyroll[{self.extra}]"'
         return self.fault or f"needs the package {self.package}"
 
 

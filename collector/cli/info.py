@@ -67,7 +67,7 @@ def examine() -> dict[str, Any]:
 
 def _extra(package: str) -> str:
     extra = EXTRAS.get(package)
-    return f"pip install 'tallyroll[{extra}]'" if extra else ""
+    return f'pip install "tallyroll[{extra}]"' if extra else ""
 
 
 def _usable() -> int | None:

@@ -430,7 +430,7 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
     "--tolerance": (_tolerance, "X", "floats that differ by at most X count as equal (default: 0)"),
     "--render": (_path, "FILE.mp4",
         "also record a video of the trajectories, one after the other, if the environment can "
-        "render; needs the extra: pip install 'tallyroll[video]'"),
+        'render; needs the extra: pip install "tallyroll[video]"'),
     "--picture": (_path, "FILE.png",
         "if the first difference is in an image, write the stored image, the replayed image, and "
         "their difference"),
@@ -447,7 +447,7 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
     "--latex": (_path, "FILE", "also write the groups as a LaTeX table, for the package booktabs"),
     "--curves": (_path, "FILE", "also write the points of the learning curves as CSV"),
     "--png": (_path, "FILE",
-        "also draw the learning curves as a PNG; needs the extra: pip install 'tallyroll[plot]'"),
+        'also draw the learning curves as a PNG; needs the extra: pip install "tallyroll[plot]"'),
     "--pdf": (_path, "FILE", "also draw the learning curves as a PDF; needs the same extra"),
     "--force": (None, "", "replace files that are not reports"),
     "--csv": (None, "", "print one CSV line per run instead of text"),

@@ -87,7 +87,7 @@ COMPLETION = """\
 Print a shell script that completes commands, options and their values with Tab,
 or install it (--install). The script is generated once, from the options of
 this version; Tallyroll itself does not run during completion. Needs the extra:
-pip install 'tallyroll[completion]'.
+pip install "tallyroll[completion]".
 """
 COMPLETION_EXAMPLES = """\
 examples (take effect in new shells):
@@ -233,7 +233,7 @@ Summarize the runs of many storages: requested and stored transitions, ledgers,
 returns with intervals over seeds, learning curves, and differences between the
 runs. Runs with the same environment and label form a group, and count as its
 seeds; runs/ppo-3 and runs/ppo/3 have the label ppo. Folders are searched for
-storages. Needs the extra: pip install 'tallyroll[report]'.
+storages. Needs the extra: pip install "tallyroll[report]".
 """
 REPORT_EXAMPLES = """\
 examples:

@@ -18,5 +18,5 @@ def needs(module: str, extra: str, user: str | None = None) -> ModuleType:
         raise MissingExtra(
             f"{user or f'environments of {extra}'} need the package "
             f"{(error.name or module).partition('.')[0]}, which is not installed: "
-            f"pip install 'tallyroll[{extra}]'"
+            f'pip install "tallyroll[{extra}]"'
         ) from error

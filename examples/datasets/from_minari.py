@@ -1,6 +1,6 @@
 """Clone a policy from a dataset that Minari recorded: from all of it, or from the good episodes.
 
-    pip install 'tallyroll[minari]'
+    pip install "tallyroll[minari]"
     python examples/datasets/from_minari.py --seed 1
 
 Minari writes episodes of CartPole into its folder. Half of them follow a rule that looks only at

@@ -4,7 +4,7 @@
 
 A child process records CartPole in an HDF5 file. Like many scripts, it flushes after each episode.
 It is killed with SIGKILL in the middle of an episode. `repair` writes the readable rows to a new
-storage, and lists what was lost. The script needs h5py: pip install 'tallyroll[hdf5]'
+storage, and lists what was lost. The script needs h5py: pip install "tallyroll[hdf5]"
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """PPO on EnvPool: many cheap lanes, without training on their reset slots.
 
-    pip install 'tallyroll[envpool]'
+    pip install "tallyroll[envpool]"
     python examples/systems/envpool_ppo.py --seed 1
 
 EnvPool steps all lanes in one call, in its own threads. In the step after the end of an episode it

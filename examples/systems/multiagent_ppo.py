@@ -1,6 +1,6 @@
 """PPO with several agents that learn to navigate to their goals, on an exact number of env steps.
 
-    pip install 'tallyroll[vmas]'
+    pip install "tallyroll[vmas]"
     python examples/systems/multiagent_ppo.py --seed 1
 
 The task is VMAS's "navigation": each agent of a lane has a goal and is rewarded for approaching it.

@@ -28,5 +28,5 @@ def needed(module: str, extra: str, by: str) -> Any:
         os.close(open_any(os.devnull, os.O_RDONLY))  # raises if no more files may be open
         name = module.partition(".")[0].replace("_", "-")
         raise MissingLibrary(
-            f"{by} {name}, which is not installed ({error}): pip install 'tallyroll[{extra}]'"
+            f'{by} {name}, which is not installed ({error}): pip install "tallyroll[{extra}]"'
         ) from error

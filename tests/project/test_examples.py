@@ -683,7 +683,7 @@ def test_off_policy_restart_says_what_it_cannot_write(
         curve(args(csv=str(tmp_path / "old.csv")))
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    with pytest.raises(SystemExit, match=r"--tensorboard: .*; pip install 'tallyroll\[tens"):
+    with pytest.raises(SystemExit, match=r'--tensorboard: .*; pip install "tallyroll\[tens'):
         curve(args(tensorboard=str(tmp_path / "runs")))
     assert [path.name for path in tmp_path.iterdir()] == ["old.csv"]
 

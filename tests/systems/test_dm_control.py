@@ -257,7 +257,7 @@ def test_one_that_resets_itself_unasked() -> None:
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("dm_control", "dm_control.suite", "dm_env"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtra, match=r"pip install 'tallyroll\[dm-control\]'"):
+    with pytest.raises(MissingExtra, match=r'pip install "tallyroll\[dm-control\]"'):
         SyncCollector("dm_control:cartpole/balance", None, frames_per_batch=4, total_frames=4)
     assert DmControlSystem.adopt(Chain()) is None
     assert registry.find("dm_control:a/b") == (DmControlSystem, "a/b")

@@ -19,7 +19,7 @@ _TEXTS = {
 Upload a packed dataset to an S3-compatible object store. Once the upload is
 complete, open_storage("s3://BUCKET/KEY") and every command that reads can open
 it. After a kill or a failure of the store, run the same command again to resume
-the push. Needs the extra: pip install 'tallyroll[s3]'.
+the push. Needs the extra: pip install "tallyroll[s3]".
 
 Credentials are read from the environment (AWS_ACCESS_KEY_ID,
 AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN) or from the machine's role. An address
@@ -49,7 +49,7 @@ exit status:
 Download a packed dataset from an S3-compatible object store. The command writes
 to a temporary directory next to DST, checks the data, and then renames it. DST
 is created atomically: complete, or not at all. Needs the extra: pip install
-'tallyroll[s3]'.
+"tallyroll[s3]".
 
 Credentials are read from the environment (AWS_ACCESS_KEY_ID,
 AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN) or from the machine's role.

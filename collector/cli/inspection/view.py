@@ -23,7 +23,7 @@ links to their episodes, are computed on request. Several paths are shown side
 by side; a quoted pattern is read as one storage. Nothing is written to a
 storage. A dataset of another library is given as KIND:PATH, as in tallyroll
 import, and is imported into a temporary storage, which is deleted at the end.
-Needs the extra: pip install 'tallyroll[view]'. Ctrl-C stops it.
+Needs the extra: pip install "tallyroll[view]". Ctrl-C stops it.
 """
 _EXAMPLES = """\
 examples:

@@ -147,5 +147,5 @@ def _name_the_extra(env_id: str, error: Exception) -> None:
         extra = "mujoco"
     if extra is not None:
         raise MissingExtra(
-            f"{env_id} needs a package that is not installed: pip install 'tallyroll[{extra}]'"
+            f'{env_id} needs a package that is not installed: pip install "tallyroll[{extra}]"'
         ) from error

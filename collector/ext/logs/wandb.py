@@ -36,7 +36,7 @@ class WandbLog(LogTarget):
         if not hasattr(wandb, "init"):  # a local folder "wandb" with run files shadows the package
             raise MissingExtra(
                 "logs for Weights & Biases need the package wandb, which is not installed: "
-                "pip install 'tallyroll[wandb]'"
+                'pip install "tallyroll[wandb]"'
             )
         settings = wandb.Settings(
             console="off",

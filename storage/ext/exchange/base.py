@@ -55,7 +55,7 @@ class ExchangeFormat(ABC):
     """The prefix before the colon, as in ``parquet:rows.parquet``."""
 
     extra: ClassVar[str | None] = None
-    """The extra of ``pip install 'tallyroll[...]'`` that installs the format's library."""
+    """The extra of ``pip install "tallyroll[...]"`` that installs the format's library."""
 
     sorted: ClassVar[bool] = False
     """True if rows are written one trajectory after another."""

@@ -123,7 +123,7 @@ class Objects:
             import obstore.store
         except ImportError as error:
             raise MissingLibrary(
-                f"{place} needs obstore, which is not installed: pip install 'tallyroll[s3]'."
+                f'{place} needs obstore, which is not installed: pip install "tallyroll[s3]".'
             ) from error
         self._calls: Any = obstore
         self._process = os.getpid()

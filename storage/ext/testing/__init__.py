@@ -9,7 +9,7 @@ try:
     import pytest as _pytest  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        f"tallyroll.storage.testing needs {error.name}: pip install 'tallyroll[testing]'"
+        f'tallyroll.storage.testing needs {error.name}: pip install "tallyroll[testing]"'
     ) from error
 
 from tallyroll.storage.ext.testing.exchange_contract import ExchangeContract

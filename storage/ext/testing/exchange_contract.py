@@ -397,7 +397,7 @@ class ExchangeContract:
         for name in self.libraries:
             with monkeypatch.context() as patch:
                 patch.setitem(sys.modules, name, None)
-                with pytest.raises(MissingLibrary, match=r"pip install 'tallyroll\[") as caught:
+                with pytest.raises(MissingLibrary, match=r'pip install "tallyroll\[') as caught:
                     source.export(place, self.kind)
                 assert "\n" not in str(caught.value)
         assert not place.exists()

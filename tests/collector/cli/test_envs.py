@@ -99,7 +99,7 @@ def test_all_that_are_registered(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\ntoy " in there
     assert "Gymnasium ids" in there
     (line,) = (line for line in absent.splitlines() if line.startswith("absent "))
-    assert "pip install 'tallyroll[envpool]'" in line
+    assert 'pip install "tallyroll[envpool]"' in line
     assert "an end is final; seeds at each reset" in line
     assert "absent: no_such_package and numpy 3: install one of them." in conflicts
 

@@ -150,7 +150,7 @@ def test_all_that_is_there(
     assert systems["absent"] == {
         "installed": False,
         "version": "",
-        "install": "pip install 'tallyroll[envpool]'",
+        "install": 'pip install "tallyroll[envpool]"',
         "error": "",
     }
     assert systems["broken"]["installed"]
@@ -259,7 +259,7 @@ def facts(**more: Any) -> dict[str, Any]:
         "tallyroll": "0.1.0",
         "python": "CPython 3.11.7",
         "platform": "Linux",
-        "packages": {"h5py": {"version": "", "install": "pip install 'x'", "error": ""}},
+        "packages": {"h5py": {"version": "", "install": 'pip install "x"', "error": ""}},
         "extension": {"built": False, "loads": False, "error": ""},
         "ways": {"off": [], "error": ""},
         "systems": {},
@@ -277,7 +277,7 @@ def test_the_table() -> None:
         "switched off    nothing",
         "",
         "packages",
-        "  h5py          not installed: pip install 'x'",
+        '  h5py          not installed: pip install "x"',
         "",
         "environment systems",
         "  none registered; install tallyroll with pip",

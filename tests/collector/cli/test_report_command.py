@@ -121,4 +121,4 @@ def test_without_the_extra_it_is_one_line(
     monkeypatch.setitem(__import__("sys").modules, "scipy.stats", None)
     assert main(["report", str(runs)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("which is not installed: pip install 'tallyroll[report]'")
+    assert line.endswith('which is not installed: pip install "tallyroll[report]"')

@@ -297,5 +297,5 @@ def test_without_shtab_the_extra_is_named(
     said = capsys.readouterr()
     (line,) = said.err.splitlines()
     assert line.startswith("tallyroll: error: completion needs a package that cannot be imported (")
-    assert line.endswith("pip install 'tallyroll[completion]'")
+    assert line.endswith('pip install "tallyroll[completion]"')
     assert said.out == ""

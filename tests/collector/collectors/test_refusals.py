@@ -601,7 +601,7 @@ def test_a_missing_package_names_the_extra(
     monkeypatch.setitem(sys.modules, "mujoco", None)
     monkeypatch.delitem(gym.registry, "ALE/Pong-v5", raising=False)
     monkeypatch.setattr("tallyroll.collector.envs.gymnasium.make.find_spec", lambda name: None)
-    with pytest.raises(MissingExtra, match=rf"pip install 'tallyroll\[{extra}\]'"):
+    with pytest.raises(MissingExtra, match=rf'pip install "tallyroll\[{extra}\]"'):
         SyncCollector(env_id, frames_per_batch=8, total_frames=8)
 
 

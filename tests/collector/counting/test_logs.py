@@ -300,7 +300,7 @@ def test_what_is_no_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_an_extra_that_is_not_there(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    with collector(10) as run, pytest.raises(MissingExtra, match=rf"pip install .*\[{name}\]'$"):
+    with collector(10) as run, pytest.raises(MissingExtra, match=rf'pip install .*\[{name}\]"$'):
         RunLog(run, f"{name}:x")
 
 

@@ -334,7 +334,7 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, package: str) -> Non
         report("x")
     assert str(caught.value) == (
         f"reports need the package {package}, which is not installed: "
-        "pip install 'tallyroll[report]'"
+        'pip install "tallyroll[report]"'
     )
 
 

@@ -250,4 +250,4 @@ def test_a_missing_extra_is_named(
     monkeypatch.setitem(sys.modules, module, None)
     assert main(["view", str(tmp_path / "rows"), "--no-browser"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(rf"need the package {module}, .* pip install 'tallyroll\[view\]'$", line)
+    assert re.search(rf'need the package {module}, .* pip install "tallyroll\[view\]"$', line)

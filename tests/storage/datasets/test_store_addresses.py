@@ -144,7 +144,7 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(MissingLibrary) as caught:
         open_storage("s3://datasets/x")
     assert str(caught.value) == (
-        "s3://datasets/x needs obstore, which is not installed: pip install 'tallyroll[s3]'."
+        's3://datasets/x needs obstore, which is not installed: pip install "tallyroll[s3]".'
     )
 
 

@@ -399,7 +399,7 @@ def test_h5py_is_asked_for_by_name(five: Path, monkeypatch: pytest.MonkeyPatch) 
         lambda: open_storage(five, "append"),
         lambda: H5Storage(five.with_name("new.h5"), capacity=9).extend(rows(0, 5)),
     ):
-        with pytest.raises(MissingLibrary, match=r"pip install 'tallyroll\[hdf5\]'"):
+        with pytest.raises(MissingLibrary, match=r'pip install "tallyroll\[hdf5\]"'):
             act()
     assert files_of(five) == before
     assert not five.with_name("new.h5").exists()

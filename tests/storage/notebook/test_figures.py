@@ -175,7 +175,7 @@ def test_without_matplotlib_the_error_names_the_extra(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtra if kind == "report" else MissingLibrary) as error:
         make[kind]()
-    assert "pip install 'tallyroll[plot]'" in str(error.value)
+    assert 'pip install "tallyroll[plot]"' in str(error.value)
     assert "\n" not in str(error.value)
 
 

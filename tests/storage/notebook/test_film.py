@@ -84,7 +84,7 @@ def test_what_cannot_be_filmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(UnknownTrajectory):
             found.video(8)
         monkeypatch.setitem(sys.modules, "av", None)
-        with pytest.raises(MissingLibrary, match=r"pip install 'tallyroll\[video\]'"):
+        with pytest.raises(MissingLibrary, match=r'pip install "tallyroll\[video\]"'):
             found.video(7)
     with MemmapStorage(tmp_path / "other") as storage:
         storage.extend(rows_of((2,)))

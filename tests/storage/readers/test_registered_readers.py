@@ -274,7 +274,7 @@ def test_contracts_say_what_they_need(name: str, monkeypatch: pytest.MonkeyPatch
         monkeypatch.delitem(sys.modules, each)
     monkeypatch.delitem(sys.modules, "tallyroll.storage.testing", raising=False)
     monkeypatch.setitem(sys.modules, name, None)
-    wanted = f"tallyroll.storage.testing needs {name}: pip install 'tallyroll[testing]'"
+    wanted = f'tallyroll.storage.testing needs {name}: pip install "tallyroll[testing]"'
     with pytest.raises(ImportError, match=rf"^{re.escape(wanted)}$"):
         import_module("tallyroll.storage.testing")
 

@@ -254,6 +254,6 @@ def test_what_cannot_be_made(
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     game = pyspiel.load_game("tic_tac_toe")
     monkeypatch.setitem(sys.modules, "pyspiel", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'tallyroll\[openspiel\]'"):
+    with pytest.raises(MissingExtra, match=r'pip install "tallyroll\[openspiel\]"'):
         SyncCollector("openspiel:tic_tac_toe", None, frames_per_batch=4, total_frames=4)
     assert OpenSpielSystem.adopt(game) is None

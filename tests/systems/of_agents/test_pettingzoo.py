@@ -845,7 +845,7 @@ def test_misuse(name: str, kwargs: Any, error: type[Exception], match: str) -> N
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pettingzoo", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'tallyroll\[pettingzoo\]'"):
+    with pytest.raises(MissingExtra, match=r'pip install "tallyroll\[pettingzoo\]"'):
         PettingZooSystem.make("sisl/pursuit_v5", 1, None)
 
 

@@ -244,5 +244,5 @@ def test_no_seed_is_one_lanes() -> None:
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vmas", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'tallyroll\[vmas\]'"):
+    with pytest.raises(MissingExtra, match=r'pip install "tallyroll\[vmas\]"'):
         VmasSystem.make("balance", 1, None)

@@ -166,7 +166,7 @@ def test_refused() -> None:
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "brax", None)
     monkeypatch.setitem(sys.modules, "brax.envs", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'tallyroll\[brax\]'"):
+    with pytest.raises(MissingExtra, match=r'pip install "tallyroll\[brax\]"'):
         BraxSystem.make("ant", 1, None)
 
 

@@ -253,7 +253,7 @@ def test_a_bare_environment() -> None:
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gymnax", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'tallyroll\[gymnax\]'"):
+    with pytest.raises(MissingExtra, match=r'pip install "tallyroll\[gymnax\]"'):
         GymnaxSystem.make("CartPole-v1", 1, None)
 
 

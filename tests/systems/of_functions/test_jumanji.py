@@ -324,5 +324,5 @@ def test_a_bare_environment() -> None:
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jumanji", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'tallyroll\[jumanji\]'"):
+    with pytest.raises(MissingExtra, match=r'pip install "tallyroll\[jumanji\]"'):
         JumanjiSystem.make("Snake-v1", 1, None)

@@ -54,5 +54,5 @@ def test_misuse(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArgumentError, match="cannot make 'NoSuch'"):
         SyncCollector("playground:NoSuch", None, frames_per_batch=4, total_frames=4)
     monkeypatch.setitem(sys.modules, "mujoco_playground", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'tallyroll\[playground\]'"):
+    with pytest.raises(MissingExtra, match=r'pip install "tallyroll\[playground\]"'):
         PlaygroundSystem.make("CartpoleBalance", 1, None)

@@ -144,5 +144,5 @@ def test_a_bare_environment() -> None:
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jaxmarl", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'tallyroll\[smax\]'"):
+    with pytest.raises(MissingExtra, match=r'pip install "tallyroll\[smax\]"'):
         SmaxSystem.make("3m", 1, None)

@@ -208,5 +208,5 @@ def test_what_is_not_driven_and_what_is_adopted(monkeypatch: pytest.MonkeyPatch)
     assert AleSystem.adopt(gymnasium.make_vec("CartPole-v1", 2)) is None
     monkeypatch.setitem(sys.modules, "ale_py", None)
     monkeypatch.setitem(sys.modules, "ale_py.roms", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'tallyroll\[atari\]'"):
+    with pytest.raises(MissingExtra, match=r'pip install "tallyroll\[atari\]"'):
         SyncCollector("ale:pong", frames_per_batch=4, total_frames=4)

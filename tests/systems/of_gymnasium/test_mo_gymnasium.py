@@ -133,5 +133,5 @@ def test_a_trajectory_begins_again_from_its_seed(tmp_path: Path) -> None:
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mo_gymnasium", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'tallyroll\[mo-gymnasium\]'"):
+    with pytest.raises(MissingExtra, match=r'pip install "tallyroll\[mo-gymnasium\]"'):
         SyncCollector(TREASURE, None, frames_per_batch=4, total_frames=4)

@@ -372,7 +372,7 @@ def test_what_is_not_driven(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(registry.adopt(env), EnvPoolSystem)
     assert EnvPoolSystem.adopt(wrapped) is None
     monkeypatch.setitem(sys.modules, "envpool", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'tallyroll\[envpool\]'"):
+    with pytest.raises(MissingExtra, match=r'pip install "tallyroll\[envpool\]"'):
         SyncCollector("envpool:CartPole-v1", frames_per_batch=4, total_frames=4)
 
 
@@ -407,7 +407,7 @@ class Broken(metadata.PackagePath):
     [
         (
             "requires the system Qt 5 runtime",
-            r"Qt 5 runtime\. Run pip install 'tallyroll\[envpool-pro",
+            r'Qt 5 runtime\. Run pip install "tallyroll\[envpool-pro',
         ),
         ("no module named b", "envpool cannot make 'a': no module named b$"),
     ],

@@ -296,7 +296,7 @@ def test_what_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     refused("sb3:CartPole-v1", ArgumentError, "never_step", surplus="never_step", num_envs=2)
     monkeypatch.setitem(sys.modules, "stable_baselines3", None)
     monkeypatch.setitem(sys.modules, "stable_baselines3.common.vec_env", None)
-    refused("sb3:CartPole-v1", MissingExtra, r"pip install 'tallyroll\[sb3\]'")
+    refused("sb3:CartPole-v1", MissingExtra, r'pip install "tallyroll\[sb3\]"')
 
 
 class Texts(BothAtOnce):

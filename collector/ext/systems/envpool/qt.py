@@ -29,7 +29,7 @@ def made_with_qt(name: str, make: Callable[[], Any]) -> Any:
     except ImportError as error:
         said = f"envpool cannot make {name!r}: {error}"
         if "Qt 5" in said:
-            said += ". Run pip install 'tallyroll[envpool-procgen]' to install Qt 5"
+            said += '. Run pip install "tallyroll[envpool-procgen]" to install Qt 5'
         raise MissingExtra(said) from error
 
 

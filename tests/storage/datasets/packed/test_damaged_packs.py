@@ -298,7 +298,7 @@ def test_without_its_libraries(base: Path, tmp_path: Path, monkeypatch: pytest.M
         lambda: every_row(base / "packed"),
         lambda: open_storage(base / "rows").pack(tmp_path / "new"),
     ):
-        with pytest.raises(MissingLibrary, match=r"pip install 'tallyroll\[pack\]'"):
+        with pytest.raises(MissingLibrary, match=r'pip install "tallyroll\[pack\]"'):
             act()
     assert [*tmp_path.iterdir()] == []
     codecs.library.cache_clear()
