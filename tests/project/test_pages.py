@@ -111,10 +111,16 @@ def test_commands_that_are_not_run_install_build_or_measure() -> None:
 
 
 def test_extras_are_installed_in_one_form() -> None:
-    form = re.compile(r'pip install "tallyroll\[[A-Za-z0-9,-]+\]"')
-    for path in DOCS.glob("*.md"):
-        text = path.read_text(encoding="utf-8")
-        assert len(re.findall(r"pip install .*\[", text)) == len(form.findall(text)), path.name
+    form = re.compile(r'pip install (-c constraints.txt "\.|"tallyroll)\[[A-Za-z0-9,-]+\]"')
+    for page, text in PAGES.items():
+        assert len(re.findall(r"pip install .*\[", text)) == len(form.findall(text)), page
+        for _, code in FENCE.findall(text):  # a script of the repository needs what is beside it
+            assert "python benchmarks/" not in code or '"tallyroll[' not in code, page
+    for top in ("benchmarks", "collector", "docs", "examples", "storage"):
+        for path in (ROOT / top).rglob("*.*"):
+            if path.suffix in (".py", ".md", ".ipynb", ".sh"):  # single quotes fail in Windows' cmd
+                text = path.read_text(encoding="utf-8")
+                assert not re.search(r"'(tallyroll|\.)\[[^']*\]'", text), path
 
 
 def test_the_drawings_are_those_that_their_script_makes() -> None:
