@@ -20,8 +20,8 @@ from tallyroll.storage.files.paths import translates_errors, user_path
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.file_reader import FileReader, Mode
 from tallyroll.storage.readers.row_reader import RowReader, index_of, rows_in_order
-from tallyroll.storage.rows.frame_stacks import FrameStack
-from tallyroll.storage.rows.keys import Key, Keys, as_key
+from tallyroll.storage.rows.frame_stacks import FrameStack, frames_declared
+from tallyroll.storage.rows.keys import Key, Keys, as_key, format_key
 from tallyroll.storage.rows.progress import MoreDone
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.stores.opened_files import OpenedFiles, PlanOnce
@@ -88,13 +88,12 @@ class RowStore:
             declared_once=plan_auto if once == "auto" and max_size and files.format.pools else None,
         )
         self.writer: RowWriter | NoWriter = RowWriter(opened)
-        if existing and type(once) is bool and once != bool(files.once):
-            self.writer.close()
-            raise ValueError(
-                f"once={once} was given, but {self.path} exists and has "
-                f"{'whole observations' if once else 'frames stored once'}. Leave once out, or "
-                "give another path."
-            )
+        if existing:
+            try:
+                _require_layout(files, once, stacks)
+            except ValueError:
+                self.writer.close()
+                raise
 
     def _plan_of(self, once: Once, stacks: Sequence[FrameStack]) -> PlanOnce | None:
         """Return the plan of the columns that a new storage with any rows stores once."""
@@ -429,6 +428,24 @@ def _check_once(once: object, stacks: Sequence[FrameStack]) -> None:
         raise ValueError(
             f"stacks: expected once=True, got once={once!r}. Pass once=True, or leave stacks out."
         )
+
+
+def _require_layout(files: FileReader, once: Once, stacks: Sequence[FrameStack]) -> None:
+    """Raise `ValueError` if an existing storage has another layout than ``once`` and ``stacks``."""
+    if type(once) is bool and once != bool(files.once):
+        raise ValueError(
+            f"once={once} was given, but {files.path} exists and has "
+            f"{'whole observations' if once else 'frames stored once'}. Leave once out, or "
+            "give another path."
+        )
+    frames = {each.key: each.layout.stack for each in files.once}
+    for key, (n, axis) in frames_declared(files.schema, stacks).items():
+        if key in frames and (n, axis) != (frames[key], 0):
+            raise ValueError(
+                f"stacks: {n} frames of {format_key(key)} along axis {axis} were given, but "
+                f"{files.path} exists and stores {frames[key]} along axis 0. Leave stacks out, or "
+                "give another path."
+            )
 
 
 def _check_rows(name: str, rows: object) -> None:

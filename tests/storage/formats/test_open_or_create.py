@@ -76,6 +76,23 @@ def test_other_options_are_refused(
         assert storage.mode == "append"
 
 
+def test_other_stacks_are_refused(tmp_path: Path) -> None:
+    path, frames = tmp_path / "rows", torch.zeros(2, 4, 32, 32, dtype=torch.uint8)
+    whole: dict[str, Any] = {"mode": "auto", "once": True}
+    with MemmapStorage(path, **whole, stacks=[FrameStack("observation")]) as storage:
+        storage.extend(TensorDict({"observation": frames, "next": {"observation": frames}}, [2]))
+    for stack, message in (
+        (FrameStack("observation", 2), "2 frames of observation .* stores 4 along axis 0"),
+        (FrameStack("observation", axis=1), "32 frames of observation along axis 1 were given"),
+        (FrameStack("pixels"), "expected some of observation, next/observation, got pixels"),
+    ):
+        with pytest.raises(ValueError, match=f"stacks: {message}"):
+            MemmapStorage(path, **whole, stacks=[stack])
+    for same in ([], [FrameStack("observation")], [FrameStack("observation", 4)]):
+        with MemmapStorage(path, **whole, stacks=same) as storage:  # and it is not locked
+            assert storage.mode == "append"
+
+
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 def test_other_columns_are_refused(tmp_path: Path, kind: Any, options: dict[str, Any]) -> None:
     path = tmp_path / "rows"
