@@ -29,7 +29,7 @@ from tallyroll.storage.readers.row_reader import ReusedRows, RowReader, index_of
 from tallyroll.storage.replay import buffers, foreign_checkpoints
 from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
 from tallyroll.storage.replay.loader import Loader, Make
-from tallyroll.storage.replay.tensor_storage import AsTensorStorage
+from tallyroll.storage.replay.tensor_storage import AsTensorStorage, remedies_named
 from tallyroll.storage.rows.frame_stacks import FrameStack
 from tallyroll.storage.rows.keys import Key, Keys, as_key, format_key
 from tallyroll.storage.rows.progress import MoreDone, Progress
@@ -96,8 +96,8 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
             that they refer to. A killed process leaves its folder behind.
         mode: ``"create"`` refuses an existing storage and writes nothing until the schema is known.
             ``"append"`` continues after the last row. ``"read"`` never writes. ``"auto"`` appends
-            to an existing storage, which must have the same ``max_size``, and creates one if there
-            is none. The attribute `mode` is then ``"append"`` or ``"create"``.
+            to an existing storage, which must have the same ``max_size`` and layout, and creates
+            one if there is none. The attribute `mode` is then ``"append"`` or ``"create"``.
         capacity: the number of rows to reserve space for, including existing rows. The storage
             grows beyond it if its format can grow.
         max_size: the number of slots of a ring, in which new rows overwrite the oldest. None keeps
@@ -126,8 +126,10 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
         CopyOfOpenStorage: the files are such a copy, and ``accept_copy`` is False.
         OpenError: the path cannot be opened or created in this mode (the subclasses say why).
         CorruptStorage: the files are damaged.
-        ValueError: an argument has an invalid value, or ``max_size`` or ``once`` differs from that
-            of an existing storage.
+        ValueError: an argument has an invalid value, or ``max_size``, ``once`` or ``stacks``
+            differs from that of an existing storage.
+        TypeError: an argument does not exist. For those of TorchRL's storages, the message names
+            what to do instead.
     """
 
     sharded: ClassVar[bool] = False
@@ -140,6 +142,7 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
     _leave_folder: Callable[[], Any] | None = None
     """Callback that removes the folder of a temporary storage."""
 
+    @remedies_named
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,

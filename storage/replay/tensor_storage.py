@@ -6,7 +6,10 @@ therefore overrides every method of `TensorStorage`. Methods that change stored 
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Final, NoReturn, ParamSpec
 
 import torch
 from tensordict import TensorDict
@@ -20,6 +23,37 @@ IN_PLACE = (
     "changing values, such as priorities, in a sampler or an overlay. If rows must change, use "
     "TorchRL's LazyMemmapStorage."
 )
+
+
+_REMEDIES: Final = {
+    "device": 'move samples with .to(device), or use DeviceStorage(max_size=n, device="cuda")',
+    "scratch_dir": "give the directory as the path of a MemmapStorage, its first argument",
+    "existsok": 'MemmapStorage(path, max_size=n, mode="auto") opens or creates a storage',
+    "ndim": "rows have one dimension, and lane and step are columns: leave it out",
+    **dict.fromkeys(
+        ("compilable", "consolidated", "shared_init", "auto_cleanup", "cleanup_memmap"),
+        "leave it out",
+    ),
+}
+"""Remedies for the arguments of TorchRL's storages that ours do not have."""
+_Arguments = ParamSpec("_Arguments")
+
+
+def remedies_named(make: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """Decorate a constructor, so that it names the remedy for an argument of TorchRL's storages."""
+    own = inspect.signature(make).parameters
+
+    @wraps(make)
+    def made(*args: _Arguments.args, **given: _Arguments.kwargs) -> None:
+        for name in given:
+            if name in _REMEDIES and name not in own:
+                raise TypeError(
+                    f"{name}: {type(args[0]).__name__} has no such argument of TorchRL's storages; "
+                    f"{_REMEDIES[name]}."
+                )
+        make(*args, **given)
+
+    return made
 
 
 class AsTensorStorage(TensorStorage):

@@ -20,7 +20,7 @@ from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.readers.file_reader import Mode
 from tallyroll.storage.readers.row_reader import RowReader, columns_of, index_of
 from tallyroll.storage.replay import buffers
-from tallyroll.storage.replay.tensor_storage import AsTensorStorage
+from tallyroll.storage.replay.tensor_storage import AsTensorStorage, remedies_named
 from tallyroll.storage.rows.keys import Keys
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.storages import MemmapStorage
@@ -74,6 +74,7 @@ class DeviceStorage(AsTensorStorage):
     writer: DeviceWriter
     mode: Mode = "append"
 
+    @remedies_named
     def __init__(
         self,
         *,

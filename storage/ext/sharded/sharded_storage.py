@@ -18,7 +18,7 @@ from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.formats.memmap import MemmapFormat
 from tallyroll.storage.readers.file_reader import Mode
 from tallyroll.storage.replay.disk_storage import DiskStorage
-from tallyroll.storage.replay.tensor_storage import AsTensorStorage
+from tallyroll.storage.replay.tensor_storage import AsTensorStorage, remedies_named
 from tallyroll.storage.rows.frame_stacks import FrameStack
 from tallyroll.storage.stores.row_store import Once
 
@@ -93,6 +93,7 @@ class ShardedStorage(DiskStorage):
 
     _format_class = MemmapFormat
 
+    @remedies_named
     def __init__(
         self,
         path: str | os.PathLike[str],

@@ -6,6 +6,7 @@ Their folder is removed with them, but never while it is in use.
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import signal
 import subprocess
@@ -22,7 +23,15 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
 
-from tallyroll.storage import MemmapStorage, StorageMissing, open_storage
+from tallyroll.storage import (
+    DeviceStorage,
+    H5Storage,
+    MemmapStorage,
+    ShardedStorage,
+    StorageMissing,
+    ZarrStorage,
+    open_storage,
+)
 from tallyroll.storage.errors import NotAStorage
 from tallyroll.storage.storages import FORMATS, DiskStorage
 
@@ -216,6 +225,33 @@ def test_what_cannot_be_leaves_nothing(options: dict[str, Any], folder: Path) ->
 def test_a_number_is_no_path() -> None:
     with pytest.raises(TypeError, match="max_size=1000"):
         MemmapStorage(1000)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [MemmapStorage, H5Storage, ZarrStorage, ShardedStorage])
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("device", r'\.to\(device\), or use DeviceStorage\(max_size=n, device="cuda"\)\.$'),
+        ("scratch_dir", r"give the directory as the path of a MemmapStorage"),
+        ("existsok", r'mode="auto"\) opens or creates'),
+        ("compilable", "leave it out"),
+    ],
+)
+def test_arguments_of_torchrl_have_a_remedy(
+    kind: Any, name: str, remedy: str, folder: Path
+) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: {kind.__name__} has no .*{remedy}"):
+        kind(folder / "rows", **{name: "cuda"})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'devise'"):
+        kind(folder / "rows", devise="cuda")
+    assert name not in inspect.signature(kind).parameters
+    assert not list(folder.iterdir())
+
+
+def test_a_device_storage_has_a_device_but_no_directory() -> None:
+    with pytest.raises(TypeError, match="scratch_dir: DeviceStorage has no such argument"):
+        DeviceStorage(max_size=3, device="cpu", scratch_dir="x")  # type: ignore[call-arg]
+    DeviceStorage(max_size=3, device="cpu").close()
 
 
 def test_a_temporary_storage_is_not_finalized(storage: DiskStorage) -> None:
