@@ -155,7 +155,7 @@ class Format(ABC):
         if self.exists():
             raise StorageExists(
                 f'{self.path} holds a storage already. Open it with mode="append" to add rows to '
-                "it, or give another path."
+                'it (mode="auto" creates it the first time), or give another path.'
             )
 
     def refuse_missing(self) -> None:

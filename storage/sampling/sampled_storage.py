@@ -56,7 +56,8 @@ def require_slots_stay(
     if storage.ring and storage.mode == "read":
         raise SlotsMayChange(
             f"{storage.path} is a ring to which another process may write, so rows may change "
-            f"between drawing and {reading}. {instead}"
+            f"between drawing and {reading}. {instead} If this process is to write the ring, open "
+            'it with MemmapStorage(path, mode="append").'
         )
 
 

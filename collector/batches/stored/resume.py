@@ -62,7 +62,8 @@ def opened_target(path: str | Path, resume: Resume, frames: int | None, kind: An
             storage = kind(path, mode="append" if resume else "create")
     except StorageExists as error:
         raise StorageExists(
-            f"storage: {path} holds a storage already. Pass resume=True to continue its run, "
+            f"storage: {path} holds a storage already. Pass resume=True to continue its run "
+            '(resume="auto" begins it the first time), '
             f'storage={kind.__name__}(path, mode="append") to add another run, or another path.'
         ) from error
     except StorageMissing as error:

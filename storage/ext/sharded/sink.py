@@ -151,7 +151,10 @@ class ShardedWriter(NoWriter):
     def _refuse_existing(self) -> None:
         files = self.files
         if files.manifest_path.exists():
-            raise StorageExists(f"{self.path} holds a storage already. Give another path.")
+            raise StorageExists(
+                f"{self.path} holds a storage already. Give its path and resume=True to the "
+                "collector to continue its run, or give another path."
+            )
         ours = {files.lines_path, files.lock_path, files.shards_path}
         if files.root.exists() and (others := {*files.root.iterdir()} - ours):
             raise DirectoryNotEmpty(
@@ -257,7 +260,7 @@ class ShardedWriter(NoWriter):
             if run.get("first_row_of_run"):
                 raise StorageExists(
                     f"{self.path} already has a run, and a sharded storage can have only one. "
-                    "Resume the run, or give another path."
+                    "Pass resume=True (--resume) to continue it, or give another path."
                 )
             runs = [
                 *self.reader.made["runs"],
