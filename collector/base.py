@@ -251,7 +251,8 @@ class Collector(EnvCalls, ABC):
         if (progress := self._progress) is None:
             return self._guard.make_ready()
         try:
-            progress.show(self)
+            if not self._run.over:
+                progress.show(self)
             more = self._guard.make_ready()
             progress.show(self, last=self._run.over)
         except BaseException:

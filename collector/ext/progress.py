@@ -46,6 +46,8 @@ class Display:
         if bar.disable:
             self._seconds, self._next = LINE_SECONDS, time.monotonic() + LINE_SECONDS
         self.done = 0
+        self._line: int | None = None
+        """The amount done in the last line."""
 
     def __call__(
         self,
@@ -71,6 +73,9 @@ class Display:
             shown = " ".join(["/".join(counts), *details(), *[clock] * (total is not None)])
             self._bar.update(self._task.id, description=shown)
             return
+        if last and done == self._line:
+            return
+        self._line = done
         share = f"{' of '.join(counts)} {self._what}"
         if total is not None:
             share, clock = f"{share} ({100 * done // max(1, total)} %)", f"{clock} left"

@@ -63,7 +63,8 @@ def test_lines_on_stderr_have_the_counts_of_the_ledger(
     found = [re.match(r"tallyroll: (\d+) of 300 frames \((\d+) %\), ", each) for each in lines]
     assert all(found)
     counts = [(int(each[1]), int(each[2])) for each in found if each]
-    assert [*dict.fromkeys(counts)] == [(0, 0), (100, 33), (200, 66), (300, 100)]
+    # A call shows the run at its begin and at its end, and the end of the run only once.
+    assert counts == [(0, 0), *[(100, 33)] * 2, *[(200, 66)] * 2, (300, 100)]
     metrics = collector.metrics()
     assert f", {metrics['episodes']} ep, return {metrics['return_mean']:.4g}, " in lines[-1]
 
@@ -102,6 +103,16 @@ def test_one_long_call_of_collect(each_call: None, capsys: pytest.CaptureFixture
     counts = [int(each.split()[1]) for each in lines]
     assert (counts[0], counts[-1]) == (0, 300)
     assert len({*counts}) >= 3
+    assert counts.count(300) == 1
+
+
+def test_a_run_that_is_over_shows_its_last_line_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its lines are seconds apart, except the last one, which is always shown."""
+    with SyncCollector("CartPole-v1", **POLE, progress=True) as collector:
+        assert len([*collector]) == 3
+        assert [*collector] == []
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tallyroll: 300 of 300 frames (100 %), ")
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
