@@ -36,25 +36,27 @@ def runs_of(entries: Sequence[Mapping[str, Any]], span: range) -> list[dict[str,
     """Return one entry per run, with the entries that a resume added merged into it.
 
     ``rows`` is the number of rows of ``span`` that the run wrote. ``resumed`` is the number of
-    times that the run resumed, and ``resumed_at`` has the rows at which it resumed. ``events`` has
-    the events of all entries, if there are any.
+    places in its rows at which a later start continues the run, and ``resumed_at`` has those that
+    ``entries`` name. A start whose rows were taken back has no place, and a start and the
+    checkpoint that it loads have one. ``events`` has the events of all entries, if there are any.
     """
     runs: list[dict[str, Any]] = []
     for entry in entries:
         first = whole_number(entry, FIRST_ROW_OF_RUN, entry["first_row"])
         run = {**entry, "first_row": first}
         run.pop(FIRST_ROW_OF_RUN, None)
+        # Earlier rows may be in another storage, whose entries are unknown.
         at: list[int] = []
+        resumed = max(0, whole_number(run, "incarnation") - whole_number(run, "respawned"))
         events = events_of(entry)
         if runs and runs[-1]["first_row"] == first and whole_number(run, "incarnation") > 0:
             before = runs.pop()
-            at = [*before["resumed_at"], entry["first_row"]]
+            at, resumed = [*before["resumed_at"], entry["first_row"]], before["resumed"] + 1
             events = [*before.get(EVENTS, []), *events]
             if note := part(before, UNVERSIONED):
                 run[UNVERSIONED] = note
         run.pop(EVENTS, None)
         run.update({EVENTS: events} if events else {})
-        resumed = max(0, whole_number(run, "incarnation") - whole_number(run, "respawned"))
         runs.append({**run, "resumed": resumed, "resumed_at": at})
     ends = [*(run["first_row"] for run in runs), span.stop][1:]
     for run, end in zip(runs, ends, strict=True):

@@ -21,6 +21,7 @@ from tallyroll.collector import (
     MultiprocessCollector,
     SyncCollector,
     load_checkpoint,
+    report,
     save_checkpoint,
 )
 from tallyroll.collector.errors import ArgumentError, StateError
@@ -428,3 +429,20 @@ def test_a_reader_and_plain_states_know_of_rewinds(saved: Path, tmp_path: Path) 
         assert copy.reader.rewinds == 1
         assert copy.manifest["rewinds"] == [40]
     assert rows_of(tmp_path / "again") == rows_of(rows)
+
+
+def test_a_restart_from_a_checkpoint_counts_once(tmp_path: Path) -> None:
+    """A start that loads a checkpoint is one place at which the rows continue."""
+    policy, learner = linear(), Step()
+    with sync(tmp_path / "rows", policy, seed=5) as collector:
+        run(collector, policy, learner, tmp_path / "saved", 100)
+    for at, start in enumerate(("killed", "again"), 1):
+        with sync(tmp_path / "rows", policy, resume=True) as collector:
+            load_checkpoint(tmp_path / "saved", collector=collector, learner=learner)
+            collector.collect(10 * at)
+        (found,) = report(tmp_path / "rows").runs
+        assert (found.resumed, len(found.resumed_at)) == (1, 1), start
+    with sync(tmp_path / "rows", policy, resume=True) as collector:
+        collector.collect(5)
+    (found,) = report(tmp_path / "rows").runs
+    assert (found.resumed, len(found.resumed_at)) == (2, 2)
