@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal
 
+import numpy as np
+
 from tallyroll.collector.ext.report.figure import report_figure
 from tallyroll.collector.ext.report.files import CURVES_BEGINNING, FIGURE_MARK, LATEX_BEGINNING
 from tallyroll.collector.ext.report.groups import Group
@@ -70,20 +72,23 @@ def _interval(found: IntervalEstimate | None) -> str:
 
 
 def curve_points(groups: Iterable[Group]) -> str:
-    """Return the points of all learning curves as CSV, with empty cells for unknown values."""
+    """Return the known points of all learning curves as CSV; cells of unknown bounds are empty.
+
+    A curve has no value before each of its runs has an episode, nor after the shortest of them.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CURVES_BEGINNING.split(","))
     for group in groups:
         if (curve := group.curve) is None:
             continue
-        for at, transitions in enumerate(curve.at.tolist()):
+        for at in np.flatnonzero(~np.isnan(curve.value)).tolist():
             values = [
                 None if each is None else float(each[at])
                 for each in (curve.value, curve.low, curve.high)
             ]
             cells: list[Any] = [None if v is None or math.isnan(v) else v for v in values]
-            writer.writerow([group.name, len(group.scores), transitions, *cells])
+            writer.writerow([group.name, len(group.scores), int(curve.at[at]), *cells])
     return text.getvalue()
 
 
