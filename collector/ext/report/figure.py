@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.ext.report.groups import Group
 from tallyroll.collector.ext.report.page import panels_of
-from tallyroll.storage.ext.notebook.figures import panels
+from tallyroll.storage.ext.notebook.figures import label_axes, panels
 from tallyroll.storage.rows.pages import visible
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ def report_figure(groups: Sequence[Group]) -> Figure:
             names.append(visible(group.name).replace("_", " _", group.name.startswith("_")))
             if curve.low is not None:
                 axes.fill_between(curve.at, curve.low, curve.high, alpha=0.2)
-        axes.set_xlabel("transitions")
-        axes.set_ylabel("return")
+        label_axes(axes, "transitions", "return")
         for text in axes.legend(lines, names).get_texts() if lines else ():
             text.set_parse_math(False)
     return made

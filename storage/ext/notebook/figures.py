@@ -28,6 +28,8 @@ _WIDTH, _HEIGHT, _ACROSS = 4.0, 3.0, 3
 """Size of a panel in inches, and the number of panels in a row."""
 _MOST_PANELS: Final = 24
 _MOST_LINES: Final = 8
+_MOST_TICKS: Final = 3
+"""Intervals between numbers such as 90,000,000 that fit below a panel without touching."""
 _SHARES: Final = {0.05: "q05", 0.5: "median", 0.95: "q95"}
 
 
@@ -72,14 +74,23 @@ def trajectories_figure(table: np.ndarray, first_row: int, window: int) -> Figur
     whole = table[ended & (table["first_step"] == 0) & (table["first_row"] >= first_row)]
     whole = whole[np.argsort(whole["last_row"], kind="stable")]
     at = whole["last_row"] + 1
-    for axes, name in ((returns, "return"), (lengths, "length")):
+    for axes, name, unit in ((returns, "return", "return"), (lengths, "length", "transitions")):
         for values in whole[name].astype(np.float64).reshape(len(whole), -1).T[:_MOST_LINES]:
             (dots,) = axes.plot(at, values, ".", markersize=2, alpha=0.4, label="episodes")
             label = f"mean of the last {window}"
             axes.plot(at, mean_of_last(values, window), color=dots.get_color(), label=label)
-        axes.set_xlabel("transitions")
+        label_axes(axes, "transitions", unit)
+    ends.set_ylabel("trajectories")
     ends.bar(END_NAMES, np.bincount(table["end"], minlength=len(END_NAMES)))
     return made
+
+
+def label_axes(axes: Any, x: str, y: str, ticks: int = _MOST_TICKS) -> None:
+    """Name the axes of a panel; ``x`` has a few whole numbers, with thousands separators."""
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.locator_params(axis="x", nbins=ticks, integer=True)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
 def mean_of_last(values: np.ndarray, window: int) -> np.ndarray:
@@ -99,6 +110,14 @@ def statistics_figure(statistics: Statistics) -> Figure:
     made, axes = panels([*names, *[f"{left} more columns"] * (left > 0)])
     for each, name in zip(axes, names, strict=False):
         _draw_ranges(each, statistics[name], statistics.bounds.get(name))
+    marks = {
+        label: mark
+        for each in axes
+        for mark, label in zip(*each.get_legend_handles_labels(), strict=True)
+    }
+    if marks:
+        where = "outside lower center"
+        made.legend(marks.values(), marks, loc=where, ncols=len(marks), fontsize="small")
     return made
 
 
@@ -118,6 +137,10 @@ def _draw_ranges(
             axes.plot(x, values, marker, markersize=4, color="C0", label=name)
     for name, values in zip(("declared low", "declared high"), bounds or (), strict=False):
         axes.plot(x, _finite(values), "_", markersize=12, color="C3", label=name)
+    label_axes(axes, "element", "value", 2 * _MOST_TICKS)
+    if x.size == 1:
+        axes.set_xlabel("")
+        axes.set_xticks([])
 
 
 def _finite(values: np.ndarray) -> np.ndarray:

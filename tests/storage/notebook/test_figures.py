@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,8 @@ def test_returns_lengths_and_ends(storage: DiskStorage, where: str | None) -> No
         means = [values[max(0, n + 1 - WINDOW) : n + 1].mean() for n in range(len(values))]
         np.testing.assert_allclose(lines[f"mean of the last {WINDOW}"][1], means)
     assert figure._repr_png_().startswith(b"\x89PNG")
+    assert [each.get_xlabel() for each in figure.axes] == ["transitions", "transitions", ""]
+    assert [each.get_ylabel() for each in figure.axes] == ["return", "transitions", "trajectories"]
     heights = {bar.get_x() + 0.4: bar.get_height() for bar in figure.axes[2].patches}
     assert sum(heights.values()) == chosen.sum()
     assert sorted(heights.values()) == sorted(
@@ -116,6 +119,34 @@ def test_ranges_and_declared_bounds(storage: DiskStorage) -> None:
         np.testing.assert_array_equal(lines[label][1], np.where(np.isfinite(bound), bound, np.nan))
     assert found.bounds["action"] == (0, 1)
     assert "next/reward" not in found.bounds
+
+
+def test_axes_and_marks_of_statistics_have_names(storage: DiskStorage) -> None:
+    found = storage.statistics(["observation", "action"])
+    figure = found.plot()
+    figure.canvas.draw()
+    vector, scalar = figure.axes
+    ticks = [text.get_text() for text in vector.get_xticklabels()]
+    assert {"0", "1", "2", "3"} <= {*ticks}, "one for each element, without fractions"
+    assert not any("." in text for text in ticks)
+    assert (vector.get_xlabel(), vector.get_ylabel()) == ("element", "value")
+    assert (scalar.get_xlabel(), [*scalar.get_xticks()]) == ("", [])
+    (legend,) = figure.legends
+    assert {text.get_text() for text in legend.get_texts()} == {
+        *("min", "max", "q05", "median", "q95", "declared low", "declared high")
+    }
+
+
+@pytest.mark.parametrize("rows", [9_000, 90_000_000])
+def test_numbers_below_a_panel_do_not_touch(storage: DiskStorage, rows: int) -> None:
+    figure = storage.plot()
+    figure.axes[0].set_xlim(0, rows)
+    figure.canvas.draw()
+    texts = figure.axes[0].get_xticklabels()
+    assert f"{0:,}" in [text.get_text() for text in texts]
+    boxes = [text.get_window_extent() for text in texts]
+    assert len(boxes) >= 3
+    assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
 
 
 def test_large_values_have_one_bound(tmp_path: Path) -> None:
