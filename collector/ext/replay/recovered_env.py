@@ -70,7 +70,7 @@ def recovered(
         )
     create, kwargs = create_env_fn, dict(env_kwargs or {})
     if create is None:
-        create = _safe_id(environment)
+        create = _safe_id(environment, _part(entry, "made").get("environment"))
     if isinstance(create, str) and create == environment.get("id"):
         _require_arguments(environment, kwargs)
         kwargs = {**_in_step(create, _part(environment, "kwargs")), **kwargs}
@@ -118,10 +118,11 @@ def _part(entry: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _safe_id(environment: Mapping[str, Any]) -> str:
+def _safe_id(environment: Mapping[str, Any], classes: object) -> str:
     """Return the id with which the environment was made, if it is safe to use.
 
-    An id is safe if making it imports no module that the storage names.
+    An id is safe if making it imports no module that the storage names. ``classes`` are the names
+    of the environment's classes or factories in the run's entry, for the message.
 
     Raises:
         EnvironmentUnknown: there is no id, or it names a module.
@@ -131,9 +132,19 @@ def _safe_id(environment: Mapping[str, Any]) -> str:
     if not isinstance(name, str) or not name or "kwargs" not in environment:
         kind = environment.get("type")
         of = f" ({kind})" if isinstance(kind, str) else ""
+        names = classes if isinstance(classes, list) else []
+        if len(names) == 1 and isinstance(names[0], str):
+            module, _, made = names[0].rpartition(":")
+            of = f" ({kind} of {made})"
+            module = "module" if module == "__main__" else module  # a script has another name here
+            way_out = (
+                f"pass create_env_fn={made} (on the command line --env-factory {module}:{made}) if "
+                "the run got it as it is, or else a function that makes the same environment"
+            )
         raise EnvironmentUnknown(
-            f"the run's environment{of} came from a factory or was an instance, so the storage "
-            f"does not record how to make it. To make the environment, {way_out}"
+            f"the run's environment{of} came from a factory or was an instance: the storage does "
+            "not record its arguments, and Tallyroll never imports code that a storage names. To "
+            f"make the environment, {way_out}"
         )
     system, colon, rest = name.partition(":")
     if not colon:

@@ -61,7 +61,7 @@ def test_differences_and_what_cannot_be_done(
 
     made = str(collect(tmp_path / "made", __import__("poles_of_replay").make, total_frames=50))
     for words, error in (
-        ([made], "came from a factory"),
+        ([made], "--env-factory gymnasium.envs.classic_control.cartpole:CartPoleEnv) if the run"),
         ([made, "--env-factory", "poles_of_replay:none"], "has no attribute 'none'"),
         ([made, "--env-factory", "poles_of_replay:here"], "expected a function"),
         ([made, "--env-factory", "poles"], "expected module:function"),
