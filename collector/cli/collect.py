@@ -44,6 +44,7 @@ from tallyroll.collector.workers.local.nonblocking_stdio import (
 from tallyroll.storage import StorageLocked
 from tallyroll.storage.files.paths import free_bytes
 from tallyroll.storage.rows.keys import format_key
+from tallyroll.storage.rows.pages import counted
 from tallyroll.storage.storages import DiskStorage
 
 _BATCHES = 8
@@ -222,7 +223,7 @@ class CollectRun:
             )
         if given.num_envs is not None and given.num_envs != (before.num_envs or 1):
             raise CommandError(
-                f"--resume: the run has {before.num_envs or 1} lanes, but --num-envs "
+                f"--resume: the run has {counted(before.num_envs or 1, 'lane')}, but --num-envs "
                 f"{given.num_envs} was given. Leave --num-envs out, or use --append for a new run."
             )
         policy = part(self.runs[-1], "call").get("policy")

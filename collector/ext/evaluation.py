@@ -24,6 +24,7 @@ from tallyroll.collector.policies.several.entries import Policies, each_of, with
 from tallyroll.collector.policies.trial import generators_restored
 from tallyroll.collector.sync import SyncCollector
 from tallyroll.collector.user_code import user_code
+from tallyroll.storage.rows.pages import counted
 
 _FRAMES_PER_BATCH = 4096
 
@@ -73,8 +74,9 @@ class Evaluation:
 
     def __repr__(self) -> str:
         return (
-            f"Evaluation({len(self.episodes):,} episodes, mean return {self.mean_return:.5g}, mean "
-            f"length {self.lengths.mean():.5g}, {self.ledger.executed:,} transitions executed)"
+            f"Evaluation({counted(len(self.episodes), 'episode')}, mean return "
+            f"{self.mean_return:.5g}, mean length {self.lengths.mean():.5g}, "
+            f"{self.ledger.executed:,} transitions executed)"
         )
 
 

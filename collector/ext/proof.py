@@ -19,7 +19,7 @@ from tallyroll.storage.ext.verification.content import content_hash
 from tallyroll.storage.ext.verification.findings import Report
 from tallyroll.storage.ext.verification.storage_checks import verify
 from tallyroll.storage.package.versions import versions
-from tallyroll.storage.rows.pages import Page, PageSource
+from tallyroll.storage.rows.pages import Page, PageSource, counted, times
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.storages import open_storage
 
@@ -178,7 +178,7 @@ class Proof(PageSource):
         for name, why in (pair for each in reports for pair in each.skipped.items()):
             skipped[name, why] = skipped.get((name, why), 0) + 1
         for (name, why), count in skipped.items():
-            page.print(f"without {name} in {count:,} of {len(reports):,} storages: {why}")
+            page.print(f"without {name} in {count:,} of {counted(len(reports), 'storage')}: {why}")
         page.print(f"checked with {_named(self.versions)}")
 
 
@@ -267,7 +267,7 @@ def _proof_of(path: str, options: dict[str, Any], stages: Sequence[Progress]) ->
     if again is not None:
         differing = [f"replay: {each}" for each in again.differences[:1]]
         refused = {why: len(ids) for why, ids in again.not_replayed.items()} | dict(again.left_out)
-        gaps += [f"not replayed: {n:,} trajectories: {why}" for why, n in refused.items()]
+        gaps += [f"not replayed: {counted(n, 'trajectory')}: {why}" for why, n in refused.items()]
         if again.versions and differing:  # equality is guaranteed for the same versions only
             other = _named({name: was for name, (was, _) in again.versions.items()})
             gaps += [*differing, f"the differing rows were made with other versions: {other}"]
@@ -363,9 +363,9 @@ def _with_cross_checks(proofs: Sequence[StorageProof]) -> list[StorageProof]:
 def _run_line(run: Run) -> str:
     policy = part(run.entry, "command").get("policy") or part(run.entry, "call").get("policy")
     seed = "no seed" if run.seed is None else f"seed {run.seed}"
-    resumed = f", resumed {run.resumed:,} times" if run.resumed else ""
+    resumed = f", resumed {times(run.resumed)}" if run.resumed else ""
     return (
-        f"{run.environment}, {run.entry.get('lanes', '?')} lanes, {seed}, policy "
+        f"{run.environment}, {counted(run.entry.get('lanes', '?'), 'lane')}, {seed}, policy "
         f"{policy or 'random'}{resumed}"
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 from itertools import islice
+from numbers import Integral
 from typing import Any, Final, Protocol
 
 MOST_ROWS: Final = 40
@@ -134,6 +135,13 @@ def visible(text: str, *, lines: bool = False) -> str:
 def times(count: int) -> str:
     """Format a number of times in words: once, 2 times."""
     return "once" if count == 1 else f"{count} times"
+
+
+def counted(count: object, noun: str) -> str:
+    """Format a number of things: 1 lane, 2,000 lanes, 2 trajectories; and ? lanes for others."""
+    several = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    number = f"{count:,}" if isinstance(count, Integral) else count
+    return f"{number} {noun if count == 1 else several}"
 
 
 def _escaped(text: str) -> str:

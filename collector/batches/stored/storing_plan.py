@@ -137,7 +137,7 @@ def frames_in(storage: RowSink | None) -> Decision:
         return Decision("none")
     takes = f"{size.row_nbytes:,} bytes a row"
     if not size.measured:
-        takes += " if each adds one frame, which does not shrink"
+        takes = f"about {takes} until there are rows to measure"
     if size.ring_nbytes is not None:
         takes += f", {size.ring_nbytes / 1e6:,.1f} MB in the full ring"
     if size.once:

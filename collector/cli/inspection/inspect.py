@@ -46,7 +46,7 @@ from tallyroll.storage.files.run_events import EVENTS
 from tallyroll.storage.files.run_record import RunRecord
 from tallyroll.storage.readers.spaces import spaces_of
 from tallyroll.storage.rows.keys import format_key
-from tallyroll.storage.rows.pages import times
+from tallyroll.storage.rows.pages import counted, times
 from tallyroll.storage.rows.spaces import spelled
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.trajectories.episodes import (
@@ -398,7 +398,7 @@ def _show_runs(page: Page, runs: list[dict[str, Any]], *, made: bool = False) ->
         if (returns := run["returns"]) is not None and (made or len(runs) > 1):
             mean, length = _number(returns["mean"]), _number(run["lengths"]["mean"])
             page.print(
-                f"   {returns['episodes']:,} episodes ended, mean return {mean} "
+                f"   {counted(returns['episodes'], 'episode')} ended, mean return {mean} "
                 f"({_number(returns['min'])} to {_number(returns['max'])}), mean length {length}"
             )
 
@@ -493,15 +493,15 @@ def _describe_run(
     """Describe a run's environment, lanes, seed, budget and policy."""
     environment, call = part(run, "environment"), part(run, "call")
     workers = whole_number(call, "num_workers")
-    asked = {**call, **part(run, "command")}
+    asked, mode = {**call, **part(run, "command")}, str(call.get("mode", ""))
     names = ["total_frames", "budget_unit", "total_episodes", "frames_per_batch"]
     names.append("max_frames_per_traj")
     parts = [
         environment.get("id") or environment.get("type") or "unknown environment",
         f"kwargs {json.dumps(environment['kwargs'])}" if environment.get("kwargs") else None,
         span,
-        f"{run.get('lanes', '?')} lanes"
-        + (f" in {workers} {call.get('mode', '')} workers" if workers else ""),
+        counted(run.get("lanes", "?"), "lane")
+        + (f" in {counted(workers, mode + ' worker')}" if workers else ""),
         _recorded(call) or f"seed {run.get('seed', '?')}",
         _shard_words(part(run, SHARD)),
         resumed,

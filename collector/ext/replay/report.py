@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tallyroll.collector.ext.replay.comparison import Difference
-from tallyroll.storage.rows.pages import Page, PageSource
+from tallyroll.storage.rows.pages import Page, PageSource, counted
 
 _SHOWN = 10
 
@@ -120,7 +120,8 @@ def show_replay(found: ReplayReport, page: Page, video: str | None = None) -> No
     if found.replayed:
         page.print(
             f"{'equal' if not found.differences else 'different'}{within}: {found.equal:,} of "
-            f"{found.replayed:,} trajectories are equal, {found.rows:,} rows compared, "
+            f"{found.replayed:,} trajectories are equal, {counted(found.rows, 'row')} "
+            "compared, "
             f"{found.seconds:.1f} s"
         )
     else:
@@ -139,7 +140,8 @@ def show_replay(found: ReplayReport, page: Page, video: str | None = None) -> No
     for why, ids in found.not_replayed.items():
         page.print(f"not replayed: {_named(ids)}: {why}")
     for why, count in found.left_out.items():
-        page.print(f"not chosen, because they cannot be replayed: {count:,} trajectories: {why}")
+        others = counted(count, "trajectory")
+        page.print(f"not chosen, because they cannot be replayed: {others}: {why}")
     if found.versions:
         said = ", ".join(
             f"{name} {run}, here {here}" for name, (run, here) in found.versions.items()

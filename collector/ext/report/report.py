@@ -32,7 +32,7 @@ from tallyroll.collector.ext.report.stored_runs import part, whole_number
 from tallyroll.collector.ext.report.text import show_runs
 from tallyroll.storage.errors import StorageError
 from tallyroll.storage.ext.joined.shards import SHARD, recorded_shard
-from tallyroll.storage.rows.pages import Page, PageSource
+from tallyroll.storage.rows.pages import Page, PageSource, counted
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.storages import open_storage
 
@@ -296,15 +296,17 @@ class RunsReport(PageSource):
         return report_figure(self.groups)
 
     def __repr__(self) -> str:
-        lines = [f"RunsReport({_count(len(self.runs), 'run')}, {_count(len(self.groups), 'group')}"]
+        lines = [
+            f"RunsReport({counted(len(self.runs), 'run')}, {counted(len(self.groups), 'group')}"
+        ]
         if self.problems:
-            lines[0] += f", {_count(len(self.problems), 'problem')}"
+            lines[0] += f", {counted(len(self.problems), 'problem')}"
         for group in self.groups:
             found = group.interquartile_mean
             shown = "no returns" if found is None else f"{found.value:.5g}"
             if found is not None and found.low is not None:
                 shown += f" [{found.low:.5g}, {found.high:.5g}]"
-            lines.append(f"  {group.name}: {_count(len(group.runs), 'run')}, return {shown}")
+            lines.append(f"  {group.name}: {counted(len(group.runs), 'run')}, return {shown}")
         return ",\n".join(lines) + ")"
 
     def _show_on_(self, page: Page) -> None:
@@ -522,7 +524,3 @@ def _as_dict(group: Group) -> dict[str, Any]:
             },
         },
     }
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

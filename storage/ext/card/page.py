@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from tallyroll.storage.rows.pages import counted
 from tallyroll.storage.rows.spaces import spelled
 
 UNKNOWN: Final = "unknown"
@@ -71,8 +72,8 @@ def _front(card: Card) -> list[str]:
 
 def _body(card: Card) -> list[str]:
     lines = [f"# {_text(card.name)}", ""]
-    of = "" if card.trajectories is None else f" of {card.trajectories:,} trajectories"
-    lines += [f"{card.rows:,} rows{of}, a transition each ({card.kind})."]
+    of = "" if card.trajectories is None else f" of {counted(card.trajectories, 'trajectory')}"
+    lines += [f"{counted(card.rows, 'row')}{of}, a transition each ({card.kind})."]
     if ends := [f"{count:,} {_text(end)}" for end, count in card.ends.items() if count]:
         lines += [f"How these ended: {', '.join(ends)}."]
     if card.loading:

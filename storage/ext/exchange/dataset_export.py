@@ -37,7 +37,7 @@ from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.keys import NEXT, TERMINATED, TRUNCATED, Keys, format_key
-from tallyroll.storage.rows.pages import Page, PageSource
+from tallyroll.storage.rows.pages import Page, PageSource, counted
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.columns import WHOSE, missing
@@ -72,15 +72,17 @@ class ExportReport(PageSource):
     """The number of versions written by a followed export; None for other exports."""
 
     def _show_on_(self, page: Page) -> None:
-        more = "" if self.trajectories is None else f" of {self.trajectories:,} trajectories"
+        more = (
+            "" if self.trajectories is None else f" of {counted(self.trajectories, 'trajectory')}"
+        )
         page.print(
-            f"{self.path}: {self.rows:,} rows{more} written ({self.kind}, "
-            f"{len(self.columns)} columns, {decimal(self.nbytes)})"
+            f"{self.path}: {counted(self.rows, 'row')}{more} written ({self.kind}, "
+            f"{counted(len(self.columns), 'column')}, {decimal(self.nbytes)})"
         )
         if self.versions is not None:
             page.print(f"versions written: {self.versions:,}")
         if self.cut:
-            page.print(f"cut: {self.cut:,} trajectories of the source")
+            page.print(f"cut: {counted(self.cut, 'trajectory')} of the source")
         for name, count in self.lost.items():
             page.print(f"lost: {name.replace('_', ' ')}: {count:,}")
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from tallyroll.storage.ext.card.page import environment_of
 from tallyroll.storage.rows.keys import format_key
-from tallyroll.storage.rows.pages import MOST_ROWS, HtmlPage
+from tallyroll.storage.rows.pages import MOST_ROWS, HtmlPage, counted
 from tallyroll.storage.trajectories.episodes import END_NAMES
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def trajectories_as_html(trajectories: Trajectories) -> str:
     page, table = HtmlPage(), trajectories.table
     counts = np.bincount(table["end"], minlength=len(END_NAMES)).tolist()
     ends = ", ".join(f"{n:,} {name}" for n, name in zip(counts, END_NAMES, strict=True) if n)
-    page.print(f"{len(table):,} trajectories" + (f": {ends}" if ends else ""))
+    page.print(counted(len(table), "trajectory") + (f": {ends}" if ends else ""))
     names = ("id", "lane", "length", "return", "end")
     columns = [table[name][:MOST_ROWS].tolist() for name in names]
     page.table(

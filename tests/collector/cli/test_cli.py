@@ -444,7 +444,7 @@ def test_an_out_that_will_not_do(
         ("Pendulum-v1 --frames 500", "the run to be continued was made by another environment: id "
          "was 'CartPole-v1', is 'Pendulum-v1'. Append a new run instead."),
         ("--seed 9 --frames 500", "the run to be continued has the seed 1, got 9. Leave seed out."),
-        ("--frames 500 --num-envs 3", "--resume: the run has 1 lanes, but --num-envs 3 was given. "
+        ("--frames 500 --num-envs 3", "--resume: the run has 1 lane, but --num-envs 3 was given. "
          "Leave --num-envs out, or use --append for a new run."),
         ("--frames 50", "--resume: the run in data already has 101 frames, more than the 50 asked "
          "for. Give a larger --frames, or another --out."),
@@ -1007,7 +1007,7 @@ def test_inspect_for_people(collected: Path, capsys: pytest.CaptureFixture[str])
         "data: 800 rows of 75 bytes, 60.0 kB (tallyroll.memmap, created ",
         "next/observation          float32    [4]           16",
         "0  CartPole-v1, 500 rows from row 0, 3 lanes, seed 0, total frames 500",
-        "1  CartPole-v1, 300 rows from row 500, 1 lanes, seed 1, resumed once",
+        "1  CartPole-v1, 300 rows from row 500, 1 lane, seed 1, resumed once",
         "gymnasium ",
         " terminated, 0 truncated, ",
         "return  ",
@@ -1073,7 +1073,7 @@ def test_inspect_of_copied_rows(collected: Path, capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().out
     for part in (
         f"0  510 rows from row 0, copied from rows 0 to 509 of storage {id}: CartPole-v1, 3 lanes, "
-        "seed 0, total frames 500, frames per batch 1023, policy random; CartPole-v1, 1 lanes, "
+        "seed 0, total frames 500, frames per batch 1023, policy random; CartPole-v1, 1 lane, "
         "seed 1, total frames 211, frames per batch 1024, policy random\n",
         "1  unknown environment, 290 rows from row 510, ? lanes, seed ?, policy unknown\n",
     ):

@@ -278,8 +278,8 @@ def test_the_plan_states_the_size(tmp_path: Path) -> None:
     with storage, SyncCollector(Images, **options) as collector:
         before = collector.plan.frames
         assert before.way == "once"
-        assert before.because.startswith("rows repeat the frames of observation; 1,")
-        assert "if each adds one frame, which does not shrink" in before.because
+        assert before.because.startswith("rows repeat the frames of observation; about 1,")
+        assert " bytes a row until there are rows to measure, " in before.because
         collector.collect(100)
         after = collector.plan.frames
         size = storage.reader.stored_size()
@@ -352,7 +352,7 @@ def test_commands_print_the_choice(
         return
     assert 5 * row < facts["row_bytes"]
     assert [each["name"] for each in facts["once"]] == ["observation"]
-    assert "frames     once, because rows repeat the frames of observation; 1," in err
+    assert "frames     once, because rows repeat the frames of observation; about 1," in err
     assert ", or less if frames shrink, because frames of observation are stored once; " in err
     stated = f"{row:,} bytes a row, {full / 1000:,.1f} kB in the full ring\n"
     assert f"\nframes of observation are stored once: {stated}" in out
