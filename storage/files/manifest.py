@@ -120,7 +120,8 @@ def read_manifest(inside: Inside, path: Path) -> Manifest:
     except FileNotFoundError as error:
         raise NotAStorage(
             f"{path.parent} is not a Tallyroll storage: it has no {path.name}. Give the path of a "
-            "storage. If its creation was interrupted, create it again."
+            "storage. If its writer has just started, try again. If its creation was interrupted, "
+            "create it again."
         ) from error
     except OSError as error:
         if error.errno != errno.EFBIG:

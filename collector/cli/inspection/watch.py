@@ -23,6 +23,7 @@ from tallyroll.collector.ext.report.run_reader import Run, runs_in
 from tallyroll.collector.ext.report.stored_runs import part, whole_number
 from tallyroll.storage import open_storage
 from tallyroll.storage.files.paths import free_bytes
+from tallyroll.storage.rows.pages import counted
 from tallyroll.storage.storages import DiskStorage
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -71,16 +72,22 @@ class Watch:
     def look(self) -> dict[str, Any]:
         """Return the current state of the run as JSON values. Unknown values are None.
 
-        If no run has rows, ``state`` is "waiting" while a process writes to the storage, otherwise
+        Without rows, ``state`` is "waiting" while a process writes to the storage, otherwise
         "empty". With rows, it is the state of the last run: "running", "complete", "stopped",
-        "killed" or "closed".
+        "killed" or "closed". If the manifest names no run that made the rows, it is "running" or
+        "closed", and ``without_run`` has the reason.
         """
-        storage = self._storage
+        storage, problems = self._storage, list[str]()
         found: Run | None = None
         if storage.head:
-            runs = runs_in(storage, str(storage.path), lambda _: None, lambda _: None)
+            runs = runs_in(storage, str(storage.path), lambda _: None, problems.append)
             found = next(iter(deque(runs, maxlen=1)), None)
         where = {"path": str(storage.path), "free_bytes": free_bytes(storage.path)}
+        if found is None and storage.head:
+            state = "running" if storage.reader.is_written else "closed"
+            why = "; ".join(problems) or "no run has rows yet"
+            facts = {"rows": storage.head, "bytes": storage.nbytes, "without_run": why}
+            return {**where, "state": state, **facts}
         if found is None:
             state = "waiting" if storage.reader.is_written else "empty"
             return {**where, "state": state, "rows": storage.head, "bytes": 0}
@@ -170,7 +177,9 @@ def as_text(facts: dict[str, Any]) -> str:
     page.print(f"{facts['path']}: {facts['state']}", style="bold")
     disk = f"{decimal(facts['bytes'])}, {decimal(facts['free_bytes'])} free"
     if "ledger" not in facts:
-        page.print(f"{facts['rows']:,} rows, no run with rows yet; {disk}")
+        why = facts.get("without_run", "no run has rows yet")
+        page.print(f"{counted(facts['rows'], 'row')}; {disk}")
+        page.print(f"no counts of a run: {why}")
         return page.text
     of = "" if facts["asked"] is None else f" of {facts['asked']:,}"
     said = [f"{facts['frames']:,}{of} frames of {facts['environment']}"]
@@ -178,16 +187,18 @@ def as_text(facts: dict[str, Any]) -> str:
     if (left := facts["seconds_left"]) is not None and left < _MOST_SECONDS:
         said.append(f"{timedelta(seconds=round(left))} left")
     page.print(", ".join(said))
-    episodes = f"{facts['episodes']:,}"
-    episodes += "" if facts["asked_episodes"] is None else f" of {facts['asked_episodes']:,}"
+    episodes = counted(facts["episodes"], "episode")
+    if facts["asked_episodes"] is not None:
+        episodes = f"{facts['episodes']:,} of {counted(facts['asked_episodes'], 'episode')}"
     mean = facts["return_mean"]
     recent = "" if mean is None else f", mean return of the last {_WINDOW}: {mean:.5g}"
-    page.print(f"{episodes} episodes{recent}")
+    page.print(f"{episodes}{recent}")
     if line := sparkline(facts["returns"]):
         page.print(f"{line}  returns")
-    workers = f" in {facts['workers']} {facts['mode']} workers" if facts["workers"] else ""
+    workers = facts["workers"]
+    workers = f" in {counted(workers, facts['mode'] + ' worker')}" if workers else ""
     replaced = f", {facts['replaced']} replaced" if facts["replaced"] else ""
-    page.print(f"{facts['lanes']} lanes{workers}{replaced}; {disk}")
+    page.print(f"{counted(facts['lanes'], 'lane')}{workers}{replaced}; {disk}")
     if facts["ledger"] is not None:
         page.head("Ledger at the last commit")
         show_ledger(page, facts["ledger"])

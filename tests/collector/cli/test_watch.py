@@ -174,6 +174,21 @@ def test_a_storage_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["watch", str(tmp_path / "gone")]) == 1
 
 
+def test_rows_of_a_copy_have_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"frames_per_batch": 5, "total_frames": 5, "storage": tmp_path / "run"}
+    with SyncCollector("CartPole-v1", **options) as collector:
+        collector.collect(5)
+    with open_storage(tmp_path / "run") as run, MemmapStorage(tmp_path / "copy") as copy:
+        copy.extend(run[:])
+    assert main(["watch", str(tmp_path / "copy")]) == 0
+    state, rows, why = capsys.readouterr().out.strip().splitlines()
+    assert state.endswith("copy: closed")
+    assert rows.startswith("5 rows; ")
+    assert why.startswith("no counts of a run: rows 0 to 4 were copied from other storages.")
+    assert main(["watch", str(tmp_path / "run"), "--once"]) == 0
+    assert "\n1 lane; " in capsys.readouterr().out
+
+
 def test_sparklines() -> None:
     assert sparkline([0, 7, 3.5, math.nan, 7]) == "▁█▅ █"
     assert sparkline([2.0, 2.0]) == "▁▁"
