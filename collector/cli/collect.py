@@ -434,21 +434,24 @@ class CollectRun:
             fresh = collector.ledger.stored - self.began
             unit = "" if self.plan.frames and not self.plan.by_agent else " frames"
             rate = f"{fresh / max(1e-9, time.monotonic() - started):,.0f}{unit}/s"
-            size = None if self.storage.stores_once else self.storage.nbytes
-            return run_details(collector, rate, size)
+            return run_details(collector, rate, self._nbytes())
 
         progress(*self._budget(collector), details, last)
+
+    def _nbytes(self) -> int | None:
+        """Return the bytes of the rows on disk; None if shards store their frames once."""
+        size = stored_size(self.storage)
+        if size is not None and size.once:
+            return len(self.storage) * size.row_nbytes
+        return None if self.storage.stores_once else self.storage.nbytes
 
     def _report(self, collector: Collector, seconds: float, done: bool) -> str:
         page, ledger = Page(), collector.ledger
         fresh = ledger.stored - self.began
         rate = f"{fresh / seconds:,.0f}/s" if seconds > 0 else "at once"
         already = f" ({self.began:,} of them were stored before)" if self.began else ""
-        size, nbytes = stored_size(self.storage), self.storage.nbytes
-        if size is not None and size.once:
-            nbytes = len(self.storage) * size.row_nbytes
-        in_pools = size is None and self.storage.stores_once  # of shards, whose size is unknown
-        bytes_of_rows = "frames stored once" if in_pools else decimal(nbytes)
+        size, nbytes = stored_size(self.storage), self._nbytes()
+        bytes_of_rows = "frames stored once" if nbytes is None else decimal(nbytes)
         page.print()
         page.print(
             f"{ledger.stored:,} frames of {self.plan.env}{already}, {seconds:.1f} s, {rate}, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -127,9 +127,24 @@ class PoolUsage:
     """Bytes of the file, including free segments."""
 
 
+def summed(usages: Iterable[PoolUsage]) -> list[PoolUsage]:
+    """Add up the use of the pools of several storages that have the same key and layout."""
+    found: dict[tuple[Key, int, bool], PoolUsage] = {}
+    for each in usages:
+        layout = each.key, each.stack, each.delta
+        before = found.get(layout, PoolUsage(*layout, 0, 0, 0))
+        found[layout] = PoolUsage(
+            *layout,
+            before.frames + each.frames,
+            before.used_nbytes + each.used_nbytes,
+            before.nbytes + each.nbytes,
+        )
+    return [*found.values()]
+
+
 @dataclass(frozen=True, slots=True)
 class StoredSize:
-    """Disk space of a storage's rows; see `FileReader.stored_size`."""
+    """Disk space of a storage's rows; see `RowReader.stored_size`."""
 
     once: tuple[Key, ...]
     """The observations whose frames are stored once."""
@@ -323,6 +338,15 @@ class FramePools:
                 )
             )
         return usages
+
+    def used_nbytes(self, columns: Sequence[np.ndarray], valid: range, ring: int) -> int:
+        """Return the bytes of all segments that the rows ``valid`` need.
+
+        A writer knows them. Otherwise the call reads the positions of these rows.
+        """
+        if self._fresh:
+            return sum(writer.used_nbytes(valid.start) for *_, writer in self._writers)
+        return sum(each.used_nbytes for each in self.usage(columns, valid, ring))
 
     def close(self) -> None:
         """Close the files."""

@@ -214,18 +214,16 @@ class FileReader(RowReader):
         return self.running().once
 
     def pool_usage(self) -> list[PoolUsage]:
-        """Return the number of frames and the size of each frame pool."""
         engine, span = self.running(), self.span
         if engine.pools is None:
             return []
         return engine.pools.usage(engine.space.arrays(), span, self.ring)
 
     def stored_size(self) -> StoredSize:
-        """Return the disk space that a row takes, and that a full ring will take."""
-        engine, rows = self.running(), len(self.span)
-        row_nbytes, measured = engine.schema.row_nbytes, True
-        if engine.once and rows:
-            frames = sum(each.used_nbytes for each in self.pool_usage())
+        engine, span = self.running(), self.span
+        row_nbytes, measured, rows = engine.schema.row_nbytes, True, len(span)
+        if engine.pools is not None and rows:
+            frames = engine.pools.used_nbytes(engine.space.arrays(), span, self.ring)
             row_nbytes = stored_schema(engine.schema, engine.once).row_nbytes + -(-frames // rows)
         elif engine.once:
             row_nbytes, measured = row_nbytes_once(engine.schema, engine.once), False

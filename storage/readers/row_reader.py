@@ -15,6 +15,7 @@ from tensordict import TensorDict
 
 from tallyroll.storage.engine.available_memory import require_memory
 from tallyroll.storage.engine.columns import Places
+from tallyroll.storage.engine.frame_pools import PoolUsage, StoredSize
 from tallyroll.storage.engine.pool import Room
 from tallyroll.storage.engine.ring import in_use, index_at, overrun, rows_in, slots_at
 from tallyroll.storage.engine.ring import slots_of as ring_slots
@@ -224,6 +225,15 @@ class RowReader(ABC):
             UnusableIndex: the index cannot be used.
         """
         return None
+
+    def pool_usage(self) -> list[PoolUsage]:
+        """Return the number of frames and the size of each frame pool."""
+        return []
+
+    def stored_size(self) -> StoredSize:
+        """Return the disk space that a row takes, and that a full ring will take."""
+        nbytes = self.schema.row_nbytes
+        return StoredSize((), nbytes, measured=True, ring_nbytes=self.ring * nbytes or None)
 
     def event_faults(self) -> Iterator[str]:
         """Return the faults in the file of environment calls."""

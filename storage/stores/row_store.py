@@ -270,10 +270,11 @@ class RowStore:
     def pool_usage(self) -> list[PoolUsage]:
         """Return the number of frames and the size of each frame pool.
 
-        The list is empty if no column is stored once. The call reads the positions of all valid
-        rows.
+        The list is empty if no column is stored once. A union, and a sharded storage, adds up the
+        pools of its members that have the same key and layout. The call reads the positions of all
+        valid rows.
         """
-        return self.reader.pool_usage() if isinstance(self.reader, FileReader) else []
+        return self.reader.pool_usage()
 
     def column(self, key: str | Key) -> np.ndarray:
         """Return the committed rows of one column, [rows, ...], as a lazy read-only array.

@@ -10,7 +10,6 @@ import numpy as np
 from rich.filesize import decimal
 
 from tallyroll.collector.batches.state.provenance import SHARD
-from tallyroll.collector.batches.stored.storing_plan import stored_size
 from tallyroll.collector.cli.inspection.trajectories import (
     by_version,
     count_rows,
@@ -133,12 +132,8 @@ def examine(storage: DiskStorage, rows: int, *, hosts: bool = False) -> dict[str
 
 
 def _stored_bytes(storage: DiskStorage) -> dict[str, int | None]:
-    size = stored_size(storage)
-    row_nbytes = storage.schema.row_nbytes if size is None else size.row_nbytes
-    return {
-        "stored_row_bytes": row_nbytes,
-        "full_ring_bytes": storage.ring * row_nbytes if storage.ring else None,
-    }
+    size = storage.reader.stored_size()
+    return {"stored_row_bytes": size.row_nbytes, "full_ring_bytes": size.ring_nbytes}
 
 
 def _stored_once(storage: DiskStorage) -> list[dict[str, Any]]:
@@ -342,9 +337,10 @@ def _show_stored(page: Page, facts: Mapping[str, Any]) -> None:
         )
     for each in facts["once"]:
         kind = "differences from the frame before" if each["delta"] else "whole frames"
+        pool = "the pools of its members" if "members" in facts else "its pool"
         page.print(
             f"{each['name']}: stored once, {each['frames']:,} frames as {kind}, "
-            f"{decimal(each['used_bytes'])} of {decimal(each['bytes'])} in its pool"
+            f"{decimal(each['used_bytes'])} of {decimal(each['bytes'])} in {pool}"
         )
     if excluded := facts["excluded"]:
         page.print(f"excluded by the run that collected the rows: {', '.join(excluded)}")

@@ -16,6 +16,7 @@ import numpy as np
 from tensordict import TensorDict
 
 from tallyroll.storage.engine.columns import Places
+from tallyroll.storage.engine.frame_pools import PoolUsage, StoredSize, summed
 from tallyroll.storage.errors import (
     NotInitialised,
     Overrun,
@@ -303,6 +304,18 @@ class UnionReader(RowReader):
         said = [[each.id, each.span.start, each.span.stop] for each in self.members]
         of = json.dumps([said, self.ids, [*map(format_key, self._schema.keys)]]).encode()
         return hashlib.sha256(of).hexdigest()[:32]
+
+    def pool_usage(self) -> list[PoolUsage]:
+        return summed(usage for each in self.members for usage in each.reader.pool_usage())
+
+    def stored_size(self) -> StoredSize:
+        if not self.head:
+            return super().stored_size()
+        sizes = [(each.reader.stored_size(), len(each.rows)) for each in self.members]
+        nbytes = sum(size.row_nbytes * rows for size, rows in sizes)
+        once = dict.fromkeys(key for size, _ in sizes for key in size.once)
+        measured = all(size.measured for size, rows in sizes if rows)
+        return StoredSize(tuple(once), -(-nbytes // self.head), measured, None)
 
     @property
     def manifest(self) -> Manifest:

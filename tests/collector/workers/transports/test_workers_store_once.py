@@ -203,6 +203,10 @@ def test_a_command_stores_the_frames_of_shards_once(
     assert main(["collect", "--resume", "--frames", "400", "--quiet", "--out", out]) == 0
     assert layouts(Path(out)) == [{("observation",): 4}] * 4
     assert_frames_show_their_place(Path(out))
+    capsys.readouterr()
+    assert main(["inspect", out]) == 0
+    assert " in the pools of its members\n" in capsys.readouterr().out
     with open_storage(out) as storage:
+        assert storage.reader.stored_size().row_nbytes < storage.schema.row_nbytes
         assert len(storage) == 400
         assert torch.equal(storage[7:9]["observation"], storage[:]["observation"][7:9])

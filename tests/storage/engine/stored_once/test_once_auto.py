@@ -354,9 +354,36 @@ def test_commands_print_the_choice(
     assert [each["name"] for each in facts["once"]] == ["observation"]
     assert "frames     once, because rows repeat the frames of observation; about 1," in err
     assert ", or less if frames shrink, because frames of observation are stored once; " in err
+    progress = next(line for line in err.splitlines() if "300 of 300" in line)
+    assert f", {RING * row / 1000:,.1f} kB" in progress
     stated = f"{row:,} bytes a row, {full / 1000:,.1f} kB in the full ring\n"
     assert f"\nframes of observation are stored once: {stated}" in out
     assert f"\nobservations stored once: {stated}" in shown
+
+
+def test_inspect_adds_up_the_pools_of_a_union(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Members with the same layout share a line. Whole observations count as they are stored."""
+    found = {}
+    for name, rows in {"a": 100, "b": 170, "whole": 60}.items():
+        collected(MemmapStorage(tmp_path / name, once=name != "whole"), total_frames=rows)
+        found[name] = json.loads(command(capsys, "inspect", tmp_path / name, "--json")[0])
+    paths = [tmp_path / name for name in found]
+    facts = json.loads(command(capsys, "inspect", *paths, "--json")[0])
+    sizes = ("frames", "used_bytes", "bytes")
+    (line,), (one,), (other,) = (each["once"] for each in (facts, found["a"], found["b"]))
+    assert line == one | {size: one[size] + other[size] for size in sizes}
+    stored = sum(each["stored_row_bytes"] * each["rows"] for each in found.values())
+    assert facts["stored_row_bytes"] == -(-stored // facts["rows"])
+    assert facts["full_ring_bytes"] is None
+    shown, _ = command(capsys, "inspect", *paths)
+    assert f"; {facts['row_bytes']:,} bytes, " in shown.splitlines()[0]
+    assert f"{line['frames']:,} frames as differences from the frame before, " in shown
+    assert " in the pools of its members\n" in shown
+    with open_storage([tmp_path / "whole"]) as union:
+        assert union.pool_usage() == []
+        assert union.reader.stored_size().row_nbytes == union.schema.row_nbytes
 
 
 def test_a_storage_keeps_its_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

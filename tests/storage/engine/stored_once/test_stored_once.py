@@ -292,6 +292,8 @@ def test_the_use_of_a_pool_is_that_of_the_valid_rows(both: tuple[Path, Path]) ->
             if head == 400:
                 with MemmapStorage(both[0], mode="append") as writer:
                     writer.extend(writer.get(range(30)), ids="renumber")
+                    with open_storage(both[0]) as reader:  # which reads the positions
+                        assert writer.reader.stored_size() == reader.reader.stored_size()
 
 
 def test_load_memmap_shows_the_other_columns(both: tuple[Path, Path]) -> None:
