@@ -7,6 +7,7 @@ its lane's seed and on the executed actions, so each row shows whether it belong
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from numpy.typing import NDArray
+from once_kit import OnceStorage, OnceZarr
 
 from tallyroll.collector import MultiprocessCollector, OnePolicy, SyncCollector
 from tallyroll.storage import fast_paths, open_storage
@@ -94,6 +96,8 @@ class Sharded:
     """
     collects: int = 0
     """Rows of each call of ``collect(n)``; 0 iterates over batches."""
+    once: type[OnceStorage] | type[OnceZarr] | None = None
+    """The kind of storage in which each shard stores frames once."""
 
     def collect(self, path: Path, shard: str | None, at: int = 0) -> Rows:
         """Collect the run, or one shard of it; return its rows."""
@@ -112,8 +116,9 @@ class Sharded:
         off = self.off if shard is not None else ()
         with (
             fast_paths.switched_off(*off),
+            nullcontext(path) if self.once is None or shard is None else self.once(path) as storage,
             kind(
-                lambda: Wanderer(self.kind), policy, seed=5, storage=path, shard=shard, **options
+                lambda: Wanderer(self.kind), policy, seed=5, storage=storage, shard=shard, **options
             ) as collector,
         ):
             if self.collects:
@@ -161,6 +166,7 @@ def draw(number: int) -> Sharded:
         batches=tuple(int(each) for each in rng.integers(1, 70, 3)),
         workers=int(rng.integers(1, 4)) if rng.random() < 0.25 else 0,
         collects=int(rng.integers(1, 4 * lanes)) if rng.random() < 0.4 else 0,
+        once=(None, None, OnceStorage, OnceZarr)[rng.integers(4)],
     )
 
 

@@ -405,7 +405,7 @@ def _on_disk(draw: Draw, config: Configuration) -> Configuration:
 
 
 def _once(draw: Draw, config: Configuration) -> Configuration:
-    if config.sink not in ("memmap", "ring", "buffer on disk"):
+    if config.sink not in ("memmap", "zarr", "ring", "buffer on disk"):
         return config
     return replace(config, once=draw.chance(30))
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from once_kit import OnceStorage
+from once_kit import OnceStorage, OnceZarr
 from random_faults import FaultyPostproc, FaultySampler
 from random_looking import looked_at
 from random_saving import wrong_in_saving
@@ -361,7 +361,7 @@ class _Runner:
             capacity = max(1, runs * (self.config.total_frames or 2000))
             self.storage = H5Storage(path.with_suffix(".h5"), capacity=capacity)
         elif sink == "zarr":
-            self.storage = ZarrStorage(path.with_suffix(".zarr"))
+            self.storage = self._zarr(path.with_suffix(".zarr"))
         else:
             self.storage = self._memmap(path, max_size=RING if sink == "ring" else None)
         if self.storage.path not in self.paths:
@@ -398,12 +398,15 @@ class _Runner:
             kind = ZarrStorage if sink == "zarr" else MemmapStorage
             return {"storage": kind(path, mode="append")}
         if self.config.once and not resume:
-            return {"storage": self._memmap(path)}
+            return {"storage": self._zarr(path) if sink == "zarr" else self._memmap(path)}
         return {"storage": path} | ({"resume": True} if resume else {})
 
     def _memmap(self, path: Path, **options: Any) -> MemmapStorage:
         kind = OnceStorage if self.config.once else MemmapStorage
         return kind(path, **options)
+
+    def _zarr(self, path: Path) -> ZarrStorage:
+        return (OnceZarr if self.config.once else ZarrStorage)(path)
 
     def _collector(self, number: int, **given: Any) -> Collector:
         config = self.config
