@@ -128,35 +128,41 @@ class RowCopies:
         return in_use(seen.head, ring) if self._counts.follows else len(seen.span(ring))
 
     def take(
-        self, index: np.ndarray, seen: HeaderCounts, only: Places | None = None
+        self,
+        index: np.ndarray,
+        seen: HeaderCounts,
+        only: Places | None = None,
+        room: Room | None = None,
     ) -> list[np.ndarray]:
         """Return valid rows as arrays [*index.shape, ...], one per column.
 
-        The arrays come from a pool, to which they return when nothing refers to them.
+        The arrays are those of ``room``, or come from a pool, to which they return when nothing
+        refers to them.
 
         Args:
             index: the indices of the rows among the valid rows, int64 from 0 to below the number of
                 rows that were valid when ``seen`` was read.
             seen: the counts. The caller has held `no_append` since they were read.
             only: the positions of the columns; None: all.
+            room: arrays [n, ...] to copy to, for an ``index`` [n]; None: pooled arrays.
 
         Raises:
             IndexOutOfRange: another process, which writes the ring, has overwritten the rows.
         """
         if self._ring and self._counts.follows:
-            return self._take_checked(index, seen, only)[0]
+            return self._take_checked(index, seen, only, room)[0]
         slots = slots_at(index, seen.head, seen.reserve, self._ring, seen.floor)
-        return self.gather(slots, only, seen.head)
+        return self.gather(slots, only, seen.head, room)
 
     def take_into(self, index: Any, room: Room, only: Places | None) -> bool:
         """Copy the valid rows ``index`` [n], counted from 0, to the arrays [n, ...] of ``room``.
 
         Return False if one call of the extension cannot copy the rows: there is no extension,
-        another process writes this ring, indices of the ring differ from slots, or ``index`` is
-        not an int64 array of indices from 0 on.
+        frames are stored once, another process writes this ring, indices of the ring differ from
+        slots, or ``index`` is not an int64 array of indices from 0 on.
         """
         numbers = plain_numbers(index)
-        if numbers is None or len(numbers) != room.count:
+        if numbers is None or len(numbers) != room.count or self._frames is not None:
             return False
         space = self._space
         if self._ring and self._counts.follows:
@@ -165,16 +171,9 @@ class RowCopies:
             seen = self._counts.read()
             if seen.floor or seen.head != seen.reserve:
                 return False
-            columns = space.arrays(seen.head)  # ensures that all of the rows are mapped
+            space.arrays(seen.head)  # ensures that all of the rows are mapped
             rows = in_use(seen.head, self._ring)
-            if self._frames is None:
-                return space.columns.take_compiled(numbers, room, only, rows)
-            if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < rows:
-                return False
-            if only is not None:
-                columns = [columns[place] for place in only]
-            self._copy_to(room.arrays, columns, [numbers] * len(columns), only)
-            return True
+            return space.columns.take_compiled(numbers, room, only, rows)
 
     def take_numbered(
         self, index: np.ndarray, seen: HeaderCounts, only: Places | None = None
@@ -190,17 +189,21 @@ class RowCopies:
         slots: np.ndarray | Sequence[np.ndarray],
         only: Places | None = None,
         head: int | None = None,
+        room: Room | None = None,
     ) -> list[np.ndarray]:
-        """Return pooled arrays [*slots.shape, ...], one per column, of slots in use.
+        """Return arrays [*slots.shape, ...], one per column, of slots in use.
 
-        ``slots`` may be a sequence with one array for each column. For ``only`` see :meth:`take`,
-        and for ``head`` see :meth:`private`.
+        ``slots`` may be a sequence with one array for each column. For ``only`` and ``room`` see
+        :meth:`take`, and for ``head`` see :meth:`private`.
         """
-        columns, pool = self._space.arrays(head), self._pool
+        columns = self._space.arrays(head)
         if only is not None:
-            columns, pool = [columns[place] for place in only], self._pool_of(only)
+            columns = [columns[place] for place in only]
         places = [slots] * len(columns) if isinstance(slots, np.ndarray) else slots
-        found, room = pool.room(places[0].shape)
+        if room is not None:
+            found = room.arrays
+        else:
+            found, room = self._pool_of(only).room(places[0].shape)
         if self._frames is not None:
             self._copy_to(found, columns, places, only)
             return found
@@ -233,7 +236,9 @@ class RowCopies:
         for pool, (positions, outs) in of_pools.items():  # an observation with its next one
             pool.read(np.concatenate(positions, axis=-1), *outs)
 
-    def _pool_of(self, only: Places) -> BufferPool:
+    def _pool_of(self, only: Places | None) -> BufferPool:
+        if only is None:
+            return self._pool
         pool = self._pools.get(only)
         if pool is None:
             columns = [self._schema.columns[place] for place in only]
@@ -241,7 +246,11 @@ class RowCopies:
         return pool
 
     def _take_checked(
-        self, index: np.ndarray, seen: HeaderCounts, only: Places | None
+        self,
+        index: np.ndarray,
+        seen: HeaderCounts,
+        only: Places | None,
+        room: Room | None = None,
     ) -> tuple[list[np.ndarray], np.ndarray]:
         """Copy rows, and repeat the copy of those that were overwritten meanwhile.
 
@@ -253,7 +262,7 @@ class RowCopies:
         seen = self._valid(flat, seen)
         slots = slots_at(flat, seen.head, seen.reserve, ring, seen.floor)
         rows = rows_in(slots, seen.head, ring)
-        found = self.gather(slots, only, seen.head)
+        found = self.gather(slots, only, seen.head, room)
         left = np.flatnonzero(rows < first_valid(self._header.reserve, ring))
         count, deadline = len(left), time.monotonic() + _PATIENCE_SECONDS
         while left.size:

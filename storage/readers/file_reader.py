@@ -17,6 +17,7 @@ from tallyroll.storage.engine.committed_counts import HeaderCounts
 from tallyroll.storage.engine.creation import manifest_of, open_existing
 from tallyroll.storage.engine.frame_pools import PoolFile, PoolUsage, StoredSize
 from tallyroll.storage.engine.once_columns import OnceColumn, row_nbytes_once, stored_schema
+from tallyroll.storage.engine.pool import Room
 from tallyroll.storage.engine.ring import pieces
 from tallyroll.storage.errors import CorruptStorage, IndexOutOfRange, NotInitialised
 from tallyroll.storage.files.excluded_columns import excluded_note
@@ -413,15 +414,24 @@ class FileReader(RowReader):
 
     def gather(self, rows: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
         # The arrays come from the pool, and return to it when nothing refers to them.
-        if not self.ring:
-            return self.running().copies.gather(rows)
         if isinstance(rows, np.ndarray):
             return self.running().copies.gather(self.slots_of(rows))
+        return self.running().copies.gather(self._all_slots_of(rows))
+
+    def copy_into(
+        self, outs: Sequence[np.ndarray], rows: Sequence[np.ndarray], keys: Sequence[Key]
+    ) -> None:
+        engine = self.running()
+        places = tuple(engine.keys.index(key) for key in keys)
+        if places:
+            engine.copies.gather(self._all_slots_of(rows), places, room=Room(list(outs)))
+
+    def _all_slots_of(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
         slots: dict[int, np.ndarray] = {}  # many of the arrays are the same object
         for each in rows:
             if id(each) not in slots:
-                slots[id(each)] = each % self.ring
-        return self.running().copies.gather([slots[id(each)] for each in rows])
+                slots[id(each)] = self.slots_of(each)
+        return [slots[id(each)] for each in rows]
 
     def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
         return read_consistently(self, lambda: self._get(index, keys))
@@ -435,7 +445,34 @@ class FileReader(RowReader):
             and engine.counts.rewinds == rewinds
         ):
             return out.rows
+        if out.schema is engine.schema and read_consistently(self, lambda: self._copy(index, out)):
+            return out.rows
         return super().get_into(index, out)
+
+    def _copy(self, index: Any, out: ReusedRows) -> bool:
+        """Copy the rows ``index`` to ``out``. Return False if it has another shape."""
+        engine = self.running()
+        with engine.copies.no_append():
+            seen = engine.counts.read()
+            where = self._resolved(index, seen)
+            if isinstance(where, slice):
+                where = np.arange(where.start, where.stop, where.step)
+            if isinstance(where, int) or where.shape != (len(out),):
+                return False
+            engine.copies.take(where, seen, out.places, out.room)
+        return True
+
+    def _resolved(self, index: Any, seen: HeaderCounts) -> int | slice | np.ndarray:
+        """Resolve an index of the valid rows."""
+        rows = len(seen.span(self.ring))
+        try:
+            return resolve(index, rows)
+        except IndexOutOfRange:
+            # Another process is overwriting the row. It is valid again after the commit, for which
+            # `take` waits.
+            if (most := self.running().copies.most_rows(seen)) == rows:
+                raise
+            return resolve(index, most)
 
     def _get(self, index: Any, keys: Keys | None) -> TensorDict:
         engine = self.running()
@@ -443,15 +480,7 @@ class FileReader(RowReader):
         copies = engine.copies
         with copies.no_append():
             seen = engine.counts.read()
-            rows = len(seen.span(self.ring))
-            try:
-                where = resolve(index, rows)
-            except IndexOutOfRange:
-                # Another process is overwriting the row. It is valid again after the commit, for
-                # which `take` waits.
-                if (most := copies.most_rows(seen)) == rows:
-                    raise
-                where = resolve(index, most)
+            where = self._resolved(index, seen)
             if isinstance(where, slice):
                 return self._slice(where, seen, only, nest)
             if isinstance(where, int):

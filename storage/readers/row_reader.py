@@ -347,6 +347,13 @@ class RowReader(ABC):
             return self.copies(rows)
         return [self.column(key).take(at) for key, at in zip(self.keys, rows, strict=True)]
 
+    def copy_into(
+        self, outs: Sequence[np.ndarray], rows: Sequence[np.ndarray], keys: Sequence[Key]
+    ) -> None:
+        """Copy rows of the span, an array [n] for each of ``keys``, to arrays [n, ...]."""
+        for out, numbers, key in zip(outs, rows, keys, strict=True):
+            self.column(key).take(numbers, out=out)
+
     def mapped(self, keys: Sequence[Key]) -> list[np.ndarray] | None:
         """Return the arrays [slots, ...] in which these columns are stored, for compiled functions.
 

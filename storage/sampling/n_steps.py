@@ -459,9 +459,8 @@ def _read(reader: RowReader, shaped: np.ndarray, returns: _Returns, out: _Out | 
 
     if out is not None:
         arrays = out.arrays(plan, shaped.shape)
-        for some, numbers in (plan.own, rows), (plan.later, last):
-            for key in some:
-                reader.column(key).take(numbers, out=arrays[key])
+        ends = [last if _is_from_last_row(key) else rows for key in arrays]
+        reader.copy_into([*arrays.values()], ends, [*arrays])
     elif plan.reads_most:  # to memory that is reused
         ends = [last if _is_from_last_row(key) else rows for key in reader.keys]
         arrays = dict(zip(reader.keys, reader.gather(ends), strict=True))

@@ -25,6 +25,7 @@ from tallyroll.storage import (
     open_storage,
     verify,
 )
+from tallyroll.storage.engine.frame_pools import PoolFile
 from tallyroll.storage.errors import CorruptStorage, FormatVersionMismatch, InvalidSchema
 from tallyroll.storage.files.format_versions import ONCE_VERSION
 from tallyroll.storage.storages import DiskStorage
@@ -155,6 +156,28 @@ def test_every_index_gives_the_same_rows(both: tuple[Path, Path]) -> None:
         for key in (("observation",), ("next", "observation")):
             np.testing.assert_array_equal(one.column(key), other.column(key))
             assert one.reader.column(key).array is None
+
+
+@pytest.mark.parametrize("mode", ["read", "append"])
+def test_given_memory_gets_each_value_at_once(
+    mode: str, both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One pass over a pool writes both observations to the given memory."""
+    read, passes = PoolFile.read, []
+
+    def noted(self: PoolFile, positions: np.ndarray, *outs: np.ndarray, **options: Any) -> None:
+        passes.append([each.ctypes.data for each in outs])
+        read(self, positions, *outs, **options)
+
+    index = np.random.default_rng(0).integers(0, 150, 64)
+    with open_storage(both[0], mode=mode) as one, open_storage(both[1]) as other:
+        reused, steps = one.reused(64), n_step(one, index[::-1], n=3, gamma=0.9)
+        monkeypatch.setattr(PoolFile, "read", noted)
+        assert_equal(one.get(index, out=reused), other.get(index))
+        assert_equal(
+            n_step(one, index, n=3, gamma=0.9, out=steps), n_step(other, index, n=3, gamma=0.9)
+        )
+        assert passes == [[rows[key].data_ptr() for key in KEYS] for rows in (reused.rows, steps)]
 
 
 def test_slices_returns_and_samples_are_the_same(both: tuple[Path, Path]) -> None:
