@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
 from tallyroll.storage.engine.available_memory import is_little, require_memory
 from tallyroll.storage.engine.once_columns import guessed_stack
@@ -118,7 +118,8 @@ def frame_windows(
     """Read rows as windows of frames, so that each frame of a row is copied to a device only once.
 
     For stacks of n frames, the result has windows of n + 1 frames. Any storage may be read. If
-    its frames are stored once, only n + 1 frames of each row are decoded.
+    its frames are stored once, only n + 1 frames of each row are decoded. The next observation is
+    that of one step; `n_step` reads those of later steps.
 
     Args:
         storage: the storage of the rows.
@@ -134,9 +135,15 @@ def frame_windows(
         IndexOutOfRange: a row does not exist.
         NotEnoughMemory: the windows would take more than the available memory allows.
         Overrun: another process overwrites a ring faster than it is read.
+        TypeError: ``index`` is not an index of rows.
         ValueError: the column in ``next`` has another dtype or shape, or ``stack`` is neither 1 nor
             the length of the first axis.
     """
+    if isinstance(index, TensorDictBase):
+        raise TypeError(
+            "index: expected rows as storage.get accepts them, got a TensorDict. For a sampled "
+            'batch, pass its "index". For the next observations of n steps, use n_step instead.'
+        )
     key, reader = as_key(key), storage.reader
     if keys is not None:
         reader = storage.reader_with([*reader.keys, *_as_sequence(keys)])

@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from tallyroll.collector import SyncCollector
 from tallyroll.storage import (
     ColumnsMissing,
+    DeviceStorage,
     FrameStack,
     FrameWindows,
     IndexOutOfRange,
@@ -26,7 +27,7 @@ from tallyroll.storage import (
 )
 from tallyroll.storage.storages import DiskStorage
 
-from devices_kit import on_gpu
+from devices_kit import here_and_there, on_gpu
 
 ROWS, RING = 400, 150
 NEXT_OBSERVATION = ("next", "observation")
@@ -184,6 +185,19 @@ def test_other_readers(tmp_path: Path) -> None:
         assert_rows(frame_windows(chosen, range(9)), chosen.get(range(9)))
 
 
+@here_and_there
+def test_a_device_storage_gives_windows_on_the_host(device: str) -> None:
+    rows = jumping(60, 4)[0]
+    with DeviceStorage(max_size=40, device=device) as storage:
+        for part in rows.split(30):
+            storage.extend(part)
+        index = torch.arange(0, 40, 3)
+        found = frame_windows(storage, index, stack=4)
+        assert found.windows.device.type == "cpu"
+        assert found.unshifted.tolist()
+        assert_rows(found, storage.get(index).cpu())
+
+
 def test_bfloat16(tmp_path: Path) -> None:
     values = torch.randn(9, 3, 8).bfloat16()
     rows = TensorDict({"x": values, "next": {"x": values + 1}}, [9])
@@ -271,6 +285,8 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
                 frame_windows(storage, [0], "x", stack=stack)
         with pytest.raises(IndexOutOfRange):
             frame_windows(storage, [3], "x")
+        with pytest.raises(TypeError, match=r"got a TensorDict.*use n_step instead"):
+            frame_windows(storage, storage.get([0]), "x")
         with pytest.raises(ColumnsMissing, match="nothing"):
             frame_windows(storage, [0], "x", keys=["nothing"])
     with (
