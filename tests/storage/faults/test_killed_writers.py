@@ -58,7 +58,7 @@ from killed_storages_kit import (
     record_of,
 )
 from storage_contract import WAIT_SECONDS
-from storage_damage import make_small_disk
+from storage_damage import make_small_disk, mount_small_disk
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "16"))
 LINES = max(1, KILLS // 8)
@@ -418,6 +418,42 @@ def test_a_disk_that_is_full_in_the_middle_and_has_room_again(case: Case, tmp_pa
         case = replace(case, capacity=600)  # Zarr: with small chunks
     head = in_a_process(fill_up_small_disk, case, tmp_path / "disk")
     assert head >= 200
+
+
+def close_on_full_disk(case: Case, disk: Path) -> bool:
+    """Close a storage on a full disk, and close it again. Return False if mounting is denied."""
+    disk.mkdir()
+    if not mount_small_disk(disk):
+        return False
+    path, ballast = disk / "rows", disk / "ballast"
+    storage = case.create(path)
+    storage.extend(oracle(0, 400), record=record_of(400))
+    with open(ballast, "wb", buffering=0) as file:
+        for nbytes in (2**20, 2**12):
+            with contextlib.suppress(OSError):
+                while file.write(bytes(nbytes)):
+                    pass
+    with pytest.raises(StorageFull):
+        storage.close()
+    assert storage.closed
+    storage.close()
+    with case.kind(path, mode="read") as reader:
+        assert check(reader) == 400
+    ballast.unlink()
+    with case.kind(path, mode="append", capacity=700) as storage:
+        assert check(storage) == 400
+        storage.extend(oracle(400, 300), record=record_of(700))
+    with case.kind(path, mode="read") as reader:
+        assert check(reader) == 700
+        check_shown(path, reader, all_of_them=True)
+    return True
+
+
+def test_a_close_on_a_full_disk_keeps_the_rows(case: Case, tmp_path: Path) -> None:
+    if case.kind is not MemmapStorage:
+        case = replace(case, capacity=600)
+    if not in_a_process(close_on_full_disk, case, tmp_path / "disk"):
+        pytest.skip("this system denies mounts")
 
 
 # -- flipped bits
