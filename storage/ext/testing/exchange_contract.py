@@ -320,11 +320,11 @@ class ExchangeContract:
         assert {each.name for each in tmp_path.iterdir()} == {"source", place.name}
 
     def test_a_full_disk(self, source: DiskStorage, place: Path, tmp_path: Path) -> None:
-        with _files_of(4096), pytest.raises(StorageFull):
+        with file_size_limit(4096), pytest.raises(StorageFull):
             source.export(place, self.kind)
         assert not place.exists()
         source.export(place, self.kind)
-        with _files_of(4096), pytest.raises(StorageFull):
+        with file_size_limit(4096), pytest.raises(StorageFull):
             import_dataset(place, tmp_path / "back", self.kind)
         assert {each.name for each in tmp_path.iterdir()} == {"source", place.name}
 
@@ -411,11 +411,17 @@ def storage_schema(batch: TensorDict) -> Any:
 
 
 @contextmanager
-def _files_of(most: int) -> Iterator[None]:
-    """Limit the size of files to ``most`` bytes, to simulate a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+def file_size_limit(most: int) -> Iterator[None]:
+    """Limit the size of files to ``most`` bytes, to simulate a full disk.
+
+    Meanwhile Python writes no bytecode: CPython 3.11 does not notice that the limit cuts a file of
+    it short, and every later process that imports the module fails.
+    """
+    before, bytecode = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = bytecode

@@ -12,7 +12,6 @@ import json
 import os
 import pathlib
 import random
-import resource
 import shutil
 import signal
 import tempfile
@@ -37,6 +36,7 @@ from tallyroll.collector.ext.checkpoints import folder
 from tallyroll.collector.ext.checkpoints.plain import from_plain, to_plain
 from tallyroll.storage import MemmapStorage
 from tallyroll.storage.errors import StorageError, StorageFull
+from tallyroll.storage.ext.testing.exchange_contract import file_size_limit
 from tallyroll.storage.files.manifest import sealed
 
 from hostile_kit import in_a_child
@@ -671,16 +671,12 @@ def test_a_file_that_may_not_grow_so_large(size: int, tmp_path: Path) -> None:
     """The limit applies to each write in turn. torch reports it as a RuntimeError."""
     save_checkpoint(tmp_path / "c", number=1)
     before = listed(tmp_path)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
+    with file_size_limit(size):
         if size < 400_000:
             with pytest.raises(StorageFull, match=r"needs 4[0-9]{5} more bytes, which exceeds the"):
                 save_checkpoint(tmp_path / "c", value=torch.zeros(100_000))
         else:
             save_checkpoint(tmp_path / "c", value=torch.zeros(100_000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     if size < 400_000:
         assert listed(tmp_path) == before
         assert sorted(os.listdir(tmp_path / "c")) == [".lock", "000001-at-0"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from tallyroll.collector import (
 )
 from tallyroll.collector.ext.logs.target import CsvLog
 from tallyroll.storage import MemmapStorage
+from tallyroll.storage.ext.testing.exchange_contract import file_size_limit
 
 from worker_kit import DISABLED, LANES, factory
 
@@ -185,17 +185,15 @@ def test_a_resumed_run_adds_names(tmp_path: Path) -> None:
 
 def test_a_full_disk_keeps_the_rows_while_columns_are_added(tmp_path: Path) -> None:
     path = tmp_path / "run.csv"
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with collector(40) as run, RunLog(run, path, every=10) as rows:
         for number, _ in enumerate(run):
             if number == 2:
                 whole = path.read_bytes()
-                resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 2, before[1]))
-                try:
-                    with pytest.warns(LogWarning, match="cannot be written"):
-                        rows.update(late=2.0)
-                finally:
-                    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+                with (
+                    file_size_limit(len(whole) + 2),
+                    pytest.warns(LogWarning, match="cannot be written"),
+                ):
+                    rows.update(late=2.0)
                 assert path.read_bytes() == whole
                 assert [*tmp_path.iterdir()] == [path]
             else:
@@ -315,22 +313,18 @@ def test_collecting_goes_on_where_a_row_cannot_be_written(tmp_path: Path) -> Non
     path = tmp_path / "run.csv"
     with MemmapStorage(tmp_path / "rows") as storage:
         run = collector(50, storage=storage)
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
         with run, RunLog(run, path, every=10) as rows:
             for number, _ in enumerate(run):
                 if number == 0:
                     rows.update()
                     whole = path.read_bytes()
                 elif number in (1, 2):
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, before[1]))
-                    try:
+                    with file_size_limit(len(whole) + 5):
                         if number == 1:
                             with pytest.warns(LogWarning, match=r"run.csv cannot be written \(OS"):
                                 rows.update()
                         else:
                             rows.update()  # without another warning
-                    finally:
-                        resource.setrlimit(resource.RLIMIT_FSIZE, before)
                     assert path.read_bytes() == whole
                 else:
                     rows.update()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ import pytest
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
 from tallyroll.storage import MemmapStorage, Schema, StorageFull, open_storage
+from tallyroll.storage.ext.testing.exchange_contract import file_size_limit
 from tallyroll.storage.formats import space
 from tallyroll.storage.formats.space import Footprint, estimate
 from tallyroll.storage.storages import FORMATS, storage_class
@@ -32,10 +32,8 @@ def format_at(path: Path) -> Any:
 @pytest.fixture
 def small_files() -> Iterator[int]:
     """Limit files to 1 MiB temporarily."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
-    yield 2**20
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with file_size_limit(2**20):
+        yield 2**20
 
 
 @pytest.fixture

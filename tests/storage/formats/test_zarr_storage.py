@@ -6,7 +6,6 @@ import gc
 import json
 import math
 import os
-import resource
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +35,7 @@ from tallyroll.storage.errors import (
     NotAStorage,
     UnsupportedPlatform,
 )
+from tallyroll.storage.ext.testing.exchange_contract import file_size_limit
 from tallyroll.storage.files.commit_header import HEADER_NBYTES
 from tallyroll.storage.files.mapping import PAGE_NBYTES, Region
 from tallyroll.storage.formats.zarr.metadata import chunk_rows_of
@@ -81,15 +81,14 @@ def x_array(path: Path, keys: Iterable[Key]) -> tuple[int, dict[Key, np.ndarray]
 
 def fill_with_large_chunks(kind: type[DiskStorage], place: Path) -> None:
     """Zarr's files have the size of a chunk, which is chosen at creation."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (HEADER_NBYTES, resource.RLIM_INFINITY))
     with kind(place) as storage:
-        with pytest.raises(StorageFull, match="largest file would have 262,144 bytes, and a file"):
+        words = "largest file would have 262,144 bytes, and a file"
+        with file_size_limit(HEADER_NBYTES), pytest.raises(StorageFull, match=words):
             storage.extend(rows(0, 5))
         assert not place.exists()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
-        storage.extend(arrays(0, 100_000))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, resource.RLIM_INFINITY))
-    with open_storage(place, "append") as storage:
+        with file_size_limit(2**20):
+            storage.extend(arrays(0, 100_000))
+    with file_size_limit(2**19), open_storage(place, "append") as storage:
         assert_rows(storage, 100_000)
         with pytest.raises(StorageFull, match="File too large"):
             storage.extend(arrays(100_000, 500_000))

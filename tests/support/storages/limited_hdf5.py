@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tallyroll.storage import MemmapStorage, open_storage
+from tallyroll.storage.ext.testing.exchange_contract import file_size_limit
 
 ROWS, TRIES = 4000, 8
 
@@ -71,18 +72,15 @@ def _tried(act: Callable[..., None], source: Path, path: Path, limit: int) -> di
     out, into = os.pipe()
     child = os.fork()
     if not child:
-
-        def begin() -> None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-
-        try:
-            act(source, path, begin)
-            found = "ok"
-        except Exception as error:  # noqa: BLE001  its name is the result
-            found = f"{type(error).__name__}: {error}"
-        gc.collect()
-        os.write(into, found.encode()[:4000])
-        os._exit(0)
+        with ExitStack() as stack:
+            try:
+                act(source, path, lambda: stack.enter_context(file_size_limit(limit)))
+                found = "ok"
+            except Exception as error:  # noqa: BLE001  its name is the result
+                found = f"{type(error).__name__}: {error}"
+            gc.collect()
+            os.write(into, found.encode()[:4000])
+            os._exit(0)
     os.close(into)
     with open(out, "rb") as answer:
         error = answer.read().decode()

@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import re
-import resource
 import subprocess
 import traceback
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import pytest
 
 from tallyroll.storage import CorruptStorage, StorageFull, open_storage, verify
 from tallyroll.storage.errors import FormatVersionMismatch, NotAStorage, StorageError
+from tallyroll.storage.ext.testing.exchange_contract import file_size_limit
 from tallyroll.storage.files.commit_header import word_of
 from tallyroll.storage.storages import DiskStorage
 
@@ -129,8 +129,8 @@ def with_small_files(
     connection: Connection, act: Callable[..., None], kind: type[DiskStorage], place: Path
 ) -> None:
     """Run `act(kind, place)` with a limit on file sizes and send the outcome."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, resource.RLIM_INFINITY))
-    say_how_it_went(connection, act, kind, place)
+    with file_size_limit(FILE_LIMIT):
+        say_how_it_went(connection, act, kind, place)
 
 
 def say_how_it_went(

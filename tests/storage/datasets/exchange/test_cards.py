@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import resource
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from tallyroll.storage import (
 )
 from tallyroll.storage.errors import InvalidDataset, NotInitialised, StorageMissing
 from tallyroll.storage.ext.card.page import size_category
+from tallyroll.storage.ext.testing.exchange_contract import file_size_limit
 from tallyroll.storage.ext.testing.reader_contract import collected
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.storages import DiskStorage
@@ -341,12 +341,8 @@ def test_the_command_replaces_nothing(
 
 
 def test_a_full_disk(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    try:
+    with file_size_limit(100):
         assert main(["card", str(made), "--out", str(tmp_path / "README.md")]) == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "cannot be written" in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == []
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +41,7 @@ from tallyroll.storage.errors import (
 from tallyroll.storage.ext.exchange import dataset_export, export_rows, followed_export, readme
 from tallyroll.storage.ext.exchange import followed_export as versions
 from tallyroll.storage.ext.exchange.dataset_export import Cuts
+from tallyroll.storage.ext.testing.exchange_contract import file_size_limit
 from tallyroll.storage.ext.testing.reader_contract import assert_same_rows
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.storages import DiskStorage
@@ -494,20 +495,17 @@ def test_two_processes_at_once(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_disk_that_fills_up(source: Path, tmp_path: Path, kind: str) -> None:
     """The previous version stays, and the same call continues once there is space."""
-    place, before = tmp_path / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
+    place, limit = tmp_path / "out", ExitStack()
 
     def more(_: int) -> None:
         growing.writer.extend(rows(30, 3000))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        limit.enter_context(file_size_limit(4096))
 
     growing = Growing(source, 2, more)
     with open_storage(source) as storage:
-        try:
-            options = Follow(every=0.0, on_version=growing)
-            with pytest.raises(StorageFull):
-                storage.export(place, kind, follow=options)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        options = Follow(every=0.0, on_version=growing)
+        with limit, pytest.raises(StorageFull):
+            storage.export(place, kind, follow=options)
         assert rows_in(newest(place, kind), kind) == 20
         assert names_in(place) == {f"00000001{ENDS[kind]}", f"current{ENDS[kind]}"}
         growing.writer.close()
@@ -516,14 +514,8 @@ def test_a_disk_that_fills_up(source: Path, tmp_path: Path, kind: str) -> None:
 
 
 def test_no_room_for_the_first(source: Path, tmp_path: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with open_storage(source) as storage:
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))
-            with pytest.raises(StorageFull):
-                storage.export(tmp_path / "out", "npz", follow=NOW)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with open_storage(source) as storage, file_size_limit(300), pytest.raises(StorageFull):
+        storage.export(tmp_path / "out", "npz", follow=NOW)
     assert [each.name for each in tmp_path.iterdir()] == ["source"]
 
 

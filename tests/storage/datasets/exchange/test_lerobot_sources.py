@@ -23,6 +23,7 @@ from tallyroll.storage.errors import (
 )
 from tallyroll.storage.ext.exchange.lerobot import layout
 from tallyroll.storage.ext.exchange.pictures import Decoder, Picture
+from tallyroll.storage.ext.testing.exchange_contract import file_size_limit
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -333,16 +334,9 @@ def test_damage(tmp_path: Path, name: str) -> None:
 
 
 def test_a_full_disk_under_a_video(tmp_path: Path) -> None:
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with MemmapStorage(tmp_path / "rows") as storage:
         storage.extend(pictured(60, 20, pixels=(64, 64, 3)))
         options = LeRobotOptions(video="h264-lossless")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
-        try:
-            with pytest.raises(StorageFull):
-                storage.export(tmp_path / "out", "lerobot", options=options)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        with file_size_limit(30_000), pytest.raises(StorageFull):
+            storage.export(tmp_path / "out", "lerobot", options=options)
     assert {each.name for each in tmp_path.iterdir()} == {"rows"}
