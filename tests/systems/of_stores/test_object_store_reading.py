@@ -41,8 +41,8 @@ from object_store_kit import (
 
 ROWS, WIDTH = 6_000, 32
 ADDRESS = "s3://datasets/wide/packed"
-SMALL = S3Options(block_nbytes=2**14, timeout=2.0, patience=4.0)
-"""Small blocks, so that the dataset has many, and short timeouts."""
+SMALL = S3Options(block_nbytes=2**14)
+"""Small blocks, so that the dataset has many."""
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ from object_store_kit import (
 )
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "3"))
-HASTY = S3Options(timeout=2.0, patience=2.0)
+HASTY = S3Options(patience=2.0)
 
 
 @pytest.fixture(scope="module")
