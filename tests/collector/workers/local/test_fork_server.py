@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -244,16 +243,22 @@ def threads_in(pid: int) -> int:
 
 
 PROGRAM = """
-import os, sys, time
+import multiprocessing, os, sys, time
+from multiprocessing import forkserver
 with open({log!r}, "a") as log:
     print("main", os.getpid(), os.environ.get("SET_LATE"), file=log)
-import gymnasium
-from tallyroll.collector import MultiprocessCollector
 
 def make():
+    import gymnasium
     return gymnasium.make("CartPole-v1")
 
+def look(pipe):
+    pipe.send([os.getpid(), os.environ.get("OMP_NUM_THREADS"), "torch" in sys.modules])
+
 if __name__ == "__main__":
+    from tallyroll.collector import MultiprocessCollector
+
+    os.environ.pop("OMP_NUM_THREADS", None)
     for late in "01":
         os.environ["SET_LATE"] = late
         with MultiprocessCollector(
@@ -261,6 +266,16 @@ if __name__ == "__main__":
         ) as collector:
             print(sum(map(len, collector)), *collector.worker_pids, flush=True)
             if late == "1":
+                print(forkserver._forkserver._forkserver_pid)
+                # A killed program leaves the socket of this server.
+                multiprocessing.current_process()._config["tempdir"] = "."
+                context = multiprocessing.get_context("forkserver")
+                context.set_forkserver_preload(["json"])
+                ours, theirs = context.Pipe()
+                process = context.Process(target=look, args=(theirs,))
+                process.start()
+                print(*ours.recv(), flush=True)
+                process.join()
                 time.sleep(600)
 """
 
@@ -290,7 +305,8 @@ def test_a_server_of_a_program_that_is_killed(
 ) -> None:
     """The server imports nothing of the program, starts no thread or CUDA, and leaves no file.
 
-    Workers import the program once variables are set.
+    Workers import the program once variables are set. The program's own fork server starts on
+    demand and knows nothing of ours.
     """
     assert program.stdout is not None
     pids = []
@@ -298,6 +314,9 @@ def test_a_server_of_a_program_that_is_killed(
         count, *workers = map(int, program.stdout.readline().split())
         assert count == 10
         pids.append(workers)
+    assert program.stdout.readline() == "None\n"
+    look, *seen = program.stdout.readline().split()
+    assert seen == ["None", "False"]
     (server,) = (
         each
         for each in psutil.Process(program.pid).children()
@@ -311,6 +330,7 @@ def test_a_server_of_a_program_that_is_killed(
     lines = (tmp_path / "log").read_text().splitlines()
     expected = [f"main {program.pid} None"]
     expected += [f"main {pid} {late}" for late in (0, 1) for pid in pids[late]]
+    expected += [f"main {look} 1"]
     assert sorted(lines) == sorted(expected)
     processes = [server, *map(psutil.Process, pids[1])]
     program.kill()
@@ -319,56 +339,6 @@ def test_a_server_of_a_program_that_is_killed(
     assert not alive
     assert [each.name for each in (tmp_path / "tmp").rglob("*") if not each.is_dir()] == []
     assert [each.name for each in (tmp_path / "tmp").glob("pymp-*")] == []
-
-
-def test_a_server_that_died_is_started_again(tmp_path: Path) -> None:
-    looks(tmp_path, os.getpid)
-    first = SERVER._pid
-    os.kill(first, signal.SIGKILL)
-    (parent,) = looks(tmp_path, os.getppid, workers=1)
-    assert parent == SERVER._pid != first
-
-
-def test_a_server_that_dies_while_it_is_asked_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    SERVER.start()
-    first, kept = SERVER._pid, fork_server._share_limits
-
-    def kill(pid: int) -> None:
-        if pid == first:
-            os.kill(pid, signal.SIGKILL)
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        kept(pid)
-
-    monkeypatch.setattr(fork_server, "_share_limits", kill)
-    (parent,) = looks(tmp_path, os.getppid)
-    assert parent == SERVER._pid != first
-
-
-@pytest.mark.parametrize("respawns", [0, 2])
-def test_workers_of_a_server_that_dies(respawns: int) -> None:
-    """The ends of the workers are no longer visible, so they count as dead and can be replaced."""
-    options = {"on_worker_death": "respawn" if respawns else "raise", "max_respawns": respawns}
-    run = {**RUN, "total_frames": 3000}
-    with MultiprocessCollector(
-        "CartPole-v1", num_workers=2, num_envs=2, **run, **options
-    ) as collector:
-        batches = iter(collector)
-        stored = len(next(batches))
-        workers = [psutil.Process(pid) for pid in collector.worker_pids]
-        os.kill(SERVER._pid, signal.SIGKILL)
-        if respawns:
-            assert stored + sum(map(len, batches)) == 3000
-            assert collector.ledger.respawned == 2
-            assert {*map(parent_of, collector.worker_pids)} == {SERVER._pid}
-        else:
-            with pytest.raises(WorkerDied):
-                list(batches)
-        collector.ledger.check()
-    _, alive = psutil.wait_procs(workers, 10)
-    # zombies that belong to another parent
-    assert all(each.status() == psutil.STATUS_ZOMBIE for each in alive)
 
 
 def test_a_limit_of_the_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,48 +382,43 @@ def test_a_forked_child_has_no_part_in_the_server() -> None:
     assert SERVER._control is not None
 
 
-OWN_SERVER = """
-import multiprocessing, os
-from multiprocessing import forkserver
-
-def look(pipe):
-    import sys
-    pipe.send([os.environ.get("SET"), os.environ.get("OMP_NUM_THREADS"), "torch" in sys.modules])
-
-if __name__ == "__main__":
-    from tallyroll.collector import MultiprocessCollector
-
-    os.environ.pop("OMP_NUM_THREADS", None)
-    with MultiprocessCollector(
-        "CartPole-v1", num_workers=1, frames_per_batch=5, total_frames=10
-    ) as collector:
-        print(sum(map(len, collector)), forkserver._forkserver._forkserver_pid)
-    from tallyroll.collector.workers.local.fork_server import SERVER
-
-    print(SERVER._pid)
-    os.environ["SET"] = "late"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["json"])
-    ours, theirs = context.Pipe()
-    process = context.Process(target=look, args=(theirs,))
-    process.start()
-    print(ours.recv())
-    process.join()
-"""
+# --- its death: last, because each start of a server imports torch for seconds -------------------
 
 
-def test_a_program_has_its_own_fork_server(tmp_path: Path) -> None:
-    """The program's server starts on demand and knows nothing of ours, which ends with it."""
-    (tmp_path / "program.py").write_text(OWN_SERVER)
-    run = subprocess.run(
-        [sys.executable, "program.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    first, pid, last = run.stdout.splitlines()
-    assert (first, last) == ("10 None", "['late', None, False]"), run.stderr
-    with suppress(psutil.NoSuchProcess):
-        psutil.Process(int(pid)).wait(10)
+def test_a_server_that_dies_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It dies twice: when it is asked for a worker, and when it has workers.
+
+    The ends of the workers are no longer visible, so they count as dead: they are replaced, or the
+    run ends with an error.
+    """
+    SERVER.start()
+    servers, kept = [SERVER._pid], fork_server._share_limits
+
+    def kill(pid: int) -> None:
+        if pid == servers[0]:
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        kept(pid)
+
+    monkeypatch.setattr(fork_server, "_share_limits", kill)
+    for options in ({"on_worker_death": "respawn", "max_respawns": 2}, {}):
+        run = {**RUN, "total_frames": 3000, **options}
+        with MultiprocessCollector("CartPole-v1", num_workers=2, num_envs=2, **run) as collector:
+            assert {*map(parent_of, collector.worker_pids)} == {SERVER._pid}
+            batches = iter(collector)
+            stored = len(next(batches))
+            workers = [psutil.Process(pid) for pid in collector.worker_pids]
+            servers.append(SERVER._pid)
+            os.kill(SERVER._pid, signal.SIGKILL)
+            if options:
+                assert stored + sum(map(len, batches)) == 3000
+                assert collector.ledger.respawned == 2
+                assert {*map(parent_of, collector.worker_pids)} == {SERVER._pid}
+                assert len({*servers, SERVER._pid}) == 3
+            else:
+                with pytest.raises(WorkerDied):
+                    list(batches)
+            collector.ledger.check()
+        _, alive = psutil.wait_procs(workers, 10)
+        # zombies that belong to another parent
+        assert all(each.status() == psutil.STATUS_ZOMBIE for each in alive)
