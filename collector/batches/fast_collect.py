@@ -5,12 +5,11 @@ a gradient step, the code is no longer in the CPU caches, and each line takes se
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from threading import get_ident
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase
 
 from tallyroll.collector.batches.checks.final_observation_checks import FinalsWatch
@@ -21,7 +20,6 @@ from tallyroll.collector.batches.rows.compiled_rows import CompiledSlabTable
 from tallyroll.collector.batches.rows.slab_output import SlabOutput
 from tallyroll.collector.batches.state.run_state import Phase, RunState
 from tallyroll.collector.batches.stored.sinks import stores_slots
-from tallyroll.collector.compat import set_gradients
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.episode_ring import EpisodeRing
 from tallyroll.collector.counting.ledger import COUNTS, amounts
@@ -44,9 +42,6 @@ require_names("LEDGER", COUNTS)
 @dataclass(frozen=True, slots=True)
 class FastPath:
     """The objects that fill and store the slots of a slab by the fast path."""
-
-    # Hot path: `fill` and `store` assign attributes of `acting` and `rows` directly, because a step
-    # takes microseconds and each method call would add to it.
 
     rows: SlotRows
     """The rows to store, prepared for this ``state``, ``eased`` and ``seed``."""
@@ -76,16 +71,7 @@ class FastPath:
         The caller raises the handler's exception again within the guard of the run, which also
         leaves ``acting``.
         """
-        acting = self.acting  # not by `with`, which would add two calls
-        before = acting.before = torch.is_grad_enabled(), acting.place.get()
-        try:
-            set_gradients(False)
-            acting.place.put(acting.exploration)
-            self.few.fill(want)
-        finally:
-            set_gradients(before[0])
-            acting.place.put(before[1])
-            acting.before = None
+        self.acting.call(self.few.fill, want)
 
     def store(self, want: int, finals: FinalsWatch, batch: Any = None) -> bool:
         """Check, number, count and store ``want`` rows; if a check fails, only return False.
@@ -97,8 +83,7 @@ class FastPath:
         used = few.board[FILLED]
         if few.has_rounded or not few.sound or (self.masks is not None and not self.masks(used)):
             return False
-        rows.used, rows.count = used, want
-        rows.version, rows.watched, rows.batch = few.version, finals.looks, batch
+        rows.select(used, want, few.version, finals.looks, batch)
         if self.writer.tell is None:
             stored = append(rows)
         else:
@@ -109,22 +94,57 @@ class FastPath:
         return bool(stored)
 
 
-@dataclass(slots=True)
 class PendingCall:
-    """Work that a call of the fast path left for the run loop: slots, a batch, an exception."""
+    """Work that a call of the fast path left for the run loop: slots, a batch, an exception.
 
-    # Hot path: `FastCollect` assigns the attributes in each call.
+    The slots are queued once, by :meth:`settle`. The batch becomes ready if its rows are stored,
+    and is dropped otherwise. The exception is raised once, by :meth:`take_error`.
+    """
 
-    path: FastPath | None
-    """The path that filled the slots, whose rows may be unstored; None after the loop took them."""
-    batches: list[TensorDictBase] = field(default_factory=list)
-    """The batch that becomes ready when its rows are stored."""
-    complete_at: int = 0
-    """Number of stored rows at which the batch is complete."""
-    error: BaseException | None = None
-    """The exception that was raised while the slots were filled or stored."""
-    stepped: bool = False
-    """True if ``error`` was raised after all lanes were stepped."""
+    __slots__ = ("_batches", "_complete_at", "_error", "_settled", "_stepped")
+
+    def __init__(self) -> None:
+        self._batches: list[TensorDictBase] = []
+        """The batch that becomes ready when its rows are stored."""
+        self._complete_at = 0
+        """Number of stored rows at which the batch is complete."""
+        self._error: BaseException | None = None
+        self._stepped = self._settled = False
+
+    @property
+    def has_error(self) -> bool:
+        """True if the call raised an exception, which :meth:`take_error` returns or raises."""
+        return self._error is not None
+
+    def expect(self, batch: TensorDictBase, complete_at: int) -> None:
+        """Take a batch that is complete when the run has stored ``complete_at`` rows."""
+        self._complete_at = complete_at
+        self._batches.append(batch)  # after `_complete_at`, which says when it is complete
+
+    def fail(self, error: BaseException, *, stepped: bool) -> None:
+        """Keep the exception of the call. ``stepped`` is True if all lanes were stepped before."""
+        self._stepped, self._error = stepped, error
+
+    def hand_over(self, run: RunState) -> None:
+        """Make the batch ready if its rows are stored; drop it otherwise."""
+        if self._batches and run.ledger.stored == self._complete_at:
+            # One instruction moves the batch from list to list: no exception can interrupt it.
+            run.ready.extend(map(self._batches.pop, (0,)))
+        self._batches.clear()
+
+    def settle(self, run: RunState, rollout: Rollout) -> None:
+        """Hand the batch over, and queue the slots as the next block."""
+        self.hand_over(run)
+        if not self._settled:
+            self._settled = True
+            rollout.requeue()
+            run.episodes.take()  # makes room for the episodes of the block
+
+    def take_error(self) -> BaseException | None:
+        """Return the exception if it was raised while lanes stepped; raise a later one."""
+        if self._error is not None and self._stepped:
+            raise self._error
+        return self._error
 
 
 class FastCollect:
@@ -191,7 +211,7 @@ class FastCollect:
         if outside is not None and outside.find():
             return False  # the loop raises the error
         self._thread = get_ident()
-        pending = PendingCall(path)
+        pending, stepped = PendingCall(), False
         try:
             self._pending = pending
             run.begin_call()
@@ -200,7 +220,7 @@ class FastCollect:
                     path.fill(want)
             else:
                 path.fill(want)
-            pending.stepped = True
+            stepped = True
             if yields:
                 stored = self._store_batch(pending, path, want)
             else:
@@ -209,7 +229,7 @@ class FastCollect:
                 self._pending = None
                 return yields or not run.stopped
         except BaseException as error:  # noqa: BLE001  the loop raises it again
-            pending.error = error
+            pending.fail(error, stepped=stepped)
         finally:
             if outside is not None:
                 outside.remember()
@@ -223,18 +243,10 @@ class FastCollect:
             return False
         assert path.batches is not None
         batch = path.batches.empty(want)
-        pending.complete_at = self._ledger.stored + want
-        pending.batches.append(batch[2])  # after `complete_at`, which says when it is complete
+        pending.expect(batch[2], self._ledger.stored + want)
         stored = path.store(want, self._finals, batch)
-        self._hand_over(pending)
+        pending.hand_over(self._run)
         return stored
-
-    def _hand_over(self, pending: PendingCall) -> None:
-        """Make the batch ready if its rows are stored; drop it otherwise."""
-        if pending.batches and self._ledger.stored == pending.complete_at:
-            # One instruction moves the batch from list to list: no exception can interrupt it.
-            self._run.ready.extend(map(pending.batches.pop, (0,)))
-        pending.batches.clear()
 
     def leave(self) -> None:
         """End this thread's call, which an exception left at any instruction."""
@@ -244,21 +256,15 @@ class FastCollect:
     def settle(self) -> None:
         """Queue the slots that :meth:`collect` left unstored as the next block."""
         self.ready = None
-        pending = self._pending
-        if pending is None:
-            return
-        self._hand_over(pending)
-        if pending.path is not None:
-            pending.path = None
-            self._rollout.requeue()
-            self._run.episodes.take()  # makes room for the episodes of the block
-        if pending.error is None:
-            self._pending = None
+        if self._pending is not None:
+            self._pending.settle(self._run, self._rollout)
+            if not self._pending.has_error:
+                self._pending = None
 
     @property
     def has_raised(self) -> bool:
         """True if an exception waits for :meth:`take_raised`."""
-        return self._pending is not None and self._pending.error is not None
+        return self._pending is not None and self._pending.has_error
 
     def take_raised(self) -> BaseException | None:
         """Return the exception that was raised while lanes stepped; raise a later one.
@@ -266,9 +272,7 @@ class FastCollect:
         Return None if there was no exception. Call this method after :meth:`settle`.
         """
         pending, self._pending = self._pending, None
-        if pending is not None and pending.error is not None and pending.stepped:
-            raise pending.error
-        return None if pending is None else pending.error
+        return None if pending is None else pending.take_error()
 
     def prepare(self) -> None:
         """Let the next call take the fast path if filling and storing slots is all it has to do."""

@@ -27,6 +27,10 @@ HeldCounts = counts_of("rows", "resets")
 require_names("HELD", HeldCounts.names)
 
 
+SlotBatch = tuple[bytes, Any, Any]
+"""An empty batch: its table, the addresses of its columns, and its TensorDict."""
+
+
 @dataclass(eq=False)
 class SlotRows(NewRows):
     """The first rows of fixed memory, with the counts and the record that belong to them.
@@ -82,7 +86,7 @@ class SlotRows(NewRows):
     """The version of the policy that chose the actions of the last slot."""
     watched: bool = True
     """True if the collector must see rows before they are stored if an episode begins or ends."""
-    batch: tuple[bytes, Any, Any] | None = None
+    batch: SlotBatch | None = None
     """The batch to lay out from the rows, which are then stored lane by lane; or None."""
     in_one_call = True
     _columns: Columns | None = None
@@ -92,6 +96,13 @@ class SlotRows(NewRows):
     """The block of the storage's counts to which the plan refers."""
     _plan: tuple[Any, ...] = ()
     """The plan of `StepKernel.store_slots`. It refers to the collector, so no storage keeps it."""
+
+    def select(
+        self, used: int, count: int, version: int, watched: bool, batch: SlotBatch | None
+    ) -> None:
+        """Choose the rows of the next commit; each argument is the attribute of its name."""
+        self.used, self.count, self.version = used, count, version
+        self.watched, self.batch = watched, batch
 
     def commit(self, columns: Columns, header: Header, slot: int, record: bytes | None) -> bool:
         """Number, count and commit the rows with their own record; see `StepKernel.store_slots`."""

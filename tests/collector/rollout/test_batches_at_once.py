@@ -23,7 +23,7 @@ import tallyroll.storage
 from tallyroll.collector import SyncCollector, interrupts
 from tallyroll.collector.base import Collector
 from tallyroll.collector.batches.collect_guard import CollectGuard
-from tallyroll.collector.batches.fast_collect import FastCollect, FastPath
+from tallyroll.collector.batches.fast_collect import FastCollect, FastPath, PendingCall
 from tallyroll.collector.batches.layouts.small_batches import SmallBatches
 from tallyroll.collector.errors import StateError
 from tallyroll.collector.native.kernel import compiled
@@ -302,7 +302,9 @@ ON_THE_WAY: list[Callable[..., Any]] = [
     CollectGuard.leave,
     FastCollect.collect,
     FastCollect._store_batch,
-    FastCollect._hand_over,
+    PendingCall.expect,
+    PendingCall.hand_over,
+    PendingCall.settle,
     FastCollect.settle,
     FastPath.fill,
     FastPath.store,

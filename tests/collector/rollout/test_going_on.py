@@ -31,7 +31,12 @@ from tallyroll.collector.base import Collector
 from tallyroll.collector.batches import batch_output
 from tallyroll.collector.batches.batch_iterator import BatchIterator
 from tallyroll.collector.batches.collect_guard import CollectGuard
-from tallyroll.collector.batches.fast_collect import FastCollect, FastCollectOfWorkers, FastPath
+from tallyroll.collector.batches.fast_collect import (
+    FastCollect,
+    FastCollectOfWorkers,
+    FastPath,
+    PendingCall,
+)
 from tallyroll.collector.batches.run_loop import RunLoop
 from tallyroll.collector.counting.ledger import Ledger, LedgerEntry
 from tallyroll.collector.errors import StateError
@@ -69,10 +74,13 @@ GUARDED = [
     CollectGuard.__exit__,
     ActionContext.__enter__,
     ActionContext.__exit__,
+    ActionContext.call,
     FastPath.fill,
     FastCollect.collect,
     FastCollect._store_batch,
-    FastCollect._hand_over,
+    PendingCall.expect,
+    PendingCall.fail,
+    PendingCall.hand_over,
     RunLoop.batch,
     RunLoop.collect,
     CollectGuard.ready_batch,
