@@ -149,8 +149,7 @@ class Collector(EnvCalls, ABC):
             warnings.warn(other, stacklevel=4)
         self._guard = CollectGuard(self._run, self._loop, self._release)
         self._watched = self._policy if self._acts_here else None
-        self._fast_collect, self._episodes = self._loop.fast_collect, self._run.episodes
-        self._ready = self._run.ready
+        self._episodes, self._ready = self._run.episodes, self._run.ready
         self._ledger.publish()
         if self._options.progress:  # rich takes a moment to import
             from tallyroll.collector.ext.progress import RunProgress
@@ -300,8 +299,7 @@ class Collector(EnvCalls, ABC):
             >>> collector.shutdown()
             >>> ring.close()
         """
-        writer, fast_collect = self._writer, self._fast_collect
-        if not writer.stores:
+        if not self._writer.stores:
             raise ArgumentError(
                 "collect(n) stores transitions, but the collector has no storage. Give the "
                 "collector a storage=, or iterate over it."
@@ -310,25 +308,20 @@ class Collector(EnvCalls, ABC):
             n = positive("n", n)
         if self._watched is not None:
             self._watch(self._watched, n)
-        before, refused = self._ledger.stored, self._guard.refuses
+        before = self._ledger.stored
         if self._progress is not None and not self._run.over:
             self._progress.show(self)
         try:
-            if self._run.over:
-                self._run.refuse_ended()
-            elif fast_collect is None or not fast_collect.collect(n):
-                with self._guard:
-                    self._loop.collect(n)
+            self._guard.collect(n)
         except BaseException as error:
             if self._progress is not None:
                 self._progress.close()
-            self._guard.leave(error, was_refused=refused)
             if isinstance(error, ENDS):  # raised by a signal handler
                 raise user_code.error("a call of user code", error) from error
             raise
         finally:
             stored = self._ledger.stored
-            self._last_rows = writer.stored_run.rows_of(before, stored)
+            self._last_rows = self._writer.stored_run.rows_of(before, stored)
         if self._progress is not None:
             self._progress.show(self, last=self._run.over)
         return stored - before

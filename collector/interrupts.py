@@ -20,9 +20,10 @@ Neither may lose or duplicate a row. There are four rules, each with one owner:
    rows. If an exception is raised before or after that call, `FastCollect` keeps the exception, the
    slots and the batch until the run loop takes them over (`PendingCall`).
 4. **A context may be left before it is entered.** An injected exception can be raised before the
-   interpreter calls ``__enter__`` or after it calls ``__exit__``. So the callers of `CollectGuard`
-   and `FastCollect` catch the exception once more and call ``leave``. The tests of random
-   interrupts (``test_going_on``, ``test_plain_slots``) fail if either ``leave`` is missing.
+   interpreter calls ``__enter__`` or after it calls ``__exit__``. So the methods of `CollectGuard`
+   that enter the guard or call `FastCollect` catch the exception once more and call ``leave``. The
+   tests of random interrupts (``test_going_on``, ``test_plain_slots``) fail if either ``leave`` is
+   missing.
 
 From the first batch of a run to its end (:func:`keep_stand_ins`), a stand-in replaces each handler.
 The stand-in defers signals during a call, and forwards them between calls. Only Python's own

@@ -97,8 +97,6 @@ class CollectGuard(defer_signals):
         if isinstance(error, ENDS):
             error = user_code.error("a call of user code", error)
         try:
-            if run.outside is not None:
-                run.outside.remember()
             run.end_call()
             if error is not None:
                 self._loop.leave()
@@ -136,8 +134,6 @@ class CollectGuard(defer_signals):
         if was_refused:
             return
         try:
-            if self._run.outside is not None:  # the program did not make the steps of this call
-                self._run.outside.remember()
             if self._fast_collect is not None:
                 self._fast_collect.leave()
             if self._thread == get_ident():
@@ -171,6 +167,19 @@ class CollectGuard(defer_signals):
             self.leave(error, was_refused=False)
             raise
         return made
+
+    def collect(self, want: int) -> None:
+        """Store ``want`` more transitions, or fewer if the run ends first."""
+        run, fast_collect, refused = self._run, self._fast_collect, self.refuses
+        try:
+            if run.over:
+                run.refuse_ended()
+            elif fast_collect is None or not fast_collect.collect(want):
+                with self:
+                    self._loop.collect(want)
+        except BaseException as error:
+            self.leave(error, was_refused=refused)
+            raise
 
     def ready_batch(self, size: int | None = None) -> None:
         """Make the next batch ready, of ``size`` rows (default: ``frames_per_batch``)."""

@@ -207,8 +207,7 @@ class FastCollect:
             return False
         if run.stopped or path.reader.engine is None or (self._only and want != self._only):
             return False
-        outside = run.outside
-        if outside is not None and outside.find():
+        if run.outside is not None and run.outside.find():
             return False  # the loop raises the error
         self._thread = get_ident()
         pending, stepped = PendingCall(), False
@@ -231,8 +230,6 @@ class FastCollect:
         except BaseException as error:  # noqa: BLE001  the loop raises it again
             pending.fail(error, stepped=stepped)
         finally:
-            if outside is not None:
-                outside.remember()
             run.end_call()
         self.ready = None
         return False

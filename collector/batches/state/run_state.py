@@ -102,7 +102,9 @@ class RunState:
             self.phase = Phase.COLLECTING
 
     def end_call(self) -> None:
-        """End the call under way, if there is one."""
+        """End the call under way, if there is one; the program did not make its steps."""
+        if self.outside is not None:
+            self.outside.remember()
         if self.phase is Phase.COLLECTING:
             self.phase = Phase.IDLE
 

@@ -162,7 +162,7 @@ def test_memory_goes_with_the_collector(policy: Any, tmp_path: Path) -> None:
         for _ in range(4):
             collector.collect(LANES)
         collector.shutdown()
-        fast_collect = collector._fast_collect
+        fast_collect = collector._loop.fast_collect
         at_once = collector.plan.commits.way == "one call"
         assert bool(fast_collect and fast_collect._made) == at_once, "some slots were plain ones"
         del fast_collect

@@ -395,8 +395,8 @@ def test_what_an_environment_raises_ends_the_run(tmp_path: Path) -> None:
     run = RUNS["resets"](frames_per_batch=2 * LANES, total_frames=-1, storage=path, seed=1)
     batches = iter(run)
     got = sum(len(next(batches)) for _ in range(8))
-    assert run._fast_collect is not None
-    assert run._fast_collect.ready is not None
+    assert run._loop.fast_collect is not None
+    assert run._loop.fast_collect.ready is not None
     system, calls = run.env.system, count()  # type: ignore[attr-defined]
     step = system.step
 

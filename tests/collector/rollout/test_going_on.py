@@ -83,6 +83,7 @@ GUARDED = [
     PendingCall.hand_over,
     RunLoop.batch,
     RunLoop.collect,
+    CollectGuard.collect,
     CollectGuard.ready_batch,
     CollectGuard.make_ready,
     CollectGuard._make_at_once,

@@ -324,7 +324,7 @@ def test_held_rows_and_whole_slots_are_stored_before_an_error(
     path = tmp_path / "rows"
     with RUNS["resets, policy"](frames_per_batch=LANES, total_frames=-1, storage=path) as run:
         while run.collect(LANES - 2):
-            if run.ledger.carried > 1 and run._fast_collect and run._fast_collect.ready:
+            if run.ledger.carried > 1 and run._loop.fast_collect and run._loop.fast_collect.ready:
                 break
         stored, carried = run.ledger.stored, run.ledger.carried
         system, calls = run.env.system, count(1)  # type: ignore[attr-defined]
@@ -365,8 +365,8 @@ def test_held_rows_with_random_actions_are_counted_as_such(tmp_path: Path) -> No
         for _ in range(5):
             run.collect(LANES - 2)
         assert run.ledger.random == LANES
-        assert run._fast_collect is not None
-        assert run._fast_collect.ready is not None
+        assert run._loop.fast_collect is not None
+        assert run._loop.fast_collect.ready is not None
 
 
 @pytest.mark.parametrize("closes", [False, True])
@@ -544,11 +544,11 @@ def test_what_was_dropped_is_gone_at_once(tmp_path: Path) -> None:
     run.shutdown()
     columns = weakref.ref(storage.writer.reader.engine.space.columns)  # type: ignore[union-attr]
     storage.close()
-    slot = weakref.ref(run._fast_collect._made.rows)
+    slot = weakref.ref(run._loop.fast_collect._made.rows)
     gc.collect()
     gc.disable()
     try:
-        run._fast_collect._made = None
+        run._loop.fast_collect._made = None
         assert slot() is None
         del storage, run
         gc.collect(0)
