@@ -15,9 +15,8 @@ from tensordict import TensorDictBase
 from tallyroll.collector.batches.checks.final_observation_checks import FinalsWatch
 from tallyroll.collector.batches.checks.value_checks import RangeChecks
 from tallyroll.collector.batches.delivered_counts import DeliveredCounts
-from tallyroll.collector.batches.layouts.small_batches import SmallBatches
-from tallyroll.collector.batches.rows.compiled_rows import CompiledSlabTable
-from tallyroll.collector.batches.rows.slab_output import SlabOutput
+from tallyroll.collector.batches.rows.slab_output import SlabOutput, SmallBatches
+from tallyroll.collector.batches.rows.slab_rows import CompiledSlabTable
 from tallyroll.collector.batches.state.run_state import Phase, RunState
 from tallyroll.collector.batches.stored.sinks import stores_slots
 from tallyroll.collector.counting.episode_log import EpisodeLog

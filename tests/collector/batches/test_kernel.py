@@ -13,7 +13,7 @@ from fast_paths_kit import built
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tallyroll.collector.batches.rows.compiled_rows import rows_of_slab
+from tallyroll.collector.batches.rows.slab_rows import rows_of_slab
 from tallyroll.collector.counting.ledger import COUNTS, LedgerCounts
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.counting.transitions import first_in_slot_order

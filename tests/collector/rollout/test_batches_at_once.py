@@ -24,7 +24,7 @@ from tallyroll.collector import SyncCollector, interrupts
 from tallyroll.collector.base import Collector
 from tallyroll.collector.batches.collect_guard import CollectGuard
 from tallyroll.collector.batches.fast_collect import FastCollect, FastPath, PendingCall
-from tallyroll.collector.batches.layouts.small_batches import SmallBatches
+from tallyroll.collector.batches.rows.slab_output import SmallBatches
 from tallyroll.collector.errors import StateError
 from tallyroll.collector.native.kernel import compiled
 from tallyroll.collector.native.slot_rows import SlotRows

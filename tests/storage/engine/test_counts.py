@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tallyroll.collector.batches.layouts.small_batches import MARKS
+from tallyroll.collector.batches.rows.slab_output import MARKS
 from tallyroll.collector.counting.episode_ring import EPISODE
 from tallyroll.collector.counting.ledger import COUNTS
 from tallyroll.collector.envs.gymnasium.lane_results import VALUES
@@ -115,7 +115,7 @@ def test_words_of_a_table_are_put_in_the_order_of_the_extension() -> None:
     [
         ("EPISODE", "collector.counting.episode_ring"),
         ("LEDGER", "collector.batches.fast_collect"),
-        ("MARKS", "collector.batches.layouts.small_batches"),
+        ("MARKS", "collector.batches.rows.slab_output"),
         ("MODES", "collector.envs.gymnasium.sequential_step"),
         ("CALLS", "collector.envs.gymnasium.lane_results"),
         ("VALUES", "collector.envs.gymnasium.lane_results"),
