@@ -5,11 +5,11 @@ A checkpoint restores the model, the counts and the rows together.
 
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from tallyroll.storage.replay import buffers
 from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.stores.rewinds import require_not_rewound, require_rewindable, rewind_to
+from tallyroll.storage.stores.row_sink import RowSink
 
 
 @dataclass(frozen=True)
@@ -294,7 +295,7 @@ def save_checkpoint(
     /,
     *,
     collector: Collector | None = None,
-    storage: DiskStorage | None = None,
+    storage: DiskStorage | RowSink | None = None,
     every: int | None = None,
     keep_last: int | None = 1,
     copy_rows: bool = False,
@@ -311,7 +312,8 @@ def save_checkpoint(
             ``000007-at-120000``: its number and its transitions.
         collector: the collector. The checkpoint saves its counts, ids, seeds, policy, generators
             and the transforms of its environments.
-        storage: the storage, if the collector has none or there is no collector.
+        storage: the storage, if the collector has none or there is no collector. A `DeviceStorage`
+            stands for its mirror.
         every: save only if this many transitions were collected since the newest checkpoint. None
             saves now.
         keep_last: number of checkpoints to keep, including this one. None keeps all.
@@ -340,7 +342,7 @@ def save_checkpoint(
     _require_names(parts)
     if not isinstance(copy_rows, bool):
         raise _not_an_argument("copy_rows", "True or False", copy_rows)
-    storage = _storage_of(collector, storage)
+    storage, _ = _storage_of(collector, storage)
     keep_last = None if keep_last is None else positive("keep_last", keep_last)
     if copy_rows and storage is None:
         raise ArgumentError("copy_rows=True: expected a storage to copy, got none")
@@ -379,7 +381,7 @@ def load_checkpoint(
     /,
     *,
     collector: Collector | None = None,
-    storage: DiskStorage | None = None,
+    storage: DiskStorage | RowSink | None = None,
     rows: Rows = "rewind",
     **parts: Any,
 ) -> Loaded:
@@ -395,7 +397,8 @@ def load_checkpoint(
         collector: a collector made like the saved one, over the same storage.
         storage: the storage, if there is no collector. A new storage without files receives the
             rows of a checkpoint that has a copy. Then make the collector with ``resume=True``, and
-            load the checkpoint into it.
+            load the checkpoint into it. A `DeviceStorage` stands for its mirror, and is refilled
+            from it.
         rows: treatment of the rows that were committed after the checkpoint. ``"rewind"`` takes
             them back, so that counts, model and rows match the checkpoint. ``"keep"`` keeps them
             and their counts, and restores only the policy and the parts, for a collector made with
@@ -432,7 +435,7 @@ def load_checkpoint(
             f"{chosen} has no {', '.join(missing)}. It has "
             f"{', '.join(sorted(saved)) or 'no parts'}."
         )
-    storage = _storage_of(collector, storage)
+    storage, refill = _storage_of(collector, storage)
     at = None if state["storage"] is None else RowsAt.from_state(state["storage"])
     if storage is not None and (at is not None or storage.head):
         if at is None:
@@ -441,6 +444,8 @@ def load_checkpoint(
                 "storage."
             )
         restored = collector is None and restore_rows(storage, chosen / folder.ROWS)
+        if restored and refill is not None:
+            refill()
         run = None if collector is None else collector.restarting.stored_run
         at.require_same(storage, run, keep=rows == "keep" and not restored)
     elif at is not None and collector is not None:
@@ -464,7 +469,7 @@ def load_checkpoint(
         values=values,
     )
     if rows == "rewind":
-        return _rewound(found, at, state, collector, storage)
+        return _rewound(found, at, state, collector, storage, refill)
     if collector is not None:
         collector.restarting.keep(state["collector"])
     later = 0 if storage is None or at is None else max(0, storage.head - at.rows)
@@ -477,6 +482,7 @@ def _rewound(
     state: Mapping[str, Any],
     collector: Collector | None,
     storage: DiskStorage | None,
+    refill: Callable[[], None] | None,
 ) -> Loaded:
     """Rewind rows, then counts, then the random generators.
 
@@ -487,8 +493,7 @@ def _rewound(
         run = None if own is None else own.stored_run
         rewound, gone, since = at.go_back(storage, run)
         found = replace(found, rewound=rewound, gone=gone)
-        refill = getattr(None if own is None else own.storage, "refill", None)
-        if refill is not None:  # a ring, whose mirror was rewound
+        if refill is not None:
             refill()
     if collector is not None and own is not None:
         own.go_on_from(state["collector"], since)
@@ -498,33 +503,49 @@ def _rewound(
     return found
 
 
-def _storage_of(collector: Collector | None, storage: DiskStorage | None) -> DiskStorage | None:
-    """Return the collector's storage, or the given storage."""
+def _storage_of(
+    collector: Collector | None, storage: DiskStorage | RowSink | None
+) -> tuple[DiskStorage | None, Callable[[], None] | None]:
+    """Return the collector's storage, or the given storage, on disk.
+
+    For a ring with a mirror, return the mirror, and the function that refills the ring from it.
+    """
     if collector is not None and not isinstance(collector, Collector):
         raise ArgumentError(
             f"collector: expected a Tallyroll collector, got {type(collector).__name__}. "
             "Pass any other object with a state_dict() as a part, under a keyword of its own."
         )
-    if storage is not None and not isinstance(storage, DiskStorage):
+    sink = None if collector is None else collector.restarting.storage
+    own, given = _on_disk(sink), _on_disk(storage)
+    if storage is not None and given is None:
         raise ArgumentError(
             f"storage: expected a storage on disk, got {type(storage).__name__}. Pass a replay "
             "buffer as a part, under a keyword of its own."
         )
-    own = None if collector is None else collector.restarting.storage
-    if own is not None and isinstance(mirror := getattr(own, "mirror", None), DiskStorage):
-        own.flush()  # the checkpoint refers to the rows on disk
-        own = mirror
-    if own is not None and not isinstance(own, DiskStorage):
+    if sink is not None and own is None:
         raise ArgumentError(
             "collector: expected one that writes its rows to a storage on disk, which a checkpoint "
-            f"can restore, got one with a {type(own).__name__}. Save its state_dict() instead."
+            f"can restore, got one with a {type(sink).__name__}. Save its state_dict() instead."
         )
-    if own is not None and storage not in (None, own):
+    if own is not None and given not in (None, own):
+        assert given is not None
         raise ArgumentError(
-            f"storage: expected the storage of the collector, {own.path}, got {storage.path}. "
+            f"storage: expected the storage of the collector, {own.path}, got {given.path}. "
             "Leave storage out."
         )
-    return own if storage is None else storage
+    refill = getattr(sink, "refill", None) or getattr(storage, "refill", None)
+    return given if own is None else own, refill
+
+
+def _on_disk(storage: object) -> DiskStorage | None:
+    """Return a storage on disk, or the mirror of a ring, up to date; None for others."""
+    if isinstance(storage, DiskStorage):
+        return storage
+    mirror = getattr(storage, "mirror", None)
+    if not isinstance(mirror, DiskStorage):
+        return None
+    cast(RowSink, storage).flush()
+    return mirror
 
 
 def _transitions(collector: Collector | None, storage: DiskStorage | None) -> int:

@@ -23,6 +23,7 @@ from torchrl.data import ReplayBuffer
 
 from tallyroll.collector import SyncCollector, load_checkpoint, save_checkpoint
 from tallyroll.collector.batches.stored.writer import ClosedFirstWarning
+from tallyroll.collector.errors import ArgumentError
 from tallyroll.storage import (
     DeviceStorage,
     MemmapStorage,
@@ -33,6 +34,7 @@ from tallyroll.storage import (
 from tallyroll.storage.engine.columns import ArrayRows
 from tallyroll.storage.errors import (
     NotAnAppend,
+    NotEnoughMemory,
     NotPicklable,
     RowsMismatch,
     RunUnderWay,
@@ -60,6 +62,11 @@ def rows(start: int, stop: int) -> TensorDict:
     numbers = torch.arange(start, stop)
     return TensorDict({"x": numbers, "half": numbers.bfloat16(), "small": numbers.to(torch.uint16)},
                       [stop - start])  # fmt: skip
+
+
+def _others(count: int) -> list[np.ndarray]:
+    """Return columns of `rows` other than x, as arrays."""
+    return [np.zeros(count, np.uint16), np.zeros(count, np.uint16)]
 
 
 def assert_mirrored(ring: DeviceStorage) -> None:
@@ -319,21 +326,26 @@ def test_rows_are_not_called_durable_if_the_thread_has_ended(
         assert disk.head == 0
 
 
+@pytest.mark.parametrize("lag", [0, 12])
 def test_rows_on_disk_count_if_the_device_fails(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    lag: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """With a lag, rows go to the device first, so those that it refused are not on the disk."""
+
     def fails(self: DeviceRows, values: Any) -> range:
         raise RuntimeError("the device is gone")
 
-    with DeviceStorage(max_size=90, device="cpu", mirror=tmp_path) as ring:
+    with DeviceStorage(max_size=90, device="cpu", mirror=tmp_path, mirror_lag=lag) as ring:
         collector = run_of(ring)
         batches = iter(collector)
         next(batches)
         monkeypatch.setattr(DeviceRows, "write", fails)
         with pytest.raises(RuntimeError, match="the device is gone"):
             next(batches)
-        assert (ring.head, ring.committed, len(ring)) == (10, 10, 0)
-        assert collector.ledger.stored == 10
+        ring.flush()
+        stored = 5 if lag else 10
+        assert (ring.head, ring.committed, len(ring)) == (stored, stored, 5 if lag else 0)
+        assert collector.ledger.stored == stored
         monkeypatch.undo()
         ring.refill()
         assert_mirrored(ring)
@@ -370,7 +382,8 @@ def test_a_checkpoint_rewinds_both(lag: int, tmp_path: Path) -> None:
     )
     with make() as ring, run_of(ring) as collector:
         collector.collect(25)
-        saved = save_checkpoint(tmp_path / "saved", collector=collector)
+        given = ring if lag else None
+        saved = save_checkpoint(tmp_path / "saved", collector=collector, storage=given)
         collector.collect(15)
     with (
         make() as ring,
@@ -379,7 +392,8 @@ def test_a_checkpoint_rewinds_both(lag: int, tmp_path: Path) -> None:
         ) as collector,
     ):
         assert ring.span == range(20, 40)
-        report = load_checkpoint(saved, collector=collector)
+        given = ring if lag else ring.mirror
+        report = load_checkpoint(saved, collector=collector, storage=given)
         assert report.rewound == 15
         assert_mirrored(ring)
         assert ring.span == range(5, 25)
@@ -389,6 +403,28 @@ def test_a_checkpoint_rewinds_both(lag: int, tmp_path: Path) -> None:
         assert_mirrored(ring)
         ids = np.asarray(ring.mirror.column(("collector", "traj_ids")))  # type: ignore[union-attr]
         assert not set(ids[:25]) & set(ids[25:])
+
+
+@pytest.mark.parametrize("lag", [0, 30])
+def test_the_ring_stands_for_its_mirror_in_checkpoints(lag: int, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    with DeviceStorage(max_size=5, device="cpu", mirror=tmp_path / "rows", mirror_lag=lag) as ring:
+        ring.extend(rows(0, 4))
+        ring.writer.append(ArrayRows([np.array([4]), *_others(1)]))
+        save_checkpoint(saved, storage=ring, copy_rows=True)
+        ring.extend(rows(5, 9))
+        assert load_checkpoint(saved, storage=ring).rewound == 4
+        assert ring.in_order()["x"].tolist() == [*range(5)]
+        assert_mirrored(ring)
+        ring.extend(rows(5, 6))
+        assert load_checkpoint(saved, storage=ring, rows="keep").kept == 1
+        assert_mirrored(ring)
+    with DeviceStorage(max_size=5, device="cpu", mirror=tmp_path / "copy") as ring:
+        load_checkpoint(saved, storage=ring)
+        assert ring.in_order()["x"].tolist() == [*range(5)]
+        assert_mirrored(ring)
+    with pytest.raises(ArgumentError, match="a storage on disk, got DeviceStorage"):
+        load_checkpoint(saved, storage=DeviceStorage(max_size=5, device="cpu"))
 
 
 # --- copies and waits -----------------------------------------------------------------------------
@@ -471,6 +507,19 @@ def test_storages_that_cannot_be_a_mirror_are_refused(tmp_path: Path) -> None:
         pytest.raises(ValueError, match=r'got .* with mode="read"'),
     ):
         make(max_size=8, mirror=mirror)
+
+
+def test_a_mirror_whose_rows_do_not_fit_on_the_device_is_closed_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with MemmapStorage(tmp_path) as mirror:
+        mirror.extend(rows(0, 3))
+    with monkeypatch.context() as small:
+        small.setattr("tallyroll.storage.ext.device.device_rows.free_bytes", lambda device: 100)
+        with pytest.raises(NotEnoughMemory, match=r"at most 8 rows, .* got 9 rows"):
+            DeviceStorage(max_size=9, device="cpu", mirror=tmp_path)
+    with DeviceStorage(max_size=9, device="cpu", mirror=tmp_path) as ring:
+        assert_mirrored(ring)
 
 
 def test_a_mirror_with_other_columns_is_refused(tmp_path: Path) -> None:
