@@ -220,12 +220,15 @@ class DeviceRows(RowReader):
 
         Raises:
             IndexOutOfRange: there are no rows.
+            ValueError: ``count`` is not a number of rows.
         """
+        if not isinstance(count, (int, np.integer)) or count < 0:
+            raise ValueError(f"count: expected a number of rows, 0 or more, got {count!r}.")
         rows = len(self.span)
         if not rows:
             raise IndexOutOfRange(f"{self.path} has no rows yet to draw from. Collect some first.")
         at = self.device if generator is None else generator.device
-        index = torch.randint(rows, (count,), generator=generator, device=at)
+        index = torch.randint(rows, (int(count),), generator=generator, device=at)
         index = move_columns({0: index}, self.device)[0]
         self._drawn = index
         return index

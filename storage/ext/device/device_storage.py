@@ -233,6 +233,7 @@ class DeviceStorage(AsTensorStorage):
             ColumnsMissing: a column does not exist.
             IndexOutOfRange: the storage has no rows.
             StorageClosed: the storage is closed.
+            ValueError: ``count`` is not a number of rows.
         """
         reader = self.reader
         with reader.turn:

@@ -74,7 +74,7 @@ class DeviceWriter:
                     f"at: expected {reader.head:,}, the number of the next row of {reader.path}, "
                     f"got {at:,}. Nothing was written. Append after the last row."
                 )
-            span = self._commit([columns[key] for key in reader.schema.keys], record)
+            span = self._commit(fitting_tensors(columns, reader.schema, reader.path), record)
         if self._tell is not None:
             self._tell(span)
         return span
@@ -145,6 +145,7 @@ class DeviceWriter:
     ) -> range:
         """Append rows with the record, to the mirror too. ``rows`` are the same rows in arrays."""
         mirror = self.mirror
+        require_slots(self.reader.path, self.reader.ring, len(values[0]))
         if mirror is None:
             return self._write_to_device(values, record)
         if len(values[0]) > mirror.lag:

@@ -131,6 +131,15 @@ def test_an_index_on_another_device_is_refused(device: str) -> None:
         ring.get(torch.arange(3, device=device))
 
 
+@pytest.mark.parametrize("count", [-1, 2.0, None, "3"])
+def test_a_sample_of_no_number_of_rows_is_refused(count: Any) -> None:
+    ring = DeviceStorage(max_size=5, device="cpu")
+    ring.extend(rows(0, 5))
+    with pytest.raises(ValueError, match="count: expected a number of rows, 0 or more, got"):
+        ring.sample(count)
+    assert len(ring.sample(np.int64(0))) == 0
+
+
 @here_and_there
 def test_an_emptied_ring_counts_its_indices_from_the_next_row(device: str) -> None:
     with MemmapStorage(max_size=7) as disk, DeviceStorage(max_size=7, device=device) as ring:

@@ -1,6 +1,7 @@
 """Test kill -9 of runs with a mirrored ring: committed rows are right, and the runs resume.
 
-``TALLYROLL_KILLS`` sets the number of kills for each lag, 3 by default.
+``TALLYROLL_KILLS`` sets the number of kills for each lag, 3 by default. Many kills take longer than
+pytest's own limit: pass ``-o faulthandler_timeout=0``.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from tallyroll.collector import SyncCollector
 from tallyroll.storage import DeviceStorage, MemmapStorage, content_hash
-from tallyroll.storage.errors import NotAnAppend, RowsMismatch
+from tallyroll.storage.errors import BatchTooLong, NotAnAppend, RowsMismatch
 from tallyroll.storage.ext.device.device_writer import DeviceWriter
 
 from devices_kit import ACCELERATOR, SIMULATED, here_and_there, on_gpu
@@ -127,6 +127,11 @@ def test_rows_at_another_place_are_refused(device: str) -> None:
     for at in (3, 5):
         with pytest.raises(NotAnAppend, match=rf"at: expected 4, .* got {at}"):
             ring.writer.append_tensors(columns, at)
+    for wrong in ({("y",): columns["x",]}, {("x",): columns["x",].float()}):
+        with pytest.raises(RowsMismatch, match=r"x is (missing|torch\.float32 \[\]), expected"):
+            ring.writer.append_tensors(wrong, 4)
+    with pytest.raises(BatchTooLong, match="at most 4 rows at once"):
+        ring.writer.append_tensors({("x",): torch.arange(5, device=device)}, 4)
     assert ring.in_order()["x"].tolist() == [0, 1, 0, 1]
 
 
