@@ -172,10 +172,10 @@ class SystemEnv(EnvBase):
         flags = [as_flags(each) for each in (out.terminated, out.truncated)]
         ended = flags[0] | flags[1]
         if d.at_end == "first" and ended.any():
-            self._fresh, self._fresh_lanes = [value.clone() for value in values], ended
+            self._fresh, self._fresh_lanes = values, ended
             stepper.results.require_final_given(out, ended)
             if out.final is not None:
-                self._put(values, tensors(out.final), ended)
+                values = self._chosen(ended, tensors(out.final), values)
             stepper.contexts.draw(stepper.system, ended)
         stepper.results.require_skipped(out.skipped, stepper.pending)
         transitions = ~stepper.pending
@@ -264,15 +264,11 @@ class SystemEnv(EnvBase):
                 )
             values = self.stepper.results.tensors(self.stepper.reset_lanes(asked, **kwargs))
             if self._fresh:
-                self._put(values, self._fresh, self._fresh_lanes)
+                values = self._chosen(self._fresh_lanes, self._fresh, values)
         elif not values:
             values = [self.observation_spec[key].zero() for key in self.observation_keys]
         self.stepper.pending[lanes] = False
-        at = self._flag(lanes)
-        return [
-            torch.where(at.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-            for new, old in zip(values, self._last or values, strict=True)
-        ]
+        return self._chosen(lanes, values, self._last or values)
 
     # --- tensors ----------------------------------------------------------------------------------
 
@@ -282,11 +278,15 @@ class SystemEnv(EnvBase):
     def _flag(self, flags: Mask) -> torch.Tensor:
         return torch.from_numpy(flags).to(self.device)
 
-    def _put(self, to: list[torch.Tensor], values: list[torch.Tensor], lanes: Mask) -> None:
-        """Copy the values of ``lanes`` into ``to``."""
+    def _chosen(
+        self, lanes: Mask, values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return ``values`` in ``lanes`` and ``others`` in the other lanes, as new tensors."""
         at = self._flag(lanes)
-        for old, new in zip(to, values, strict=True):
-            old[at] = new[at]
+        return [
+            torch.where(at.reshape(-1, *[1] * (value.ndim - 1)), value, other)
+            for value, other in zip(values, others, strict=True)
+        ]
 
     def _agents_valid(self) -> dict[str, Mask]:
         """Return flags, all True, for each group that may lose observations of agents."""
