@@ -303,6 +303,14 @@ class System(ABC):
         """Wait until ``arrivals`` lanes have completed their steps; see ``Step.lanes``."""
         raise NotImplementedError
 
+    def keep_on(self, device: torch.device) -> bool:
+        """Return later arrays on ``device``, and declare it, if the system computes them there.
+
+        A collector asks for the device of its environment before the first reset. False, the
+        default, means that arrays stay where the system has declared them.
+        """
+        return False
+
     def close(self) -> None:  # noqa: B027  a system may have nothing to close
         """Close the environments and processes that the system started."""
 

@@ -86,15 +86,7 @@ def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
     if options.layout.name != "torchrl":  # that layout reproduces TorchRL's behavior
         refuse_known_faults(env, options.max_frames_per_traj, options.checks.finals == "lost")
         _require_observed_agents(env)
-    device = options.env_device or (None if runs_on_cpu(env) else options.device)
-    if device is not None:
-        if device.type != "cpu" and runs_on_cpu(env):
-            raise ArgumentError(
-                "env_device: expected the CPU, on which Gymnasium environments step, got "
-                f"{device}. Leave env_device out, and pass policy_device or storing_device."
-            )
-        env = env.to(device)
-    base = system_of(env)
+    env, base = _on_device(env, options), system_of(env)
     if options.reset_at_each_iter and base is not None and base.system.forgets_resets:
         raise EnvironmentRefused(
             f"reset_at_each_iter: {base.kind} may reset a lane again in the step after a reset, "
@@ -120,6 +112,26 @@ def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
     if options.checks.finals != "lost":
         refuse_reused(env)
     return env
+
+
+def _on_device(env: EnvBase, options: Options) -> EnvBase:
+    """Return ``env`` on the device that ``options`` select for it, if any.
+
+    Raises:
+        ArgumentError: ``env_device`` is a device on which the environment does not compute.
+    """
+    device, base = options.env_device or options.device, system_of(env)
+    if device is None:
+        return env
+    moves = device.type != "cpu" and runs_on_cpu(env)
+    if moves and base is not None and not base.stepper.keep_on(device):
+        if options.env_device is None:
+            return env
+        raise ArgumentError(
+            f"env_device: expected the CPU, to which {base.kind} returns its arrays, got {device}. "
+            "Leave env_device out, and pass policy_device or storing_device."
+        )
+    return env.to(device)
 
 
 def _draws(policy: Any) -> bool:

@@ -179,12 +179,10 @@ def as_flags(value: Array) -> NDArray[np.bool_]:
 
 def as_tensor(value: Array, device: torch.device) -> torch.Tensor:
     """Return a copy of ``value`` on ``device``."""
+    if hasattr(value, "__dlpack__") and not isinstance(value, (np.ndarray, torch.Tensor)):
+        on_host = value.__dlpack_device__()[0] == torch.utils.dlpack.DLDeviceType.kDLCPU
+        # torch does not accept read-only arrays of the host
+        value = np.from_dlpack(value) if on_host else torch.utils.dlpack.from_dlpack(value)
     if isinstance(value, torch.Tensor):
         return value.detach().to(device, copy=True)
-    if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray):
-        if device.type == "cpu":
-            value = np.from_dlpack(value)  # torch does not accept read-only arrays
-        else:
-            found: torch.Tensor = torch.utils.dlpack.from_dlpack(value)
-            return found.to(device, copy=True)
     return torch.from_numpy(np.array(value)).to(device)

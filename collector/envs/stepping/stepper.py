@@ -149,6 +149,13 @@ class Stepper:
             self.system.reward_dtype = dtype
             self._declare()
 
+    def keep_on(self, device: torch.device) -> bool:
+        """Keep the arrays of the system on ``device`` if possible, as `System.keep_on` does."""
+        kept = self.system.keep_on(device)
+        if kept:
+            self._declare()
+        return kept
+
     def doubt_finals(self, doubts: bool) -> None:
         """Set whether the final observations of agents are marked as lost."""
         self.doubts_finals = doubts

@@ -36,7 +36,17 @@ from tallyroll.storage import content_hash, open_storage, verify
 
 from devices_kit import ACCELERATOR, SIMULATED, here_and_there, on_gpu
 from policies_kit import recurrent
-from toy_systems import First, Groups, InParts, Lost, SomeFinals, There, Toy, WithResetSlots
+from toy_systems import (
+    First,
+    Groups,
+    InParts,
+    Kept,
+    Lost,
+    SomeFinals,
+    There,
+    Toy,
+    WithResetSlots,
+)
 from worker_kit import DISABLED, LANES, NEXT, SAME, factory, worker_collector
 
 BUDGET: dict[str, Any] = {"frames_per_batch": 15, "total_frames": 101, "seed": 3}
@@ -123,6 +133,33 @@ def test_an_environment_lies_there(
         assert not verify(tmp_path / name).findings
         found.append((content_hash(tmp_path / name), collector.ledger.slots))
     assert found[0] == found[1]
+
+
+@on_gpu
+@pytest.mark.parametrize("option", ["env_device", "device"])
+@pytest.mark.parametrize("toy", [Toy, WithResetSlots, First, SomeFinals, Groups])
+def test_a_system_keeps_its_arrays_there(
+    device: str, option: str, toy: Any, tmp_path: Path
+) -> None:
+    """Without such an option, it returns arrays of the CPU."""
+    found = []
+    for name, given in (("here", {}), ("there", {option: device})):
+        system = Kept(toy(4), device)
+        with SyncCollector(system, None, storage=tmp_path / name, **given, **BUDGET) as collector:
+            assert collector.env.device.type == (device if given else "cpu")
+            for _ in collector:
+                pass
+        found.append((content_hash(tmp_path / name), collector.ledger.slots))
+    assert found[0] == found[1]
+
+
+@on_gpu
+def test_a_system_that_cannot_keep_its_arrays_there(device: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"to which Toy returns its arrays, got {device}"):
+        SyncCollector(Toy(4), None, env_device=device, **BUDGET)
+    with SyncCollector(Toy(4), None, device=device, **BUDGET) as collector:
+        assert collector.env.device.type == "cpu"
+        assert next(iter(collector)).device.type == device
 
 
 @here_and_there

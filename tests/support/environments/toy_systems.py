@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -334,3 +335,38 @@ class There(System):
             skipped=self.there(step.skipped),
             **({"agents": agents} if agents else {}),
         )
+
+
+class Exported:
+    """An array of a device, which exports its memory by DLPack, and does nothing else."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        if self._tensor.device.type == "cuda":
+            return self._tensor.__dlpack__(**kwargs)
+        return torch.utils.dlpack.to_dlpack(self._tensor)
+
+    def __dlpack_device__(self) -> Any:
+        if self._tensor.device.type == "cuda":
+            return self._tensor.__dlpack_device__()
+        return torch.utils.dlpack.DLDeviceType.kDLExtDev, 0
+
+
+class Kept(There):
+    """System that returns arrays of the CPU until it is asked to keep them on its device."""
+
+    def __init__(self, toy: Any, device: str) -> None:
+        super().__init__(toy, "cpu")
+        self.own = torch.device(device)
+
+    def keep_on(self, device: torch.device) -> bool:
+        if device.type != self.own.type:
+            return False
+        self.device, self.declares = device, replace(self.declares, device=str(device))
+        return True
+
+    def there(self, array: Any) -> Any:
+        found = super().there(array)
+        return found if found is None or self.device.type == "cpu" else Exported(found)

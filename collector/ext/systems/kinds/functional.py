@@ -7,9 +7,11 @@ values do not trigger a compilation.
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from torchrl.data import TensorSpec, Unbounded
 
 from tallyroll.collector.envs.extras import needs
@@ -25,6 +27,7 @@ from tallyroll.collector.ext.systems.kinds.functional_specs import (
 )
 from tallyroll.storage.rows.dtypes import NUMPY
 from tallyroll.storage.rows.keys import Key
+from tallyroll.storage.rows.transfers import same_place
 
 Context: TypeAlias = Mapping[str, Any]
 
@@ -59,8 +62,9 @@ class Functional(System):
     The key of a lane is ``PRNGKey(seed)``, in each episode that has a seed. An episode splits it,
     ``key, own = split(key)``: the episode begins with ``own``, and its step t, counted from 0, uses
     ``fold_in(key, t)``. If JAX runs on an accelerator, the system copies the results of the lanes
-    to the host. See `Declares` for the specs. ``known`` holds the specs that the environment
-    declares, and ``unbounded`` names columns that exceed their bounds.
+    to the host, unless :meth:`keep_on` keeps them there. See `Declares` for the specs. ``known``
+    holds the specs that the environment declares, and ``unbounded`` names columns that exceed their
+    bounds.
 
     Raises:
         ArgumentError: ``unbounded`` names an unknown column.
@@ -85,6 +89,9 @@ class Functional(System):
         self._jax = jax = needs("jax", self.extra)
         self._carry: Any = None
         self._renews = False
+        self._kept_on: torch.device | None = None
+        self._held: list[Any] = []
+        """Arrays of the last call that torch may still be copying from."""
         self._keys = jax.jit(jax.vmap(jax.random.PRNGKey))
         self._begun = jax.jit(self._begin_all)
         # JAX reuses the memory of the last states. It does not reuse the keys, which a reset needs.
@@ -125,8 +132,23 @@ class Functional(System):
         """Ticks of a transition, from the environment in ``_env``; 1 without an environment."""
         return ticks_of_objects([self._env])
 
+    def keep_on(self, device: torch.device) -> bool:
+        """Return JAX's own arrays, which torch reads by dlpack, if JAX computes on ``device``.
+
+        Only the flags of a step are then copied to the host.
+        """
+        try:
+            found = torch.utils.dlpack.from_dlpack(self._jax.numpy.zeros(1)).device
+        except Exception:  # noqa: BLE001 - torch has no such device, and the errors differ
+            return False
+        if not same_place(found, device):
+            return False
+        self._kept_on, self.declares = found, replace(self.declares, device=str(found))
+        return True
+
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Array]:
         """See `System.reset`."""
+        self._release()
         if lanes is not None:
             self._carry, first = self._restarted(self._carry, lanes, self._drawn())
         elif seeds is None and self._carry is not None:
@@ -136,30 +158,53 @@ class Functional(System):
                 seeds = np.random.SeedSequence().generate_state(self.declares.lanes).tolist()
             keys = self._keys(np.asarray(seeds, np.uint32))
             self._carry, first = self._begun(keys, self._drawn().context)
-        return _views(first)
+        return self._results(first)
 
     def step(self, action: Sequence[Array], lanes: Mask | None = None) -> Step:
         """Step all lanes, and begin the next episode of the lanes that ended."""
+        self._release()
+        taken = tuple(action) if self._kept_on is None else self._shared(action)
         if self._apart:
-            self._carry, final, reward, told, agents = self._moved(*self._carry, (*action,))
+            self._carry, final, reward, told, agents = self._moved(*self._carry, taken)
             ends, first = np.asarray(told), final
             if np.count_nonzero(ends) or not self._renews:
                 self._renews = True  # the first step compiles every function
                 self._carry, first = self._renewed(*self._carry, final, told, self._drawn())
         else:
             self._carry, first, final, reward, told, agents = self._turned(
-                *self._carry, (*action,), self._drawn()
+                *self._carry, taken, self._drawn()
             )
             ends = np.asarray(told)
         over, cut = ends
         return Step(
-            _views(first),
-            _views(reward),
+            self._results(first),
+            self._results(reward),
             over,
             cut,
-            _views(final) if np.count_nonzero(ends) else None,
+            self._results(final) if np.count_nonzero(ends) else None,
             agents={name: AgentFlags(*_views(each[:2])) for name, each in agents.items()},
         )
+
+    def _shared(self, action: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """Return actions as JAX arrays that share the memory of the tensors."""
+        return tuple(self._jax.dlpack.from_dlpack(each.contiguous()) for each in action)
+
+    def _results(self, arrays: Sequence[Any]) -> list[Array]:
+        """Return results for the caller: NumPy views, or JAX's own arrays if they are kept."""
+        if self._kept_on is None:
+            return _views(arrays)
+        self._held = [*self._held, *arrays]
+        return list(arrays)
+
+    def _release(self) -> None:
+        """Release the arrays of the last call, so that JAX may reuse their memory.
+
+        JAX does not know of the copies that torch makes, so they have to be complete.
+        """
+        if self._held:
+            if self._kept_on is not None and self._kept_on.type != "cpu":
+                torch.accelerator.current_stream(self._kept_on).synchronize()
+            self._held = []
 
     def _drawn(self) -> NextStarts:
         # JAX may share the memory of NumPy arrays, and the driver draws into these arrays.
