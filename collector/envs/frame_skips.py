@@ -17,6 +17,7 @@ import gymnasium.wrappers
 import numpy as np
 
 from tallyroll.collector.envs.calls.env_call import CallOutcome, EnvCall, Way
+from tallyroll.collector.envs.calls.objects import own_attribute
 
 _NAMES = (
     *("frame_skip", "_frame_skip", "frameskip", "_frameskip", "_n_sub_steps", "n_sub_steps"),
@@ -111,25 +112,21 @@ def _layers(env: object) -> Iterator[object]:
     while env is not None and id(env) not in seen and len(seen) < _MOST_LAYERS:
         seen.add(id(env))
         yield env
-        own = getattr(env, "__dict__", {})
-        env = next((own[name] for name in (*_INNER, _WORLD) if own.get(name) is not None), None)
+        values = (own_attribute(env, name) for name in (*_INNER, _WORLD))
+        env = next((value for value in values if value is not None), None)
 
 
 def ticks_of_layer(layer: object) -> int | None:
     """Return the factor by which one environment or wrapper multiplies ticks; None if unknown."""
-    own, kind = getattr(layer, "__dict__", {}), type(layer)
-    wraps = any(own.get(name) is not None for name in _INNER)
+    kind = type(layer)
+    wraps = any(own_attribute(layer, name) is not None for name in _INNER)
     for name in (*_NAMES, *_OF_WRAPPERS) if wraps else _NAMES:
-        # Wrappers forward unknown names to the inner environment, so count only own attributes.
-        if name in own:
-            value = own[name]
-        elif hasattr(kind, name) and not callable(getattr(kind, name)):
+        value = own_attribute(layer, name)
+        if value is None and hasattr(kind, name) and not callable(getattr(kind, name)):
             value = getattr(layer, name)
-        else:
-            continue
         if value is not None:
             return _count(value)
-    if (value := getattr(own.get("cfg"), "decimation", None)) is not None:  # Isaac Lab
+    if (value := getattr(own_attribute(layer, "cfg"), "decimation", None)) is not None:  # Isaac Lab
         return _count(value)
     return None if _SUSPECT.search(kind.__name__.lower()) else 1
 

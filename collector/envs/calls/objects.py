@@ -30,6 +30,21 @@ def objects_of(reached: Any) -> Sequence[Any] | None:
     return reached.args[0] if calls_objects else None
 
 
+def own_attribute(owner: object, name: str) -> Any:
+    """Return an attribute of ``owner`` itself, not of its class; None if it has none.
+
+    The function avoids ``__dict__``. CPython 3.11 and 3.12 create a dictionary when it is accessed,
+    and reading the attributes of this object takes longer from then on.
+    """
+    if hasattr(type(owner), name):
+        return getattr(owner, "__dict__", {}).get(name)
+    try:
+        # Unlike `getattr`, this does not call a `__getattr__` that forwards to another object.
+        return object.__getattribute__(owner, name)
+    except AttributeError:
+        return None
+
+
 def _reach(env: Any, asked: EnvCall, place: int) -> Any:
     if asked.way == "env_set":
         return _set(env, asked.name, asked.values[place])

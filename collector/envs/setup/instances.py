@@ -96,7 +96,7 @@ def objects_of(env: Any, most: int | None = None) -> list[Any]:
         numbers.add(id(each))
         found.append(each)
         left += _lane_objects(each)
-        for value in _values(each):
+        for value in values_of(each):
             left += [value] if is_environment(value.__class__) else _environments_in(value)
     return found
 
@@ -137,7 +137,7 @@ def groups_of(env: Any) -> Iterator[Sequence[Any]]:
         return
     if own := _lane_objects(env):
         yield own
-    for value in _values(env):
+    for value in values_of(env):
         held = _environments_in(value)
         if len(held) > 1 and sum(map(lanes_of, held)) == lanes:
             yield held
@@ -160,7 +160,7 @@ def _environments_in(value: Any) -> Sequence[Any]:
     return ()
 
 
-def _values(env: Any) -> Iterator[Any]:
+def values_of(env: Any) -> Iterator[Any]:
     """Yield the values of the attributes of ``env``, and its ``unwrapped``.
 
     The function avoids ``__dict__``. CPython 3.11 and 3.12 create a dictionary when it is accessed,
@@ -192,7 +192,7 @@ def inner_of(env: Any) -> Any:
     if isinstance(env, (gymnasium.Wrapper, VectorWrapper)):
         return env.env
     found = dict[int, Any]()
-    for value in _values(env):
+    for value in values_of(env):
         inner = value.values() if type(value) is dict and len(value) <= _MOST else (value,)
         found |= {id(each): each for each in inner if is_environment(each.__class__)}
     found.pop(id(env), None)

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from torchrl.envs import EnvBase
 
+from tallyroll.collector.envs.setup.instances import values_of
 from tallyroll.collector.envs.setup.traits import chain
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.storage.package.versions import installed, versions
@@ -71,7 +72,7 @@ def packages_of(env: EnvBase) -> dict[str, str]:
             own.add(_root(kind.__module__))
             used |= _used_by(sys.modules.get(kind.__module__))
         if not isinstance(each, type):
-            used |= {_root(type(value).__module__) for value in _values(each)}
+            used |= {_root(type(value).__module__) for value in values_of(each)}
     used |= own
     modules = own | {
         name for module in used & _COMPUTES.keys() for name in (module, *_COMPUTES[module])
@@ -123,10 +124,6 @@ def _of(each: object, name: str) -> Any:
 def _used_by(module: ModuleType | None) -> set[str]:
     values = [] if module is None else list(vars(module).values())
     return {_root(each.__name__) for each in values if isinstance(each, ModuleType)}
-
-
-def _values(each: object) -> list[Any]:
-    return list(getattr(each, "__dict__", {}).values())
 
 
 def _root(module: str) -> str:

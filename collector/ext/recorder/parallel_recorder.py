@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pettingzoo.utils.wrappers import BaseParallelWrapper
 
+from tallyroll.collector.envs.calls.objects import own_attribute
 from tallyroll.collector.envs.setup.make import make_env
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import ArgumentError
@@ -73,7 +74,7 @@ def _layers(env: Any) -> Iterator[str]:
     """Yield the class names of ``env`` and of its inner environments, outermost first."""
     while env is not None:
         yield type(env).__name__
-        env = vars(env).get("env")
+        env = own_attribute(env, "env")
 
 
 def _actions_of(env: Any, stand_in: ParallelStandIn) -> Callable[[Any], list[NDArray[Any]]]:

@@ -19,6 +19,7 @@ from tallyroll.collector.batches.stored.writer import StorageLike
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.transitions import Mask
+from tallyroll.collector.envs.calls.objects import own_attribute
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.ext.recorder.recorded_env import (
     RecordedEnv,
@@ -403,7 +404,8 @@ def _chain(env: Any) -> Iterable[Any]:
     """Yield ``env`` and its inner environments, outermost first."""
     while env is not None:
         yield env
-        env = vars(env).get("env", vars(env).get("venv")) if hasattr(env, "__dict__") else None
+        inner = own_attribute(env, "env")
+        env = own_attribute(env, "venv") if inner is None else inner
 
 
 def _lanes_of(env: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -16,7 +17,7 @@ from gymnasium.vector.async_vector_env import _async_worker
 from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, Unbounded
 from torchrl.envs import StepCounter, TransformedEnv, check_env_specs
 
-from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
+from tallyroll.collector import GymnasiumVectorEnv, Recorder, SyncCollector
 from tallyroll.collector.envs.gymnasium.vector import autoreset_mode
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
@@ -333,3 +334,23 @@ def test_a_worker_function_may_forget_resets(shared: bool) -> None:
             check_counting(GymnasiumVectorEnv(vector), 20)
     finally:
         vector.close()
+
+
+@pytest.mark.parametrize("way", ["collected", "recorded", "recorded alone"])
+def test_no_environment_gets_a_dictionary(way: str, tmp_path: Path) -> None:
+    # Each step of a small environment would take longer from then on.
+    lanes = [gym.make("CartPole-v1") for _ in range(2)]
+    vector = SyncVectorEnv([partial(lanes.__getitem__, lane) for lane in range(2)])
+    if way == "collected":
+        collect(GymnasiumVectorEnv(vector), frames_per_batch=4, total_frames=8)
+    else:
+        env: Any = vector if way == "recorded" else lanes[0]
+        with Recorder(env, storage=tmp_path / "rows") as recorder:
+            recorder.reset()
+            recorder.step(recorder.action_space.sample())
+    layers: list[Any] = list(lanes)
+    for layer in layers:
+        held = gc.get_referents(layer)
+        assert not any(type(value) is dict and {"env", "gravity"} & value.keys() for value in held)
+        layers += [layer.env] if isinstance(layer, gym.Wrapper) else []
+    assert len(layers) > 4
