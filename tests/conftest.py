@@ -94,6 +94,7 @@ def pytest_collection(session: pytest.Session) -> None:
         most = MOST_BYTES if hard == resource.RLIM_INFINITY else min(MOST_BYTES, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
     _ask_git_once()
+    _start_workers_quickly()
     _print_no_progress()
 
 
@@ -102,6 +103,23 @@ def _print_no_progress() -> None:
     from tallyroll.collector.ext import progress
 
     progress.LINE_SECONDS = math.inf
+
+
+def _start_workers_quickly() -> None:
+    """By default, too, workers come from the fork server of the tests.
+
+    It preloads modules, as that of a program may, for which workers are spawned by default. Each
+    one would import torch for seconds.
+    """
+    from tallyroll.collector.workers.local import processes
+
+    def start_method() -> str:
+        from fork_server import warm_fork_server
+
+        warm_fork_server()
+        return "forkserver"
+
+    processes.default_start_method = start_method
 
 
 def _ask_git_once() -> None:

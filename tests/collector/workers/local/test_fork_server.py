@@ -23,7 +23,7 @@ import torch
 
 from tallyroll.collector import MultiprocessCollector, compat
 from tallyroll.collector.errors import ArgumentError, WorkerDied
-from tallyroll.collector.workers.local import fork_server
+from tallyroll.collector.workers.local import fork_server, processes
 from tallyroll.collector.workers.local.fork_server import SERVER, ForkedProcess
 from tallyroll.collector.workers.local.processes import process_kind
 
@@ -38,6 +38,7 @@ RUN: dict[str, Any] = {"frames_per_batch": 10, "total_frames": 40, "seed": 1}
 def nothing_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ignore the modules that other tests preload, as in a program of its own."""
     monkeypatch.setattr(fork_server, "preloaded_modules", lambda: ["__main__"])
+    monkeypatch.setattr(processes, "default_start_method", fork_server.default_start_method)
 
 
 @pytest.fixture(scope="module", autouse=True)
