@@ -6,8 +6,7 @@ simulated GPU as well (`test_on_the_fake_gpu.py`).
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from tallyroll.collector.rollout import slab_plan
 from tallyroll.storage import content_hash, open_storage, verify
 
 from devices_kit import ACCELERATOR, SIMULATED, here_and_there, on_gpu
+from fork_server import warm_fork_server
 from policies_kit import recurrent
 from toy_systems import (
     First,
@@ -339,18 +339,20 @@ def test_info_lists_it(device: str) -> None:
     assert {"cuda", "mps"} <= found.keys()  # the names that the JSON always has
 
 
+def collect_on_the_host() -> None:
+    policy = TensorDictModule(lambda x: (x[..., 2] > 0).long(), ["observation"], ["action"])
+    with SyncCollector("CartPole-v1", policy, frames_per_batch=9, total_frames=9) as collector:
+        assert len(next(iter(collector))) == 9
+    assert not torch.get_device_module().is_initialized()
+
+
 @on_gpu
 def test_a_gpu_that_is_not_used_is_left_alone(device: str) -> None:
     """Starting CUDA in each worker would use GPU memory and take seconds."""
     if not hasattr(torch.get_device_module(device), "is_initialized"):
         pytest.skip("every process uses this device")
-    code = """
-import torch
-from tallyroll.collector import SyncCollector
-from tensordict.nn import TensorDictModule
-policy = TensorDictModule(lambda x: (x[..., 2] > 0).long(), ["observation"], ["action"])
-with SyncCollector("CartPole-v1", policy, frames_per_batch=9, total_frames=9) as collector:
-    assert len(next(iter(collector))) == 9
-assert not torch.get_device_module().is_initialized()
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    warm_fork_server()
+    process = multiprocessing.get_context("forkserver").Process(target=collect_on_the_host)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
