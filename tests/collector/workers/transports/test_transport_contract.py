@@ -58,12 +58,15 @@ class TestCommands(TransportContract):
 
 
 def test_a_transport_of_one_file_is_chosen_as_an_object(tmp_path: Path) -> None:
-    """Only the manifest names the transport, and none of our code does."""
+    """Only the manifest names the transport, and none of our code does.
+
+    A worker by command imports torch. Rows of several: `TestCommands`.
+    """
     run: dict[str, Any] = {"num_envs": 3, "frames_per_batch": 40, "total_frames": 101, "seed": 5}
     with SyncCollector("CartPole-v1", **run) as collector:
         one = list(collector)
     with MultiprocessCollector(
-        "CartPole-v1", num_workers=2, transport=command, storage=tmp_path / "rows", **run
+        "CartPole-v1", num_workers=1, transport=command, storage=tmp_path / "rows", **run
     ) as collector:
         many = list(collector)
     assert [len(batch) for batch in many] == [40, 40, 21]
