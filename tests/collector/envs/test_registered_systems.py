@@ -21,6 +21,7 @@ from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra
 from tallyroll.storage import open_storage, verify
 
+from arrays_kit import rows_of
 from pairs import in_gate
 from registered_kit import distribution, install
 from toy_systems import TOYS, Arrivals, Contexts, Lost, SeededWhenMade, SomeFinals, Toy
@@ -116,8 +117,7 @@ def test_workers(kind: str, mode: str, tmp_path: Path) -> None:
     chains(rows)
     assert verify(tmp_path / "run").sound
     if mode == "sync":
-        with SyncCollector(f"toy:{kind}", None, seed=4, **arguments) as collector:
-            alone = torch.cat([batch.clone() for batch in collector])
+        alone = rows_of(f"toy:{kind}", seed=4, **arguments)
         for key in rows.keys(True, True):
             assert torch.equal(rows[key], alone[key]), key
 
@@ -138,16 +138,8 @@ def test_random_frames_of_lanes_that_arrive_are_exact() -> None:
         return td.set("action", torch.ones(td.batch_size, dtype=torch.int64))
 
     for frames in (7, 20, 33):
-        with SyncCollector(
-            "toy:Arrivals",
-            policy,
-            num_envs=5,
-            frames_per_batch=10,
-            total_frames=100,
-            init_random_frames=frames,
-            seed=0,
-        ) as collector:
-            rows = torch.cat([batch.clone() for batch in collector])
+        options = {"frames_per_batch": 10, "total_frames": 100, "init_random_frames": frames}
+        rows = rows_of("toy:Arrivals", policy, num_envs=5, seed=0, **options)
         random = rows["collector", "policy_version"] < 0
         assert int(random.sum()) == frames
         assert (rows["action"][~random] == 1).all()
@@ -155,10 +147,7 @@ def test_random_frames_of_lanes_that_arrive_are_exact() -> None:
 
 def test_what_a_lane_did_stands_in_its_row() -> None:
     """Lanes arrive in any order. The sum of actions in the observation shows what they did."""
-    with SyncCollector(
-        "toy:Arrivals", None, num_envs=7, frames_per_batch=50, total_frames=400, seed=9
-    ) as collector:
-        rows = torch.cat([batch.clone() for batch in collector])
+    rows = rows_of("toy:Arrivals", num_envs=7, frames_per_batch=50, total_frames=400, seed=9)
     before, after = rows["observation"][:, 3], rows["next", "observation"][:, 3]
     assert torch.equal(after, before + rows["action"])
     assert torch.equal(rows["observation"][:, 0].to(torch.int32), rows["collector", "lane"])
@@ -166,16 +155,8 @@ def test_what_a_lane_did_stands_in_its_row() -> None:
 
 def test_a_time_limit_and_transforms() -> None:
     for kind in ("Toy", "InParts", "SomeFinals"):
-        with SyncCollector(
-            f"toy:{kind}",
-            None,
-            num_envs=3,
-            frames_per_batch=60,
-            total_frames=60,
-            seed=2,
-            max_frames_per_traj=2,
-        ) as collector:
-            (rows,) = list(collector)
+        options = {"frames_per_batch": 60, "total_frames": 60, "max_frames_per_traj": 2}
+        rows = rows_of(f"toy:{kind}", num_envs=3, seed=2, **options)
         assert int(rows["collector", "step"].max()) == 1
         chains(rows)
 
@@ -194,15 +175,8 @@ def test_contexts_are_drawn_one_ahead_and_kept_through_a_resume(tmp_path: Path) 
         drawn.append(int(rng.integers(1, 4)))
         return {"length": drawn[-1]}
 
-    with SyncCollector(
-        lambda: SystemEnv(Contexts(2), draw=draw),
-        None,
-        frames_per_batch=40,
-        total_frames=80,
-        seed=5,
-        storage=tmp_path / "run",
-    ) as collector:
-        rows = torch.cat([batch.clone() for batch in collector])
+    options = {"frames_per_batch": 40, "total_frames": 80, "storage": tmp_path / "run"}
+    rows = rows_of(lambda: SystemEnv(Contexts(2), draw=draw), seed=5, **options)
     ends = (rows["next", "terminated"] | rows["next", "truncated"])[:, 0]
     lengths = rows["collector", "step"][ends] + 1
     assert torch.equal(lengths, rows["observation"][ends][:, 4])
@@ -231,10 +205,10 @@ def test_seeds_that_are_taken_only_when_it_is_made() -> None:
     def without_default(seeds: Any) -> SeededWhenMade:
         return SeededWhenMade(2, seeds)
 
-    runs = []
-    for each in (make, without_default):
-        with SyncCollector(each, None, frames_per_batch=20, total_frames=20, seed=1) as collector:
-            runs += [batch.clone() for batch in collector]
+    runs = [
+        rows_of(each, frames_per_batch=20, total_frames=20, seed=1)
+        for each in (make, without_default)
+    ]
     assert torch.equal(runs[0]["observation"], runs[1]["observation"])
 
 
