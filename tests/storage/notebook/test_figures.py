@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -23,6 +22,7 @@ from tallyroll.storage.ext.notebook.figures import mean_of_last
 from tallyroll.storage.trajectories.episodes import END_NAMES
 
 from oracles import OracleEnv
+from warm_cli import WarmServer
 
 WINDOW = 7
 
@@ -210,16 +210,13 @@ def test_without_matplotlib_the_error_names_the_extra(
     assert "\n" not in str(error.value)
 
 
-def test_pyplot_is_not_touched(storage: DiskStorage) -> None:
-    code = (
+def test_pyplot_is_not_touched(storage: DiskStorage, server: WarmServer, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
         "import sys; from tallyroll.storage import open_storage\n"
         "with open_storage(sys.argv[1]) as storage:\n"
         "    assert 'matplotlib' not in sys.modules\n"
         "    storage.plot().savefig(sys.argv[2]); storage.statistics().plot()\n"
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
-    words = [sys.executable, "-c", code, str(storage.path), "/dev/null"]
-    words[-1] = f"{storage.path}.png"
-    subprocess.run(words, check=True, timeout=100)
-    assert Path(words[-1]).read_bytes().startswith(b"\x89PNG")
-    Path(words[-1]).unlink()
+    server.run(tmp_path, "python", "script.py", storage.path, "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
