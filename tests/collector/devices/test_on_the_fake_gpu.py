@@ -17,9 +17,10 @@ from fake_gpu_kit import BuildFailed, CannotBuild, variables
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 900
 Skipped = pytest.skip.Exception
-PARTS = {
-    "devices": [
+PARTS = {  # each imports torch, and starts a fork server
+    "one by one": [
         "tests/collector/devices",
+        "tests/collector/rollout/test_on_a_gpu.py",
         "tests/collector/batches/test_storing_formats.py",
         "tests/collector/workers/test_multiprocess_weights.py",
         "tests/storage/device",
@@ -27,7 +28,6 @@ PARTS = {
         "tests/storage/sampling/test_frame_windows.py",
         "tests/storage/sampling/test_loader.py",
     ],
-    "policies and environments": ["tests/collector/rollout/test_on_a_gpu.py"],
     "random runs": ["tests/collector/collectors/test_random_configurations.py"],
 }
 
