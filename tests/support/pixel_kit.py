@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium.wrappers import FrameStackObservation
+
+from tallyroll.storage import open_storage
 
 SIDE = 36
 EPISODES = (1, 2, 5, 30)
@@ -58,3 +61,18 @@ def color() -> gymnasium.Env:
 
 def floats() -> gymnasium.Env:
     return Pixels((), np.float32)
+
+
+def assert_frames_show_their_place(path: Path) -> None:
+    """Compare each stack with the frames that the seed, the episode and the step determine."""
+    with open_storage(path) as storage:
+        rows = storage[:].clone()
+    background = Pixels()
+    for begin, end, step in zip(
+        rows["observation"], rows["next", "observation"], rows["collector", "step"], strict=True
+    ):
+        for value, newest in ((begin, int(step)), (end, int(step) + 1)):
+            background.episode, _, background.seed = value[-1, 0, :3].tolist()
+            for i, frame in enumerate(value):
+                background.at = max(0, newest - 3 + i)
+                np.testing.assert_array_equal(frame, background.frame())

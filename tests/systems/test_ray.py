@@ -34,6 +34,7 @@ from loopback_kit import (
     own_ray,
     run_inside,
 )
+from pixel_kit import assert_frames_show_their_place, stacked
 
 from tallyroll.collector import (
     Actors,
@@ -47,7 +48,7 @@ from tallyroll.collector import (
 )
 from tallyroll.collector.ext.ray import transport as connection
 from tallyroll.collector.ext.ray.actor import ActorLanes
-from tallyroll.storage import open_storage, verify
+from tallyroll.storage import MemmapStorage, ZarrStorage, open_storage, verify
 from tallyroll.storage.rows.spaces import space_of
 
 from collect_kit import joined
@@ -101,6 +102,30 @@ def test_in_step_rows_are_those_of_one_process(source: str, options: Any) -> Non
         RayCollector(factories(source, 2, LANES), RecordingPolicy(), spares=spares, **given)
     )
     assert_alike(one, many)
+
+
+@inside
+@pytest.mark.parametrize("kind", [MemmapStorage, ZarrStorage])
+def test_frames_stored_once_are_those_of_whole_rows(kind: Any, tmp_path: Path) -> None:
+    found = []
+    for once in (True, False):
+        path = tmp_path / str(once)
+        ring = {"max_size": 150} if kind is MemmapStorage else {}
+        with (
+            kind(path, once=once, **ring) as storage,
+            RayCollector(stacked, num_envs=4, num_workers=2, storage=storage, **RUN) as collector,
+        ):
+            for _ in collector:
+                pass
+        assert verify(path).sound
+        assert_frames_show_their_place(path)
+        with open_storage(path) as stored:
+            assert stored.stores_once is once
+            assert stored.head == RUN["total_frames"]
+            found.append(stored.in_order())
+    one, other = found
+    assert {*one.keys(True, True)} == {*other.keys(True, True)}
+    assert (one == other).all()
 
 
 @inside

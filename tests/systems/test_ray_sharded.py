@@ -25,10 +25,11 @@ from loopback_kit import (
     nothing_left_behind,
     run_inside,
 )
+from pixel_kit import assert_frames_show_their_place, stacked
 
 from tallyroll.collector import MultiprocessCollector, RayCollector
 from tallyroll.collector.cli import main
-from tallyroll.storage import CorruptStorage, open_storage, verify
+from tallyroll.storage import CorruptStorage, ShardedStorage, open_storage, verify
 from tallyroll.storage.ext.sharded.acknowledged_rows import ShardRows
 from tallyroll.storage.ext.sharded.files import ShardedFiles
 
@@ -151,6 +152,25 @@ def test_each_row_says_which_weights_chose_its_action(tmp_path: Path) -> None:
         assert torch.equal(rows[name], version.float())
     assert torch.equal(rows["action"], chosen_by(rows, version))
     assert version.unique().numel() > 10
+
+
+@inside
+def test_shards_of_actors_store_frames_once(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    run = {"num_envs": 4, "num_workers": 2, "frames_per_batch": 50, "total_frames": 400, "seed": 5}
+    with (
+        ShardedStorage(path, once=True) as storage,
+        RayCollector(
+            stacked, mode="async", sharded=True, storage=storage, spares=0, **run
+        ) as collector,
+    ):
+        while collector.collect(100):
+            pass
+    assert len(rows_of(path)) == 400
+    for each in shards_of(path):
+        with open_storage(path / "shards" / each.name, accept_copy=True) as shard:
+            assert shard.stores_once
+    assert_frames_show_their_place(path)
 
 
 @inside

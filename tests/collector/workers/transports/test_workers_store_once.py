@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
-import numpy as np
 import pytest
 import torch
-from pixel_kit import Pixels, stacked
+from pixel_kit import assert_frames_show_their_place, stacked
 from tensordict import TensorDict
 
 from tallyroll.collector import MultiprocessCollector
@@ -112,21 +111,6 @@ def test_shards_have_the_same_rows(workers: int, tmp_path: Path) -> None:
     shared = one.keys() & other.keys()  # workers run at their own pace
     assert len(shared) == FRAMES if workers == 1 else len(shared) > FRAMES / 2
     assert all(one[place] == other[place] for place in shared)
-
-
-def assert_frames_show_their_place(path: Path) -> None:
-    """Compare each stack with the frames that the seed, the episode and the step determine."""
-    with open_storage(path) as storage:
-        rows = storage[:].clone()
-    background = Pixels()
-    for begin, end, step in zip(
-        rows["observation"], rows["next", "observation"], rows["collector", "step"], strict=True
-    ):
-        for value, newest in ((begin, int(step)), (end, int(step) + 1)):
-            background.episode, _, background.seed = value[-1, 0, :3].tolist()
-            for i, frame in enumerate(value):
-                background.at = max(0, newest - 3 + i)
-                np.testing.assert_array_equal(frame, background.frame())
 
 
 @pytest.mark.slow
