@@ -14,9 +14,9 @@ NEXT_STEP    returned by the step            all but the one after an end (a res
 docstring of that module names the other places.
 
 `next_step_transitions` is the rule for NEXT_STEP. These apply it on their own:
-`ArrivingLanes._receive` for lanes that return in any order, `RecordedRun.after_step` for a
-`Recorder`, `SystemEnv._step` for TorchRL's steps, and `is_pending` in ``native/_store.c`` for small
-batches. `CopiedLanes` reads the marks of `SystemEnv._step`.
+`ArrivingLanes._receive` for lanes that return in any order, `SystemEnv._step` for TorchRL's steps,
+and `is_pending` in ``native/_store.c`` for small batches. `CopiedLanes` reads the marks of
+`SystemEnv._step`.
 
 The semantics are those of Gymnasium's ``AutoresetMode``. The project's design notes list the
 measured behaviour of each system.

@@ -15,14 +15,14 @@ from tallyroll.collector.base import Collector
 from tallyroll.collector.batches.checks.ranges import ranges_of
 from tallyroll.collector.batches.stored.resume import Resume
 from tallyroll.collector.batches.stored.writer import StorageLike
-from tallyroll.collector.counting.transitions import Mask
+from tallyroll.collector.counting.transitions import Mask, next_step_transitions
 from tallyroll.collector.envs.gymnasium.vector_rules import FORGETS
 from tallyroll.collector.envs.setup.make import require_names_of
 from tallyroll.collector.envs.setup.traits import ticks_of
 from tallyroll.collector.envs.stepping.arrays import fitting, put_flags
 from tallyroll.collector.envs.stepping.ends import put_finals
 from tallyroll.collector.envs.stepping.stepper import Putting, putting
-from tallyroll.collector.envs.system import Step
+from tallyroll.collector.envs.system import AtEnd, Step
 from tallyroll.collector.errors import (
     ArgumentError,
     EnvironmentRefused,
@@ -38,7 +38,7 @@ from tallyroll.collector.rollout.rollout import Rollout, Slots
 from tallyroll.collector.rollout.slab_plan import plan_slab
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.progress import new_board
-from tallyroll.collector.slab.slab import Slab, SlabColumn
+from tallyroll.collector.slab.slab import Cursor, Slab, SlabColumn
 from tallyroll.storage.package.near_names import did_you_mean
 from tallyroll.storage.rows.dtypes import NUMPY
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
@@ -47,25 +47,67 @@ _RECORDED = Decision("recorded", "your own loop steps the environment")
 
 
 class RecordedSlots(Driver):
-    """Driver that makes no steps, because the user's loop fills the slots of its slab."""
+    """Driver that makes no steps, because the user's loop fills the slots of its slab.
+
+    Args:
+        slab: the memory that the loop fills.
+        cursor: the arrays of the slab.
+        at_end: what the environment does at the end of an episode; see `Declares.at_end`.
+    """
 
     in_workers = False
     used = 0
     stopping = False
     paused = False
 
-    def __init__(self, slab: Slab) -> None:
+    def __init__(self, slab: Slab, cursor: Cursor, at_end: AtEnd) -> None:
         self.slab, self.run_lanes = slab, slab.lanes
-        self.progress = new_board()
+        self._cursor, self._at_end = cursor, at_end
+        self._marked = 0
+        """Number of slots that `mark` has seen."""
+        self.waiting = np.zeros(slab.lanes, np.bool_)
+        """Lanes that the next step or the loop has to reset, as of the last call of `mark`."""
+        self._fresh = np.ones(slab.lanes, np.bool_)
+        """Lanes that made no step since their last reset, as of the last call of `mark`."""
 
     @property
     def boards(self) -> Sequence[Any]:
         """The board on which steps note a reward that was rounded to the dtype of its column."""
-        return (self.progress,)
+        return (self._cursor.board,)
 
     def seek(self, slots: int) -> None:
         """Continue after the first ``slots`` slots."""
-        self.used = slots
+        self.used, self._marked = slots, min(self._marked, slots)
+
+    def mark(self) -> None:
+        """Mark the transitions of the slots since the last call, and note which lanes ended."""
+        start, stop = self._marked, self.used
+        if start == stop:
+            return
+        with defer_signals():
+            ended = self.ended(start, stop)
+            if self._at_end == "reset_slot":
+                self.slab.transitions[start:stop] = next_step_transitions(ended, self.waiting)
+            if self._at_end != "first":
+                self.waiting[:] = ended[-1]
+            self._fresh[:] = False
+            self._marked = stop
+
+    def interrupted_by(self, lanes: Mask) -> Mask:
+        """Return marks of those of ``lanes`` whose episode a reset would interrupt."""
+        self.mark()
+        return lanes & ~(self.waiting | self._fresh)
+
+    def note_reset(self, lanes: Mask) -> None:
+        """Note that the loop reset ``lanes`` before the next slot."""
+        self.mark()
+        self.waiting[lanes], self._fresh[lanes] = False, True
+
+    def ended(self, start: int, stop: int) -> Mask:
+        """Return marks ``[time, lane]`` of slots in which the environment reported an end."""
+        cursor = self._cursor
+        ended: Mask = cursor.terminated[start:stop] | cursor.truncated[start:stop]
+        return ended
 
     def stop(self) -> None:
         """Take no more slots."""
@@ -75,7 +117,8 @@ class RecordedSlots(Driver):
         """Do nothing: no signal handler pauses the user's loop."""
 
     def account(self, start: int, stop: int, stepped: int) -> Account:
-        """Return the counts of the slots, whose marks of transitions are already set."""
+        """Return the counts of the slots."""
+        self.mark()
         transitions = self.slab.transitions[start:stop].copy()
         return Account(transitions.size, int(np.count_nonzero(transitions)), transitions)
 
@@ -184,8 +227,6 @@ class RecordedRun(Collector):
         self._version = self._written_version = RANDOM_VERSION
         self._process = os.getpid()
         lanes = recorded.lanes
-        self._waiting = 0
-        """Number of transitions that are not committed."""
         self._known = False
         """True if the slab has the observations that the loop acts on."""
         self._never_reset, self._is_stepping = True, False
@@ -195,14 +236,9 @@ class RecordedRun(Collector):
         """True if observations are known, no lane waits for a reset, and the run is not over."""
         self._at = -1
         """Position of the next slot; -1 if the slab has to be prepared for it first."""
+        self._puts: list[Putting | None] = []
+        """For each slot, the function that writes a step to it; None if Python writes it."""
         self.is_closed = self.is_full = False
-        self._reset_next = np.zeros(lanes, np.bool_)
-        """Lanes that reset themselves in the next step instead of executing the action."""
-        self._over = np.zeros(lanes, np.bool_)
-        """Lanes that wait for a reset by the loop."""
-        self._in_episode = np.zeros(lanes, np.bool_)
-        """Lanes whose episode a reset would interrupt."""
-        self._all_in_episode = self._any_resets = False
         try:
             # A new run draws a seed. This must not change the draws of the user's loop.
             with torch.random.fork_rng(devices=[]):
@@ -236,12 +272,11 @@ class RecordedRun(Collector):
         )
         most = plan.slots(self.lanes, self._commit_every * self.lanes)
         slab = plan.slab(min(self._commit_every, most), self.lanes)
-        self._slots = RecordedSlots(slab)
+        declares = stepper.declares
+        self._cursor = stepper.cursor(slab, new_board())
+        self._slots = RecordedSlots(slab, self._cursor, declares.at_end)
         self._slab_rollout = RecordedRollout(self._slots, plan.extra)
         ranges = ranges_of(env, policy=True, lost_finals=plan.lost_finals)
-        self._cursor = stepper.cursor(slab, self._slots.progress)
-        declares = stepper.declares
-        self._has_reset_slots = declares.has_reset_slots
         self._waits_for_reset = declares.at_end == "final"
         self._resets_in_step = declares.at_end == "first"
         # With finals="lost", first observations stay in place of the final ones, and the column
@@ -250,9 +285,10 @@ class RecordedRun(Collector):
         stepper.doubt_finals(options.checks.finals == "lost")
         single = len(self._cursor.rewards) == 1 and self._cursor.next_valid is None
         single = single and not declares.groups
-        self._puts: list[Putting | None] = [None] * slab.slots
-        if single:
-            self._puts = [putting(*self._cursor.slot(at)) for at in range(slab.slots)]
+        self._puts = [
+            putting(*self._cursor.slot(at)) if single else None for at in range(slab.slots)
+        ]
+        self._note_budget()
         self._columns = [slab.arrays[key] for key in written]
         self._actions = [[each[at] for each in self._cursor.actions] for at in range(slab.slots)]
         self._system, self._stand_in = recorded.system, recorded.stand_in
@@ -274,6 +310,9 @@ class RecordedRun(Collector):
         total = self._options.total_frames
         self._room = sys.maxsize if total is None else total - self._ledger.stored
         self.is_full = self._room <= 0
+        self._due = min(len(self._puts), -(-self._room // self.lanes))
+        """Number of slots after which rows are committed: the slab is full, or perhaps the budget
+        is met."""
 
     @property
     def is_stepping(self) -> bool:
@@ -388,7 +427,8 @@ class RecordedRun(Collector):
                 f"step: expected a reset of all lanes first, because {reason}, so the observations "
                 "of the next row are unknown. Call reset()."
             )
-        lanes = np.flatnonzero(self._over).tolist()
+        self._slots.mark()
+        lanes = np.flatnonzero(self._slots.waiting).tolist()
         raise StateError(
             f"step: expected a reset of the lanes {lanes!r:.100}, whose episodes have ended, "
             "because this environment does not reset itself. Call reset(), or for some lanes "
@@ -396,7 +436,7 @@ class RecordedRun(Collector):
         )
 
     def after_step(self, returned: Any) -> None:
-        """Record the results of a step; commit if the slab is full or the budget is met."""
+        """Record the results of a step; commit if the slab is full or the budget may be met."""
         self._is_torn = True
         self._stand_in.returned = returned
         at = self._cursor.at = self._at
@@ -410,42 +450,13 @@ class RecordedRun(Collector):
                 ended = -1  # `_put` raises, because the final observations are missing
         if ended < 0:
             ended = self._put(out)
-        count = self.lanes
-        if self._has_reset_slots:
-            transitions = self._slots.slab.transitions[at]
-            np.logical_not(self._reset_next, out=transitions)
-            if self._any_resets:
-                count = int(np.count_nonzero(transitions))
-        self._waiting += count
-        if ended or self._any_resets or not self._all_in_episode:
-            self._note_ends(ended)
-        due = self._waiting >= self._room or at + 1 == len(self._puts)
+        due = at + 1 >= self._due
         self._at = -1 if due else at + 1  # if a signal handler raises, the next step commits
         self._slots.seek(at + 1)
-        self._known, self._is_stepping, self._can_step = (
-            True,
-            False,
-            not (ended and self._waits_for_reset),
-        )
-        self._is_torn = False
+        self._known, self._can_step = True, not (ended and self._waits_for_reset)
+        self._is_stepping = self._is_torn = False
         if due:
             self.commit()
-
-    def _note_ends(self, ended: int) -> None:
-        """Note which lanes ended in the last slot; ``ended`` is their number."""
-        self._in_episode[:] = True
-        self._all_in_episode, self._any_resets = True, False
-        self._reset_next[:] = False
-        if not ended:
-            return
-        cursor, at = self._cursor, self._cursor.at
-        over = cursor.terminated[at] | cursor.truncated[at]
-        if self._has_reset_slots:
-            self._reset_next[:], self._any_resets = over, True
-        elif self._waits_for_reset:
-            self._over[:] = over
-        if not self._resets_in_step:
-            self._in_episode[over], self._all_in_episode = False, False
 
     def _put(self, out: Step) -> int:
         """Write a step in Python. Return the number of ended lanes."""
@@ -478,9 +489,10 @@ class RecordedRun(Collector):
                 "observations of the other lanes unknown. Call reset() without a mask."
             )
         self._recorded.require_mask(lanes)
-        may_have_ended = self._any_resets or not (self._known or self._never_reset)
-        if self._recorded.forgets_resets and may_have_ended:
-            raise EnvironmentRefused(FORGETS)
+        if self._recorded.forgets_resets and not self._never_reset:
+            self._slots.mark()
+            if self._slots.waiting.any() or not self._known:
+                raise EnvironmentRefused(FORGETS)
         self._known = self._is_stepping = self._can_step = False
         self._annotated.clear()
 
@@ -496,7 +508,8 @@ class RecordedRun(Collector):
             pairs = [(c[at], new) for c, new in zip(self._cursor.seen_obs, first, strict=True)]
             if self._can_step and all(old.tobytes() == new.tobytes() for old, new in pairs):
                 return
-            lanes = self._over.copy()
+            self._slots.mark()
+            lanes = self._slots.waiting.copy()
             for old, new in pairs:
                 lanes |= _bits_differ(old, new)
         self._require_running()
@@ -520,8 +533,8 @@ class RecordedRun(Collector):
         else:
             first = self._recorded.system.reset(lanes, None)
         self._never_reset = False
-        # The marks of a torn step may be wrong.
-        if (cut := lanes if self._is_torn else lanes & self._in_episode).any():
+        # A torn step may have begun an episode.
+        if (cut := lanes if self._is_torn else self._slots.interrupted_by(lanes)).any():
             self.commit()
             with self._guard:
                 self._loop.cut(cut)
@@ -532,12 +545,10 @@ class RecordedRun(Collector):
                 column[at] = array
             else:
                 column[at][lanes] = array[lanes]
-        for marks in (self._reset_next, self._over, self._in_episode):
-            marks[lanes] = False
-        self._all_in_episode = False
-        self._any_resets = bool(self._reset_next.any())
+        self._slots.note_reset(lanes)
         self._is_torn = False
-        self._known, self._can_step = True, not self._over.any()
+        self._known = True
+        self._can_step = not (self._waits_for_reset and self._slots.waiting.any())
 
     # --- commits ----------------------------------------------------------------------------------
 
@@ -545,7 +556,7 @@ class RecordedRun(Collector):
         """Return the position of the next slot, after a commit that is due or has failed."""
         self._require_running()
         with defer_signals():
-            if self._slab_rollout.is_queued or self._slots.used == len(self._puts):
+            if self._slab_rollout.is_queued or self._slots.used >= self._due:
                 self.commit()
             self._at = at = self._slab_rollout.make_room()
             self._slots.slab.version[at:] = self._written_version = self._version
@@ -562,10 +573,8 @@ class RecordedRun(Collector):
         self._at = -1
         if not self._slab_rollout.queue():
             return 0
-        # `_waiting` may be wrong after a signal handler raised.
         transitions = self._slots.slab.transitions[: self._slots.used]
         stored = self.collect(min(int(np.count_nonzero(transitions)), self._room))
-        self._waiting = 0
         self._note_budget()
         return stored
 

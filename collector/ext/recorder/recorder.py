@@ -77,7 +77,7 @@ class Recorder:
         resume: True to continue the last run in ``storage``, with its counts, trajectory ids and
             budget; ``"auto"`` begins a run if there is none.
         commit_every: number of steps of all lanes between two commits. The recorder may commit
-            earlier, if rows are large or a reset cuts a trajectory.
+            earlier, if rows are large, a reset cuts a trajectory, or the run is nearly full.
         at_end: behavior of steps after ``total_frames``: ``"pass"`` steps the environment without
             storing anything, ``"raise"`` raises `StateError`.
         columns: additional columns, name -> dtype, whose values :meth:`annotate` sets before each
@@ -290,15 +290,16 @@ class Recorder:
 
     def _step_env(self, action: Any) -> Any:
         """Step the environment, and record its transitions."""
-        if self._passes():
+        run = self._run
+        if run.is_full and self._passes():
             return self.env.step(action)
-        self._run.before_step(action)
+        run.before_step(action)
         try:
             returned = self.env.step(action)
         except BaseException as error:
             self._commit_before(error)
             raise
-        self._run.after_step(returned)
+        run.after_step(returned)
         return returned
 
     def _reset_env(self, seed: Any, options: dict[str, Any] | None) -> Any:
