@@ -68,6 +68,8 @@ class _Part:
 class GoesOnFromStorage:
     """Replacement for `Restart` that raises: a sharded run resumes only from its storage."""
 
+    loads: tuple[int, ...] = ()
+
     def __getattr__(self, name: str) -> NoReturn:
         raise StateError(
             "sharded=True: the only state of the run is its storage. Continue the run with "

@@ -38,6 +38,8 @@ class Restart:
     ) -> None:
         self._run, self._beginning, self._rollout = run, beginning, rollout
         self._publisher = WeakMethod(publish)  # does not keep the method's owner alive
+        self.loads: list[int] = []
+        """The number of stored transitions after each load of a state."""
 
     @property
     def storage(self) -> RowSink | None:
@@ -100,6 +102,7 @@ class Restart:
     def go_on_from(self, state: Mapping[str, Any], since: Since | None = None) -> None:
         """Load counts, ids, seeds, policy and generators; see `take_state_over`."""
         take_state_over(state, self._run, self._beginning, self._rollout, since)
+        self.loads.append(self._run.ledger.stored)
         self._publish()
 
     def keep(self, state: Mapping[str, Any]) -> None:

@@ -42,7 +42,9 @@ class RunLog:
     previous row. The first :meth:`update` at or after each multiple of ``every`` transitions writes
     a row. :meth:`close` writes the last row. It may repeat the number of transitions of the
     previous row, with numbers that were added later. A resumed run appends to the existing rows. If
-    a kill prevented a row, the log writes that row first.
+    a kill prevented a row, the log writes that row first. If `load_checkpoint` takes transitions
+    back, the log removes their rows (TensorBoard hides them; Weights & Biases and a function keep
+    them).
 
     A name may first appear in any row. Rows without it have an empty cell in a CSV file, and no
     point in TensorBoard or Weights & Biases.
@@ -97,6 +99,10 @@ class RunLog:
         self._pending: dict[str, float] = {}
         """Numbers from the caller for the next row."""
         self._waiting: deque[Row] = deque(maxlen=_MOST_WAITING)
+        self._loads = collector.restarting.loads
+        self._loads_seen = len(self._loads)
+        self._to_forget: int | None = None
+        """Number of transitions after which the rows in the target were lost; None: none were."""
         self._warned = self._closed = False
         self._reserved = frozenset(self._own_numbers())
         self._next = self._next_after(self._frames)
@@ -159,7 +165,20 @@ class RunLog:
             raise ArgumentError(
                 f"log: expected non-empty names without line breaks, got {broken[0]!r:.100}"
             )
+        self._drop_lost()
         self._pending |= checked
+
+    def _drop_lost(self) -> None:
+        """Drop the rows of transitions that a load of a checkpoint took back."""
+        if new := self._loads[self._loads_seen :]:
+            self._loads_seen += len(new)
+            frames = min(new)
+            if frames < self._frames:
+                kept = [row for row in self._waiting if row["frames"] <= frames]
+                self._waiting = deque(kept, self._waiting.maxlen)
+                self._frames, self._next = frames, self._next_after(frames)
+                if self._to_forget is None or frames < self._to_forget:
+                    self._to_forget = frames
 
     def _own_numbers(self) -> dict[str, int | float]:
         numbers, seed = self._collector.metrics(self._window), self._collector.ledger.seed
@@ -181,6 +200,9 @@ class RunLog:
     def _write(self) -> None:
         waiting = self._waiting
         try:
+            if self._to_forget is not None:
+                self._target.forget_after(self._to_forget)
+                self._to_forget = None
             while waiting:
                 self._target.write(waiting[0])
                 waiting.popleft()
@@ -202,6 +224,7 @@ class RunLog:
         if self._closed:
             return
         self._closed = True
+        self._drop_lost()
         try:
             if self._collector.ledger.stored > self._frames or self._pending:
                 self._add()

@@ -249,6 +249,8 @@ class CsvLog(LogTarget):
 
     def forget_after(self, frames: int) -> None:
         """Truncate the file before the first row with more than ``frames`` transitions."""
+        if not self._end:
+            return
         content = os.pread(self._file, self._end, 0)
         keep = last = content.index(b"\n") + 1
         for line in content[keep:].splitlines(keepends=True):

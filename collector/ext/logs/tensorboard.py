@@ -61,6 +61,9 @@ class TensorboardLog(LogTarget):
     def forget_after(self, frames: int) -> None:
         """Make TensorBoard hide the points after ``frames`` transitions."""
         self._after = frames + 1
+        if (writer := self._writer) is not None:
+            self._writer = None  # the next one begins with the mark that hides them
+            writer.close()
 
     def close(self) -> None:
         """Close the event file and release the lock."""

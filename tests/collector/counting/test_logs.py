@@ -22,6 +22,8 @@ from tallyroll.collector import (
     RunLog,
     SyncCollector,
     evaluate,
+    load_checkpoint,
+    save_checkpoint,
 )
 from tallyroll.collector.ext.logs.target import CsvLog
 from tallyroll.storage import MemmapStorage
@@ -181,6 +183,37 @@ def test_a_resumed_run_adds_names(tmp_path: Path) -> None:
         for number, _ in enumerate(run):
             rows.update(late=number)
     assert cells(path, "frames", "late") == [("30", ""), ("50", ""), ("80", "2")]
+
+
+@pytest.mark.parametrize("opens", ["before the load", "after the load"])
+@pytest.mark.parametrize("saved", [20, 60])
+def test_rows_of_transitions_that_a_checkpoint_takes_back(
+    tmp_path: Path, opens: str, saved: int
+) -> None:
+    path, rows = tmp_path / "run.csv", list[dict[str, Any]]()
+    with MemmapStorage(tmp_path / "rows") as storage:
+        with collector(200, storage=storage) as run, RunLog(run, path, every=25) as first:
+            for number, _ in enumerate(run):
+                first.update(number=number)
+                if run.ledger.stored == saved:
+                    save_checkpoint(tmp_path / "saved", collector=run)
+                if number == 10:  # as a kill would do
+                    break
+        assert frames_of(path) == [30, 50, 80, 100, 110]
+        with collector(200, storage=storage, resume=True) as run:
+            if opens == "after the load":
+                load_checkpoint(tmp_path / "saved", collector=run)
+            with RunLog(run, path, every=25) as second, RunLog(run, rows.append, every=25) as third:
+                if opens == "before the load":
+                    load_checkpoint(tmp_path / "saved", collector=run)
+                assert run.ledger.stored == saved
+                for number, _ in enumerate(run):
+                    second.update(number=100 + number)
+                    third.update()
+    found = [(int(frames), int(number)) for frames, number in cells(path, "frames", "number")]
+    assert [frames for frames, _ in found] == [30, 50, 80, 100, 130, 150, 180, 200]
+    assert all((number >= 100) == (frames > saved) for frames, number in found)
+    assert [row["frames"] for row in rows] == [frames for frames, _ in found if frames > saved]
 
 
 def test_a_full_disk_keeps_the_rows_while_columns_are_added(tmp_path: Path) -> None:
