@@ -181,6 +181,17 @@ def _is_run(run: Any) -> bool:
     return type(first) is int and 0 <= first <= _MOST_ROWS
 
 
+def environment_of(run: Mapping[str, Any]) -> str:
+    """Return the id of a run's environment, else its class, else its type, or an empty string."""
+    environment, made = run.get("environment"), run.get("made")
+    environment = environment if isinstance(environment, dict) else {}
+    classes = made.get("environment") if isinstance(made, dict) else None
+    found = environment.get("id") or environment.get("type")
+    if not environment.get("id") and isinstance(classes, list) and len(classes) == 1:
+        found = classes[0]
+    return found if isinstance(found, str) else ""
+
+
 def exported(run: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's entry for other programs, without the host and the folder of a policy's file.
 

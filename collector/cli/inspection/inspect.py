@@ -40,7 +40,7 @@ from tallyroll.storage.files.copied_runs import (
     runs_left_out,
 )
 from tallyroll.storage.files.excluded_columns import excluded_by
-from tallyroll.storage.files.manifest import exported
+from tallyroll.storage.files.manifest import environment_of, exported
 from tallyroll.storage.files.run_events import EVENTS
 from tallyroll.storage.files.run_record import RunRecord
 from tallyroll.storage.readers.spaces import spaces_of
@@ -493,7 +493,7 @@ def _describe_run(
     names = ["total_frames", "budget_unit", "total_episodes", "frames_per_batch"]
     names.append("max_frames_per_traj")
     parts = [
-        environment.get("id") or environment.get("type") or "unknown environment",
+        environment_of(run) or "unknown environment",
         f"kwargs {json.dumps(environment['kwargs'])}" if environment.get("kwargs") else None,
         span,
         counted(run.get("lanes", "?"), "lane")

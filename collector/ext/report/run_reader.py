@@ -20,7 +20,7 @@ from tallyroll.collector.ext.report.stored_runs import (
 )
 from tallyroll.storage.errors import ColumnsMissing
 from tallyroll.storage.files.copied_runs import LEFT_OUT, is_copied
-from tallyroll.storage.files.manifest import exported
+from tallyroll.storage.files.manifest import environment_of, exported
 from tallyroll.storage.files.run_record import RunRecord, is_count
 from tallyroll.storage.rows.keys import REWARD
 from tallyroll.storage.storages import DiskStorage, open_storage
@@ -256,6 +256,4 @@ def _command(command: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _environment(run: Mapping[str, Any]) -> str:
-    environment = part(run, "environment")
-    found = environment.get("id") or environment.get("type")
-    return shortened(found) if found else "unknown environment"
+    return shortened(environment_of(run) or "unknown environment")

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from tallyroll.storage.files.manifest import environment_of
 from tallyroll.storage.rows.pages import counted
 from tallyroll.storage.rows.spaces import spelled
 
@@ -52,6 +53,8 @@ class Card:
     """Lines of Python that open the dataset."""
     data_files: str = ""
     """The glob pattern of the files that the hub shows as a table."""
+    runs_omitted: int = 0
+    """The number of earlier runs that made rows, but that the metadata omit for lack of room."""
 
     def __str__(self) -> str:
         return "\n".join([*_front(self), "", *_body(self), ""])
@@ -62,7 +65,7 @@ def _front(card: Card) -> list[str]:
     lines = ["---", f"license: {_quoted(card.licence)}", f"pretty_name: {_quoted(card.name)}"]
     lines += ["task_categories:", "- reinforcement-learning", "size_categories:"]
     lines += [f"- {size_category(card.rows)}", "tags:", "- tallyroll"]
-    found = dict.fromkeys(filter(_TAG.fullmatch, map(environment_of, card.runs)))
+    found = dict.fromkeys(filter(_TAG.fullmatch, map(_environment, card.runs)))
     lines += [f"- {_quoted(each)}" for each in [*found][:_MOST_TAGS]]
     if card.data_files:
         lines += ["configs:", "- config_name: default", "  data_files:", "  - split: train"]
@@ -106,7 +109,8 @@ def _columns(card: Card) -> Iterable[str]:
 
 def _made(card: Card) -> Iterable[str]:
     if not card.runs:
-        return ["No run is known that made these rows."]
+        yield "No run is known that made these rows."
+        return
     cells = []
     for number, run in enumerate(card.runs[-_MOST_LINES:]):
         call, versions = _part(run, "call"), _part(run, "versions")
@@ -116,7 +120,7 @@ def _made(card: Card) -> Iterable[str]:
         kwargs = _part(run, "environment").get("kwargs")
         values = [
             max(0, len(card.runs) - _MOST_LINES) + number,
-            environment_of(run),
+            _environment(run),
             json.dumps(kwargs) if kwargs else "",
             run.get("seed", ""),
             run.get("lanes", ""),
@@ -126,14 +130,13 @@ def _made(card: Card) -> Iterable[str]:
         ]
         cells.append([_text(str(value)) for value in values])
     heads = ("run", "environment", "arguments", "seed", "lanes", "policy", "asked for", "versions")
-    return _table(heads, cells, len(card.runs))
+    yield from _table(heads, cells, len(card.runs))
+    if card.runs_omitted:
+        yield f"\nThe metadata omit {counted(card.runs_omitted, 'earlier run')}."
 
 
-def environment_of(run: Mapping[str, Any]) -> str:
-    """Return the id of a run's environment, or its type, or an empty string."""
-    environment = _part(run, "environment")
-    found = environment.get("id") or environment.get("type")
-    return found[:_LONGEST] if isinstance(found, str) else ""
+def _environment(run: Mapping[str, Any]) -> str:
+    return environment_of(run)[:_LONGEST]
 
 
 def size_category(rows: int) -> str:

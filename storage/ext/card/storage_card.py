@@ -15,12 +15,13 @@ from tallyroll.storage.ext.exchange.base import ExchangeFormat, opened_source, r
 from tallyroll.storage.ext.exchange.readme import (
     flat_runs,
     recorded_counts,
+    recorded_omissions,
     recorded_runs,
     recorded_spaces,
 )
 from tallyroll.storage.ext.exchange.registry import format_named
 from tallyroll.storage.ext.exchange.sidecar import saved_statistics
-from tallyroll.storage.files.copied_runs import is_deep
+from tallyroll.storage.files.copied_runs import is_deep, runs_left_out
 from tallyroll.storage.files.paths import refuse_nothing, translated, user_path
 from tallyroll.storage.files.safe_files import Inside, open_file
 from tallyroll.storage.readers.row_reader import RowReader
@@ -74,6 +75,7 @@ def card_of(reader: RowReader, licence: str | None, progress: Progress | None) -
             trajectories=ends.total() if whose else None,
             ends=dict(ends),
             runs=flat_runs(reader.runs),
+            runs_omitted=sum(map(runs_left_out, reader.runs)),
             statistics=kept,
             hashes={"content": hash_of(reader, progress=tell)} if whose else {},
             licence=licence or UNKNOWN,
@@ -156,6 +158,7 @@ def card_of_export(
         trajectories=sum(counts.values()) if counts else None,
         ends=counts,
         runs=recorded_runs(about),
+        runs_omitted=recorded_omissions(about),
         statistics=statistics if isinstance(statistics, dict) else {},
         hashes={"files": hash_of_files(place)},
         licence=licence or UNKNOWN,

@@ -72,6 +72,12 @@ def recorded_runs(about: Any) -> list[Mapping[str, Any]]:
     return flat_runs([entry]) if isinstance(entry, dict) else []
 
 
+def recorded_omissions(about: Any) -> int:
+    """Return the number of runs that the metadata leave out."""
+    entry = about.get("rows") if isinstance(about, dict) else None
+    return runs_left_out(entry) if isinstance(entry, dict) else 0
+
+
 def recorded_spaces(about: Any, schema: Schema) -> dict[Key, dict[str, Any]]:
     """Return the spaces of columns that the entries of the runs record, as JSON."""
     entry = about.get("rows") if isinstance(about, dict) else None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tallyroll.storage.ext.card.page import environment_of
+from tallyroll.storage.files.manifest import environment_of
 from tallyroll.storage.rows.keys import format_key
 from tallyroll.storage.rows.pages import MOST_ROWS, HtmlPage, counted
 from tallyroll.storage.trajectories.episodes import END_NAMES

@@ -302,6 +302,29 @@ def test_many_runs_and_columns(tmp_path: Path) -> None:
     assert len(front(page)["tags"]) == 9
 
 
+def test_the_card_of_an_export_counts_the_runs_that_its_text_omits(tmp_path: Path) -> None:
+    paths = [tmp_path / f"run{number}" for number in range(18)]
+    for seed, path in enumerate(paths):
+        options: dict[str, Any] = {"frames_per_batch": 4, "total_frames": 4, "seed": seed}
+        with SyncCollector("CartPole-v1", storage=path, **options) as collector:
+            collector.collect(4)
+    with open_storage(paths) as union:
+        union.export(tmp_path / "out", "torchrl")
+    page = str(export_card(tmp_path / "out", "torchrl"))
+    listed = len(table(page, "How it was made")) - 1
+    assert 0 < listed < 18
+    assert f"The metadata omit {18 - listed} earlier run" in page
+
+
+def test_an_environment_without_an_id_has_the_name_of_its_class() -> None:
+    run = {"environment": {"id": None, "type": "SyncVectorEnv"}}
+    made = {"made": {"environment": ["my_envs:Catch"]}}
+    several = {"made": {"environment": ["my_envs:Catch", "my_envs:Throw"]}}
+    page = str(Card("own", "memmap", 10, [], runs=[run, run | made, run | several]))
+    found = [line[1] for line in table(page, "How it was made")[1:]]
+    assert found == ["SyncVectorEnv", "my_envs:Catch", "SyncVectorEnv"]
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
