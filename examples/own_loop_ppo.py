@@ -122,7 +122,7 @@ def main(args: Args) -> None:
                 seen = observations.flatten(0, 1)[rows]
                 policy = Categorical(logits=actor(seen))
                 gain = advantages.flatten()[rows]
-                gain = (gain - gain.mean()) / (gain.std() + 1e-8)
+                gain = (gain - gain.mean()) / (gain.std(correction=0) + 1e-8)
                 ratio = (policy.log_prob(actions.flatten()[rows]) - logps.flatten()[rows]).exp()
                 clipped = ratio.clamp(1 - args.clip, 1 + args.clip)
                 error = critic(seen)[:, 0] - targets.flatten()[rows]

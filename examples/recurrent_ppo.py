@@ -106,7 +106,7 @@ def add_targets(batch: TensorDictBase, net: TensorDictSequential) -> None:
         batch["next", "terminated"],
     )
     real = advantage[batch["collector", "mask"]]
-    batch["advantage"] = (advantage - real.mean()) / (real.std() + 1e-8)
+    batch["advantage"] = (advantage - real.mean()) / (real.std(correction=0) + 1e-8)
 
 
 def loss_of(lanes: TensorDictBase, net: TensorDictSequential) -> torch.Tensor:
