@@ -375,5 +375,6 @@ def show_ledger(page: Page, counts: Mapping[str, Any], episodes: str = "") -> No
     # The incarnation also counts each replacement of a worker.
     if (resumed := counts.get("incarnation", 0) - respawned) > 0:
         page.print(
-            f"resumed {times(resumed)}; the counts of a killed process are those of its last commit"
+            f"resumed {times(resumed)}; the counts of a killed process are those of its last "
+            "commit, and loading a checkpoint counts as resuming"
         )

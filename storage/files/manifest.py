@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import uuid
 import zlib
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -118,10 +120,17 @@ def read_manifest(inside: Inside, path: Path) -> Manifest:
     try:
         content = inside.read(path, MANIFEST_LIMIT)
     except FileNotFoundError as error:
+        remedy = (
+            "Give the path of a storage. If its writer has just started, try again. If its "
+            "creation was interrupted, create it again."
+        )
+        if inner := _storages_in(path):
+            remedy = (
+                f"It contains storages, such as {inner[0]}. Give the path of one, or for all of "
+                f"them the pattern '{path.parent}/*', in quotes."
+            )
         raise NotAStorage(
-            f"{path.parent} is not a Tallyroll storage: it has no {path.name}. Give the path of a "
-            "storage. If its writer has just started, try again. If its creation was interrupted, "
-            "create it again."
+            f"{path.parent} is not a Tallyroll storage: it has no {path.name}. {remedy}"
         ) from error
     except OSError as error:
         if error.errno != errno.EFBIG:
@@ -130,6 +139,16 @@ def read_manifest(inside: Inside, path: Path) -> Manifest:
             f"{path} cannot be read: {error.strerror}. Restore it from a copy."
         ) from error
     return parse_manifest(content, path)
+
+
+def _storages_in(path: Path) -> list[str]:
+    """Return the names of folders beside a missing manifest that are storages."""
+    try:
+        with os.scandir(path.parent) as entries:
+            few = [entry.name for entry in islice(entries, 100)]
+        return [name for name in sorted(few) if (path.parent / name / path.name).is_file()]
+    except OSError:
+        return []
 
 
 def parse_manifest(content: bytes, path: Path) -> Manifest:

@@ -47,7 +47,7 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     text = "a storage, or KIND:PATH for an export, such as parquet:rows.parquet"
     parser.add_argument("path", type=path, metavar="PATH", help=text).complete = complete
     text = "licence as the hub spells it, such as apache-2.0 (default: unknown)"
-    parser.add_argument("--licence", metavar="NAME", help=text)
+    parser.add_argument("--licence", "--license", metavar="NAME", help=text)
     text = "write the page to FILE, which must not exist"
     parser.add_argument("--out", type=path, metavar="FILE", help=text).complete = complete
     parser.add_argument("--force", action="store_true", help="let --out replace an existing file")

@@ -150,7 +150,7 @@ def joined_schema(readers: Sequence[RowReader], columns: Keys | None) -> Schema:
         raise SchemaMismatch(
             f"these storages have different columns: {'; '.join([*lacking, *other])}. Pass "
             f"columns= with some of the {len(common)} columns that all storages share: "
-            f"{', '.join(common) or 'none'}."
+            f"{', '.join(common) or 'none'}. Use storages of different environments one by one."
             f"{excluded_note(chain.from_iterable(each.runs for each in readers), absent)}"
         )
     chosen = tuple(every[key] for key in wanted)

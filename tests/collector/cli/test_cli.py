@@ -29,6 +29,7 @@ from tallyroll.collector.cli.output import CommandError, shortened
 from tallyroll.collector.ext.progress import shown_progress
 from tallyroll.collector.workers.local.nonblocking_stdio import unblocked
 from tallyroll.storage import MemmapStorage, fast_paths, open_storage
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.files.manifest import exported
 
 from oracles import check_rows
@@ -1120,12 +1121,22 @@ def test_inspect_of_an_entry_that_is_no_copy(
     assert "copied from rows 0 to 11 of storage " in capsys.readouterr().out
 
 
+def storage_at(path: Path) -> None:
+    with MemmapStorage(path) as storage:
+        storage.extend(trajectory_rows(0, 4, steps=2))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda path: None, "data does not exist. Give the path of a storage."),
         (lambda path: path.touch(), "data is not a Tallyroll storage: it is an empty file."),
         (lambda path: path.mkdir(), "data is not a Tallyroll storage: it has no manifest.json."),
+        (
+            lambda path: storage_at(path / "run0"),
+            "it has no manifest.json. It contains storages, such as run0. Give the path of one, or "
+            "for all of them the pattern 'data/*', in quotes.",
+        ),
     ],
 )
 def test_inspect_of_something_else(
