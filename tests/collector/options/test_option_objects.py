@@ -301,7 +301,7 @@ def test_objects_of_actors_do_what_their_keywords_do() -> None:
 def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(
-        MissingExtra, match=r"^actors of RayCollector need the package ray, .*\[ray\]'"
+        MissingExtra, match=r'^actors of RayCollector need the package ray, .*\[ray\]"'
     ):
         RayCollector("CartPole-v1", num_workers=2, **RUN)
 
