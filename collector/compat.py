@@ -147,7 +147,7 @@ def lane_in(frame: FrameType, *kinds: type) -> int | None:
 
 
 def is_waiting(vector: Any) -> bool:
-    """Return True if ``vector`` is an `AsyncVectorEnv` that waits for the results of a call."""
+    """Return True if ``vector`` is an `AsyncVectorEnv` that is waiting for results of a call."""
     from gymnasium.vector.async_vector_env import AsyncState, AsyncVectorEnv
 
     return isinstance(vector, AsyncVectorEnv) and vector._state is not AsyncState.DEFAULT

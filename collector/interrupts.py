@@ -12,13 +12,14 @@ Neither may lose or duplicate a row. There are four rules, each with one owner:
    (:func:`call_waiting`). If the handler raises, nothing is lost and the next call continues. Code
    that waits for something else lets handlers run immediately (:class:`allow_signals`). A handler
    that has waited for a second runs wherever the program is, because an environment may never
-   return.
+   return. `ShardedLeases.collect` replaces the run loop, and does the same after each answer.
 2. **An exception at any other instruction ends the run** (`CollectGuard.__exit__`), unless the loop
    is at a safe point (`RunState.at_safe_point`). Complete transitions are stored first, and later
    calls raise `StateError`.
 3. **The fast path for few slots needs no deferral**: one C call numbers, stores and commits the
    rows. If an exception is raised before or after that call, `FastCollect` keeps the exception, the
-   slots and the batch until the run loop takes them over (`PendingCall`).
+   slots and the batch until the run loop takes them over (`PendingCall`). Workers continue a step
+   in other processes, so `FastCollectOfWorkers` does defer handlers.
 4. **A context may be left before it is entered.** An injected exception can be raised before the
    interpreter calls ``__enter__`` or after it calls ``__exit__``. So the methods of `CollectGuard`
    that enter the guard or call `FastCollect` catch the exception once more and call ``leave``. The
@@ -200,7 +201,7 @@ def until_exit() -> None:
 
 
 def signal_waits() -> bool:
-    """Return True if a handler waits for this thread."""
+    """Return True if a signal handler is waiting for this thread."""
     return bool(_waiting) and get_ident() == _holder
 
 

@@ -284,8 +284,8 @@ def placing(run: StoringTraits) -> Decision:
 def batching(run: StoringTraits, placed: Decision, committed: Decision) -> Decision:
     """Choose how yielded batches are laid out.
 
-    They are laid out in the ``one call`` that stores their rows, or later from the ``slab``, or
-    from ``gathered`` copies.
+    With ``one call``, the call that stores the rows also lays out the batch. Otherwise the batch is
+    laid out later, from the ``slab`` or from ``gathered`` copies.
     """
     source = choose(
         "slab",

@@ -259,7 +259,7 @@ class FastCollect:
 
     @property
     def has_raised(self) -> bool:
-        """True if an exception waits for :meth:`take_raised`."""
+        """True if :meth:`take_raised` has an exception to return or raise."""
         return self._pending is not None and self._pending.has_error
 
     def take_raised(self) -> BaseException | None:

@@ -321,9 +321,10 @@ class Budget:
         return left if self.agents is None else -(-left // self.agents)
 
     def batch(self, counted: int, frames_per_batch: int) -> int:
-        """Return the size of the next batch: ``frames_per_batch``, or the rest; 0 ends the run.
+        """Return the size of the next batch; 0 ends the run.
 
-        With a budget of agent transitions, the rest is unknown, so the size is not reduced to it.
+        The size is ``frames_per_batch``, or the remaining budget if that is smaller. A budget of
+        agent transitions does not limit it, because the number of remaining rows is unknown.
         """
         remaining = self.remaining(counted)
         if remaining is None or (remaining and self.agents is not None):

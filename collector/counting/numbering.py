@@ -3,6 +3,11 @@
 `number_slot` and `number` sum the rewards of an episode; ``number`` in ``native/_number.c`` repeats
 them. `RunLoop.discard` adds the rewards of discarded transitions. Several rewards of a row are
 summed before, in `RowSource._rewards` and `SlabTable._reward`.
+
+The first id of a run is `StoredRun.next_id` (with shards, rounded up by `first_id` in `shards.py`);
+`RunLoop._begin_run` passes it to `LaneState.begin_at`. Rows that no collector made get ids from
+`with_new_ids` (``storage/stores/input_rows.py``, ``ids="renumber"``) and `TrajectoryNumbering`
+(``storage/ext/exchange/numbering.py``, imports).
 """
 
 import itertools

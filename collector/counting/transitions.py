@@ -31,7 +31,7 @@ Mask = NDArray[np.bool_]
 
 
 def next_step_transitions(ended: Mask, pending: Mask) -> Mask:
-    """Return marks of the slots of a NEXT_STEP source that are transitions.
+    """Return a mask of the slots of a NEXT_STEP source that are transitions.
 
     Args:
         ended: marks ``[time, lane]`` of slots that reported terminated or truncated.
@@ -48,7 +48,7 @@ def next_step_transitions(ended: Mask, pending: Mask) -> Mask:
 
 
 def first_in_slot_order(transitions: Mask, count: int) -> Mask:
-    """Return marks of the first ``count`` transitions: earlier slot first, then lower lane.
+    """Return a mask of the first ``count`` transitions: earlier slot first, then lower lane.
 
     Args:
         transitions: marks of transitions ``[time, lane]``.

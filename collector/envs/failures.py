@@ -33,7 +33,7 @@ from tallyroll.collector.user_code import user_code
 
 
 class env_code(user_code):
-    """Context manager for calls of an environment, which raises the error of :func:`explain`.
+    """Context manager that raises the error of :func:`explain` if an environment's call fails.
 
     Args:
         place: the name of the call; see :class:`UserCode`.

@@ -221,7 +221,11 @@ class System(ABC):
     """
 
     package: ClassVar[str] = ""
-    """Import name of the package that the system needs; empty if it needs none."""
+    """Import name of the package that the system needs; empty if it needs none.
+
+    The tables ``_COMPUTES`` and ``_NAMED`` in ``envs/setup/packages.py`` list packages whose
+    versions a run records.
+    """
     extra: ClassVar[str] = ""
     """The extra of tallyroll that installs the package; empty if there is none."""
     conflicts: ClassVar[str] = ""

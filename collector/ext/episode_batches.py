@@ -154,8 +154,8 @@ def _own_end(rows: TensorDictBase, done: Key) -> torch.Tensor:
             found = found | flag
     if done == DONE and bool((found.reshape(len(rows), -1).any(1) & rows[CUT].reshape(-1)).any()):
         raise ArgumentError(
-            "batches: expected the ends of the environment, got cuts that are marked as truncated. "
-            "Leave set_truncated out."
+            "batches: expected truncated only where the environment reported it, got cuts that are "
+            "marked as truncated. Leave set_truncated out."
         )
     return found
 

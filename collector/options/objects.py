@@ -142,7 +142,7 @@ class Columns(OptionObject):
             batches. They are written directly to ``storage``, which saves one copy.
         exclude: names of columns that the policy sees and no storage holds, such as a stack of
             frames if its newest frame is stored; nested names are tuples or ``"a/b"``. A name
-            includes the column under ``"next"``, the name of a group includes its columns, and
+            also excludes the column under ``"next"``, the name of a group excludes its columns, and
             renamed columns have their new names. Yielded batches and ``postproc`` get these
             columns; the storage, a replay buffer (also one of TorchRL's own storages) and a
             checkpoint do not. Each row needs its actions, rewards, flags of ends, masks of agents

@@ -74,7 +74,7 @@ class Driver(ABC):
     @property
     @abstractmethod
     def paused(self) -> bool:
-        """True if a signal handler waits for the end of the step, so that filling pauses."""
+        """True if a signal handler is waiting for the step to end, so that filling pauses."""
 
     @abstractmethod
     def go_on(self) -> None:
@@ -200,7 +200,7 @@ class LocalDriver(Driver):
 
     @property
     def paused(self) -> bool:
-        """True if a signal handler waits."""
+        """True if a signal handler is waiting for the step to end."""
         return self.board[HALT] == PAUSE
 
     def go_on(self) -> None:

@@ -169,7 +169,7 @@ class Rollout:
 
     @property
     def paused(self) -> bool:
-        """True if the last block is shorter because a signal handler waits."""
+        """True if the last block is shorter because a signal handler is waiting."""
         return self.driver.paused
 
     def go_on(self) -> None:

@@ -82,7 +82,7 @@ class SlabFiller:
         self.random_frames = count
 
     def forget_cuts(self) -> None:
-        """Forget the lanes that were cut in the last slot, because a block reported them."""
+        """Forget the lanes that were cut in the last slot. A block has already reported them."""
         self.cuts = None
 
     def restart(self) -> None:

@@ -276,7 +276,7 @@ class TransitionSource(Protocol):
 
     @property
     def paused(self) -> bool:
-        """True if blocks are shorter than possible, because a signal handler waits."""
+        """True if blocks are shorter than possible because a signal handler is waiting."""
 
     def go_on(self) -> None:
         """Continue after the handler was called; this may undo :meth:`stop`."""

@@ -26,7 +26,7 @@ def cast(values: Array, dtype: np.dtype[Any]) -> tuple[Array, Mask | None]:
     1.
 
     Returns:
-        The cast values, and marks of the values that changed; None instead of the marks if no value
+        The cast values, and a mask of the values that changed. The mask is None if no value
         changed.
     """
     if values.dtype == dtype:

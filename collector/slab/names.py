@@ -161,8 +161,8 @@ def checked_exclude(exclude: Any) -> tuple[str | tuple[str, ...], ...]:
             )
         if key[0] == NEXT:
             raise ArgumentError(
-                f"exclude: expected a name without {NEXT!r}, got {name!r}. The name of a column "
-                f"includes the column under {NEXT!r}."
+                f"exclude: expected a name without {NEXT!r}, got {name!r}. Name the root column; "
+                f"the column under {NEXT!r} is excluded with it."
             )
         if key in seen:
             raise ArgumentError(f"exclude: {'/'.join(key)!r} is named twice. Name it once.")

@@ -72,7 +72,7 @@ class Turns:
 
     @property
     def paused(self) -> bool:
-        """True if a signal handler waits."""
+        """True if a signal handler is waiting for the step to end."""
         return any(member.board[HALT] == PAUSE for member in self._worker_pool.members)
 
     def fill(self, start: int, stop: int, by: m.Actor) -> None:
@@ -237,7 +237,7 @@ class LockstepDriver(Driver):
 
     @property
     def paused(self) -> bool:
-        """True if a signal handler waits."""
+        """True if a signal handler is waiting for the step to end."""
         return self._turns.paused
 
     def go_on(self) -> None:

@@ -20,7 +20,7 @@ from tallyroll.collector.workers.share import Share
 
 @dataclass(frozen=True)
 class Gone:
-    """The end of a worker, which will never answer again, and its cause."""
+    """Record of a worker that has ended, with the cause. The worker sends nothing more."""
 
     how: str
     """End of a sentence, such as "was killed by SIGKILL"."""

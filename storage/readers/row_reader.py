@@ -187,7 +187,7 @@ class RowReader(ABC):
 
     @property
     def is_written(self) -> bool:
-        """True if some process may add rows now."""
+        """True if a process may currently be adding rows."""
         return False
 
     @property

@@ -58,7 +58,7 @@ class _Here(Executor):
 
 
 class Loader(Iterator[Any]):
-    """Iterator over batches of a storage that threads prepare; see `DiskStorage.loader`.
+    """Iterator over a storage's batches, which threads prepare; see `DiskStorage.loader`.
 
     The threads stop when the loader is closed (by `close` or the end of a ``with`` block), has
     returned its last batch, raised the error of a batch, or is garbage-collected. Only one thread

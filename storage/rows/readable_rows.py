@@ -82,7 +82,7 @@ class ReadableRows(Protocol):
 
     @property
     def is_written(self) -> bool:
-        """True if some process may add rows now."""
+        """True if a process may currently be adding rows."""
 
     def column(self, key: Key) -> ReadColumn:
         """Return the reader of one column."""

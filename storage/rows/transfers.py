@@ -3,6 +3,10 @@
 Each copy has a fixed overhead, and each copy to the host also waits for the device. Small columns
 are therefore copied together. The results are views of one buffer, which lives as long as any of
 them. Large columns are copied separately, so that no small column keeps their memory alive.
+
+Other copies: `as_tensor` (``collector/envs/stepping/arrays.py``) takes the arrays of systems, also
+by DLPack; ``_value`` in ``collector/workers/central.py`` copies the inputs of a central policy one
+by one; the loader (``storage/replay/loader.py``) stages batches in pinned memory.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class FinalsWatch:
             self._resets, self.looks = None, False
 
     def _valid_of(self, part: ArrayBatch | SlabBatch) -> NDArray[np.bool_] | None:
-        """Return marks of the rows with a complete next observation; None if all rows have one."""
+        """Return a mask of the rows with a complete next observation; None if all have one."""
         found = [part.array(key) for key in (NEXT_VALID, *self._valid) if key in part]
         each = [column.reshape(len(column), -1).all(axis=1) for column in found]
         return np.logical_and.reduce(each) if each else None

@@ -92,7 +92,7 @@ class Range:
         return Range(self.key, low, high, self.by_policy, self.first_lane)
 
     def bad(self, values: NDArray[Any]) -> NDArray[np.bool_] | None:
-        """Return marks ``[time, lane]`` of values out of range, or None if all are in range."""
+        """Return a mask ``[time, lane]`` of values out of range, or None if all are in range."""
         if not values.size:
             return None
         if self.holds(values):

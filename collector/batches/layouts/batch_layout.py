@@ -1,4 +1,9 @@
-"""Lay rows out for a storage, for a replay buffer, and as a batch."""
+"""Lay rows out for a storage, for a replay buffer, and as a batch.
+
+Small batches do not pass through `BatchLayout`: `SmallBatches` (``batches/rows/slab_output.py``)
+copies them from the slab, and ``lay_out`` in ``native/_store.c`` does so while it stores them. Both
+must yield the same columns, order and marks of cuts.
+"""
 
 from typing import NamedTuple
 

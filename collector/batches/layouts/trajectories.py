@@ -149,7 +149,7 @@ def _gaps(step: Int, begin: NDArray[np.intp]) -> NDArray[np.intp]:
 
 
 def _ended(rows: TensorDictBase) -> NDArray[np.bool_]:
-    """Return marks of the rows that are the last of an episode, and not only of a batch."""
+    """Return a mask of the rows that end an episode, and not only a batch."""
     done, cut = rows.get(DONE, None), rows.get(CUT, None)
     if done is None:
         return np.zeros(len(rows), np.bool_)

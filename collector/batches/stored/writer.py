@@ -296,7 +296,7 @@ class BatchWriter:
         )
 
     def finish(self, ledger: Ledger, left: int) -> None:
-        """End the run as `StoredRun.finish` does; ``left`` transitions are still in no batch."""
+        """End the run as `StoredRun.finish` does; ``left`` transitions are not in a batch yet."""
         if self._buffer_ids is not None:
             self._buffer_ids.end()
         self.stored_run.finish(ledger, left)

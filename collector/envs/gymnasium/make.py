@@ -83,7 +83,7 @@ def _vector(makers: Sequence[Callable[[], Any]], mode: str = "same") -> SyncVect
 
 @contextmanager
 def making(env_id: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager for making environments of ``env_id``, which explains Gymnasium's errors.
+    """Context manager that explains Gymnasium's errors while ``env_id`` is being made.
 
     Raises:
         ArgumentError: Gymnasium cannot make the environment.

@@ -122,7 +122,7 @@ def _made_of(create: Any, options: Options) -> ReadyEnv:
 
 @contextmanager
 def processes_guarded() -> Iterator[None]:
-    """Context manager for making an environment, which explains why its processes cannot start.
+    """Context manager that explains why an environment's processes failed to start.
 
     Raises:
         EnvironmentDied: a process of a vector ended.

@@ -635,7 +635,7 @@ def _require_sound(state: Mapping[str, Any], parts: Mapping[str, Mapping[str, An
         _require_policy(policy)
     streams = own["generators"].get("policies", [])
     if len(streams) != (len(policy["parts"]) if policy and "parts" in policy else 0):
-        raise ValueError(f"generators of {len(streams)} policies")
+        raise ValueError(f"expected one generator per policy, got {len(streams)} generators")
     for each in (own["generators"], *streams):
         if each["torch"] is not None or each is own["generators"]:
             torch.Generator().set_state(each["torch"])
@@ -647,7 +647,7 @@ def _require_policy(state: Mapping[str, Any]) -> None:
     numbers, several = [state["version"]], "parts" in state
     for id, part in zip(state["ids"], state["parts"], strict=True) if several else ():
         if not isinstance(id, int | str):
-            raise TypeError(f"a policy called {id!r:.40}")
+            raise TypeError(f"expected a policy id that is an int or a str, got {id!r:.40}")
         if part is not None:
             _require_policy(part)
     if several:

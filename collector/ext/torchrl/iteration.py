@@ -250,7 +250,7 @@ class Background:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Begin no batch within this context, and wait for the current one.
+        """Prevent new batches within this context, and wait for the current one to end.
 
         The thread itself does not wait.
         """
@@ -644,7 +644,7 @@ class BatchIteration(Collector):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Begin no batch within this context, and wait for the current one.
+        """Prevent new batches within this context, and wait for the current one to end.
 
         Raises:
             StateError: no thread is collecting.

@@ -1,4 +1,4 @@
-"""Update a policy's weights through TorchRL's names, and count its versions."""
+"""Update a policy's weights under TorchRL's method names, and count the versions."""
 
 from collections.abc import Mapping
 from functools import partial

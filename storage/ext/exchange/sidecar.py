@@ -1,4 +1,4 @@
-"""Statistics, overlays and priorities that a storage keeps next to rows, for an export."""
+"""Export the saved statistics of a storage, and count the overlays and priorities left out."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ class SumTree:
             self._kernel.draw_rows(self._table, uniform, rows, leaves, ring, base, stop)
             return rows, leaves
         if not self.total > 0:
-            raise ValueError("a tree without leaves above 0")
+            raise ValueError("expected a tree with a leaf above 0, got only leaves of 0")
         mass = np.minimum(uniform * self.total, np.nextafter(self.total, 0))
         slots = np.zeros(len(uniform), np.int64)
         levels = [blocks["sum"] for blocks in self._blocks[-2::-1]]

@@ -833,7 +833,7 @@ class Masked(Race):
             ArgumentError,
             "got different spaces",
         ),
-        ("test_pettingzoo:Masked", {}, SpaceError, "names that are not other columns"),
+        ("test_pettingzoo:Masked", {}, SpaceError, "names other than mask, action and reward"),
     ],
 )
 def test_misuse(name: str, kwargs: Any, error: type[Exception], match: str) -> None:

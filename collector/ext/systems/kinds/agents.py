@@ -79,8 +79,8 @@ def grouped(observation: Spaces, action: Spaces, groups: Groups | None = None) -
         leaves = observation_leaves(observation[first], size)
         if taken := [leaf.key[0] for leaf in leaves if leaf.key[0] in ("mask", "action", "reward")]:
             raise SpaceError(
-                f"observation of {first}: expected names that are not other columns of the group, "
-                f"got {taken}. Rename the parts in a wrapper of the environment."
+                f"observation of {first}: expected names other than mask, action and reward, got "
+                f"{taken}. Rename the parts in a wrapper of the environment."
             )
         made.append(Group(name, list(agents), leaves, action_leaf(action[first], size)))
     return made
