@@ -312,8 +312,8 @@ def save_checkpoint(
             ``000007-at-120000``: its number and its transitions.
         collector: the collector. The checkpoint saves its counts, ids, seeds, policy, generators
             and the transforms of its environments.
-        storage: the storage, if the collector has none or there is no collector. A `DeviceStorage`
-            stands for its mirror.
+        storage: the storage, if the collector has none or there is no collector. For a
+            `DeviceStorage`, this is its mirror.
         every: save only if this many transitions were collected since the newest checkpoint. None
             saves now.
         keep_last: number of checkpoints to keep, including this one. None keeps all.
@@ -397,8 +397,8 @@ def load_checkpoint(
         collector: a collector made like the saved one, over the same storage.
         storage: the storage, if there is no collector. A new storage without files receives the
             rows of a checkpoint that has a copy. Then make the collector with ``resume=True``, and
-            load the checkpoint into it. A `DeviceStorage` stands for its mirror, and is refilled
-            from it.
+            load the checkpoint into it. For a `DeviceStorage`, the rows go to its mirror, from
+            which the ring is refilled.
         rows: treatment of the rows that were committed after the checkpoint. ``"rewind"`` takes
             them back, so that counts, model and rows match the checkpoint. ``"keep"`` keeps them
             and their counts, and restores only the policy and the parts, for a collector made with

@@ -53,7 +53,7 @@ def omitted_counts(about: Mapping[str, Any]) -> dict[str, int]:
     """Count the runs that the metadata leaves out, and the runs whose events it leaves out."""
     entry = about.get("rows", {})
     events = sum(each.get(LEFT_OUT) is True for each in copied_runs(entry))
-    return {"runs": runs_left_out(entry), "runs_without_events": events}
+    return {"runs": recorded_omissions(about), "runs_without_events": events}
 
 
 def recorded_counts(about: Any) -> dict[str, int]:
@@ -68,14 +68,20 @@ def recorded_counts(about: Any) -> dict[str, int]:
 
 def recorded_runs(about: Any) -> list[Mapping[str, Any]]:
     """Return the entries of the runs that made the rows, as far as the metadata has them."""
+    entry = _rows_entry(about)
+    return [] if entry is None else flat_runs([entry])
+
+
+def _rows_entry(about: Any) -> dict[str, Any] | None:
+    """Return the entry of the copied rows, if the metadata have one."""
     entry = about.get("rows") if isinstance(about, dict) else None
-    return flat_runs([entry]) if isinstance(entry, dict) else []
+    return entry if isinstance(entry, dict) else None
 
 
 def recorded_omissions(about: Any) -> int:
     """Return the number of runs that the metadata leave out."""
-    entry = about.get("rows") if isinstance(about, dict) else None
-    return runs_left_out(entry) if isinstance(entry, dict) else 0
+    entry = _rows_entry(about)
+    return 0 if entry is None else runs_left_out(entry)
 
 
 def recorded_spaces(about: Any, schema: Schema) -> dict[Key, dict[str, Any]]:
