@@ -508,7 +508,8 @@ static PyObject *draw_rows(PyObject *self, PyObject *const *args, Py_ssize_t giv
     float *leaf = open.buffers[2].buf;
     const double total = blocks_of(table, tree->levels - 1)->sum[0];
     if (!(total > 0)) {
-        PyErr_SetString(PyExc_ValueError, "a tree without leaves above 0");
+        PyErr_SetString(PyExc_ValueError,
+                        "expected a tree with a leaf above 0, got only leaves of 0");
         close_arrays(&open);
         return NULL;
     }

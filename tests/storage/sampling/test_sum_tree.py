@@ -140,7 +140,7 @@ def test_rows_without_leaves_are_counted_and_never_set(way: str) -> None:
 
 def test_an_empty_tree_has_nothing_to_draw(way: str) -> None:
     tree = tree_of(way, 100)
-    with pytest.raises(ValueError, match="without leaves"):
+    with pytest.raises(ValueError, match="got only leaves of 0"):
         tree.draw(np.zeros(3), LeafNumbering(0, 0, 0, 100))
 
 
