@@ -26,6 +26,7 @@ from typing import Any, Final
 from weakref import WeakSet, ref
 
 from tallyroll.collector.compat import gym_like_info, is_waiting, lane_in, trace_of_process
+from tallyroll.collector.envs.calls.objects import own_attribute
 from tallyroll.collector.envs.gymnasium.sequential_step import SequentialStep
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.errors import EnvironmentDied, EnvironmentRefused
@@ -212,9 +213,8 @@ def death_of(error: BaseException) -> EnvironmentDied | None:
 
 def _processes_of(vector: Any) -> tuple[Sequence[Any], Sequence[Any]]:
     """Return the processes of all lanes and the pipes to them; both are empty if there are none."""
-    own = getattr(vector, "__dict__", {})
-    processes = own.get("processes", ())
-    pipes = own.get("parent_pipes", own.get("remotes", ()))
+    processes = own_attribute(vector, "processes")
+    pipes = own_attribute(vector, "parent_pipes") or own_attribute(vector, "remotes")
     ours = isinstance(processes, (list, tuple)) and isinstance(pipes, (list, tuple))
     return (processes, pipes) if ours and len(pipes) == len(processes) else ((), ())
 
@@ -255,7 +255,7 @@ def _died(
 def _raised_in(vector: Any) -> dict[int, str]:
     """Return tracebacks of exceptions that other processes sent, by index in the vector."""
     found: dict[int, str] = {}
-    queue = getattr(vector, "__dict__", {}).get("error_queue")
+    queue = own_attribute(vector, "error_queue")
     with suppress(Empty, OSError, ValueError):
         while queue is not None:
             at, *_, trace = queue.get(timeout=_OTHERS_SECONDS)
