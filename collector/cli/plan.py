@@ -18,7 +18,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import cloudpickle
 
-from tallyroll.collector.batches.state.provenance import SHARD
 from tallyroll.collector.batches.stored.resume import opened_or_created
 from tallyroll.collector.cli.output import CommandError, pasteable
 from tallyroll.collector.errors import ArgumentError
@@ -29,6 +28,7 @@ from tallyroll.collector.policies.sb3_models import as_policy
 from tallyroll.collector.policies.several.entries import are_several
 from tallyroll.storage import CorruptStorage, StorageExists, StorageMissing
 from tallyroll.storage.ext.sharded.sharded_storage import ShardedStorage
+from tallyroll.storage.files.manifest import SHARD
 from tallyroll.storage.package.near_names import did_you_mean
 from tallyroll.storage.storages import DiskStorage, H5Storage, is_sharded, storage_class
 from tallyroll.storage.stores.row_store import Once

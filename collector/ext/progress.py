@@ -3,6 +3,8 @@
 The command shows it, and collectors with ``progress=True``.
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
 import sys
@@ -10,14 +12,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn
 
-from tallyroll.collector.base import Collector
-from tallyroll.collector.options import Options
 from tallyroll.storage.rows.pages import visible
+
+if TYPE_CHECKING:  # commands that only read need no collector
+    from tallyroll.collector.base import Collector
+    from tallyroll.collector.options import Options
 
 BAR_SECONDS = 0.1
 LINE_SECONDS = 5.0

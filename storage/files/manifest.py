@@ -40,6 +40,13 @@ _FIELDS = {"format": str, "format_version": int, "id": str, "created": str, "run
 
 SHARDED: Final = "tallyroll.sharded"
 """The format of a storage in which each worker writes rows to its own shard."""
+SHARD: Final = "shard"
+"""The field of a run's entry that describes which shard of the run the storage holds.
+
+The field contains ``index``, the index of the shard; ``of``, the number of shards; ``asked``, the
+number of transitions requested from all shards together; and ``run``, an id that all shards of the
+run share.
+"""
 UNVERSIONED: Final = "unversioned_weights"
 """The field of a run's entry that records weights that changed without a new policy version."""
 

@@ -16,8 +16,6 @@ from tallyroll.collector.slab.names import spelled_rename
 from tallyroll.storage.rows.spaces import UNCHECKED, fitting
 
 MOST_SEEDS = 1024
-SHARD = "shard"
-"""The key in a run's entry under which the shard of the run is described."""
 _OF_ONE_SHARD = frozenset(("frames_per_batch", "total_frames", "num_workers", "mode", "transport"))
 """Arguments that may differ between shards."""
 

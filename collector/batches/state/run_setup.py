@@ -6,7 +6,6 @@ from typing import Any
 
 from tallyroll.collector.batches.state.host_info import hashes_of, made_by
 from tallyroll.collector.batches.state.provenance import (
-    SHARD,
     call_of,
     common_id,
     recorded_spaces,
@@ -28,6 +27,7 @@ from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.collector.rollout.driver import Driver
 from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.storage.files.manifest import SHARD
 from tallyroll.storage.package.versions import versions
 from tallyroll.storage.rows.keys import RANDOM_VERSION
 

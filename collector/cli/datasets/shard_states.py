@@ -8,9 +8,8 @@ from typing import Any, Final
 
 from tallyroll.collector.cli.output import CommandError
 from tallyroll.collector.counting.shards import among_first
+from tallyroll.storage.files.manifest import SHARD
 
-SHARD: Final = "shard"
-"""Key of the shard entry in a manifest, as `tallyroll.storage.ext.joined.shards` reads it."""
 _SECONDS: Final = 1.0
 """Seconds between two checks."""
 

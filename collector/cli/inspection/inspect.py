@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from rich.filesize import decimal
 
-from tallyroll.collector.batches.state.provenance import SHARD
 from tallyroll.collector.cli.inspection.trajectories import (
     by_version,
     count_rows,
@@ -40,7 +39,7 @@ from tallyroll.storage.files.copied_runs import (
     runs_left_out,
 )
 from tallyroll.storage.files.excluded_columns import excluded_by
-from tallyroll.storage.files.manifest import environment_of, exported
+from tallyroll.storage.files.manifest import SHARD, environment_of, exported
 from tallyroll.storage.files.run_events import EVENTS
 from tallyroll.storage.files.run_record import RunRecord
 from tallyroll.storage.readers.spaces import spaces_of

@@ -31,7 +31,8 @@ from tallyroll.collector.ext.report.storage_search import distinct, storages_at
 from tallyroll.collector.ext.report.stored_runs import part, whole_number
 from tallyroll.collector.ext.report.text import show_runs
 from tallyroll.storage.errors import StorageError
-from tallyroll.storage.ext.joined.shards import SHARD, recorded_shard
+from tallyroll.storage.ext.joined.shards import recorded_shard
+from tallyroll.storage.files.manifest import SHARD
 from tallyroll.storage.rows.pages import Page, PageSource, counted
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.storages import open_storage

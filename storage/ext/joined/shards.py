@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from tallyroll.storage.ext.joined.members import UnionMember
 from tallyroll.storage.files.copied_runs import copied_runs
-
-SHARD: Final = "shard"
-"""Manifest key of the entry that marks a shard's run.
-
-The entry contains ``index``, the index of the shard; ``of``, the number of shards; ``asked``, the
-number of transitions requested from all shards together; and ``run``, an id that all shards of the
-run share.
-"""
+from tallyroll.storage.files.manifest import SHARD
 
 
 @dataclass(frozen=True, slots=True)
