@@ -56,9 +56,9 @@ class Collector(EnvCalls, ABC):
     **Exceptions.** Signal handlers run at the end of the step in progress. If a handler raises, no
     transition is lost, and the next call continues. Any other exception within a call ends the run:
     complete transitions are stored, and every later call raises `StateError`, which reports which
-    rows were not yielded and how to continue. Three kinds of handlers run in the middle of a step:
-    handlers that have waited for a second, handlers during a ``collect(n)`` of a few steps, and
-    handlers of SIGALRM, with which code limits its own time. Their exceptions end the run.
+    rows were not yielded and how to continue. Three kinds of handlers may interrupt a step:
+    handlers that have waited for one second, handlers during a ``collect(n)`` of a few steps, and
+    handlers of SIGALRM, which implement time limits. If one of these raises, the run ends.
 
     **Subclasses.** A `RunLoop` makes batches from the blocks of a `TransitionSource`. A subclass
     provides the source in three steps: :meth:`__init__` opens the storage, :meth:`_begin_run` gives

@@ -174,7 +174,7 @@ def call_lane(env: AsyncVectorEnv, lane: int, name: str, /, *args: Any, **kwargs
         pipe.send(("_call", (name, args, kwargs)))
         result, good = pipe.recv()
     except (EOFError, ConnectionError) as error:
-        raise RuntimeError(f"the lane's process is gone ({error!r})") from error
+        raise RuntimeError(f"the process of the lane has ended ({error!r})") from error
     if good:
         return result
     try:
@@ -383,7 +383,7 @@ Raises `RuntimeError` if the tensor has no counter.
 
 
 def places_in(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the own dictionaries of children and parameters of ``module``, not copies."""
+    """Return the dictionaries in which ``module`` keeps its children and parameters, not copies."""
     return module._modules, module._parameters
 
 

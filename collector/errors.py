@@ -8,23 +8,23 @@
     │   └── UnknownArgument (TypeError)   an argument that does not exist
     ├── EnvironmentRefused           an environment whose transitions cannot be counted correctly
     │   ├── EnvironmentUnknown       a storage does not record how to make the environment
-    │   └── SilentReset              it resets itself within step: found while collecting
+    │   └── SilentReset              an environment resets itself within step
     ├── EnvironmentDied              a process of a vector environment exited or was killed
     ├── SpaceError                   a space that has no column layout
     ├── PolicyError                  a policy returned no valid action of this environment
     ├── TransitionError              an environment returned values that its specs do not declare
     │   └── ValueRefused             one value of a lane, which no column can hold unchanged
     ├── UserStopIteration            user code raised StopIteration
-    ├── EnvCallError                 a call of an environment by `env_call` and its kin raised
+    ├── EnvCallError                 an environment raised in `env_call`, `env_get` or `env_set`
     ├── LedgerError                  the counts do not balance: a bug, never to be ignored
     ├── StateError                   a state dict or a storage that does not fit this collector
     │   └── ItemsDiffer              rows do not form items of a TorchRL buffer's length
     ├── MissingExtra (ImportError)   an optional package is not installed
     ├── SharedMemoryBusy (TimeoutError)   another process keeps memory locked
     └── WorkerError                  a worker failed; reports its lanes, seeds and actions
-        ├── WorkerRaised             code in it raised; the cause is the original if it is known
-        ├── WorkerDied               it exited, or a signal killed it
-        └── WorkerHung               it made no progress within its time limit
+        ├── WorkerRaised             code in a worker raised; the cause is its exception, if known
+        ├── WorkerDied               a worker exited, or a signal killed it
+        └── WorkerHung               a worker made no progress within its time limit
 """
 
 from collections.abc import Sequence

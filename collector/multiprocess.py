@@ -400,11 +400,11 @@ class MultiprocessCollector(Collector):
     def _refuse_unsharded(self, plan: SlabPlan) -> None:
         if plan.arrivals:
             raise EnvironmentRefused(
-                "sharded=True does not go with lanes that come back in any order. Leave sharded "
-                "out."
+                "sharded=True cannot be combined with lanes that come back in any order. Leave "
+                "sharded out."
             )
         if isinstance(self._policy, SeveralPolicies):
-            raise ArgumentError("sharded=True does not go with several policies. Give one policy.")
+            raise ArgumentError("sharded=True: expected one policy, got several. Give one policy.")
 
     def _sharded_leases(self) -> ShardedLeases:
         from tallyroll.collector.ext.sharded_leases import ShardedLeases

@@ -136,7 +136,7 @@ class StorageError(Exception):
 
 
 class OpenError(StorageError):
-    """The path cannot be opened or created as asked. Nothing was changed."""
+    """The path cannot be opened or created in the requested mode. Nothing was changed."""
 
 
 class StorageExists(OpenError):

@@ -143,11 +143,11 @@ class BatchOutput:
         return self._laying_out.arranged(batch, flags)
 
     def left(self, goal: int) -> int:
-        """Return a number of rows that certainly exceeds neither ``goal`` nor the budget."""
+        """Return how many rows are still needed for ``goal`` stored rows, limited by the budget."""
         return self.within(goal - self._run.ledger.stored)
 
     def within(self, rows: int) -> int:
-        """Return ``rows``, or fewer rows if the budget of agent transitions may not allow them.
+        """Limit ``rows`` so that the budget of agent transitions cannot be exceeded.
 
         Transitions that wait in this object count as stored.
         """

@@ -1,4 +1,4 @@
-"""The counts that the ledger adds when rows are stored."""
+"""Counts of rows that are about to be stored, which the run adds to its ledger."""
 
 from functools import lru_cache
 

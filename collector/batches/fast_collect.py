@@ -1,7 +1,8 @@
 """Fast path for a few slots, in ``collect(n)`` or for a batch: one C call stores their rows.
 
-It does the work of the run loop in few lines. After a step of the environment, and even more after
-a gradient step, the code is no longer in the CPU caches, and each line takes several times longer.
+It does the work of the run loop in as few lines as possible. A step of the environment, and even
+more a gradient step, evicts the code from the CPU caches, so that each line takes several times
+longer.
 """
 
 from collections.abc import Callable
@@ -191,7 +192,7 @@ class FastCollect:
         """The thread of the last call."""
 
     def collect(self, want: int, *, yields: bool = False) -> bool:
-        """Store ``want`` rows; with ``yields``, also make a batch. Return False if the loop has to.
+        """Store ``want`` rows; with ``yields``, also make a batch. Return False if impossible.
 
         An exception may be raised at any instruction. If it comes before the C call that stores
         the rows, :meth:`settle` keeps the slots for the next block. If it comes after that call,
@@ -271,7 +272,7 @@ class FastCollect:
         return None if pending is None else pending.take_error()
 
     def prepare(self) -> None:
-        """Let the next call take the fast path if filling and storing slots is all it has to do."""
+        """Enable the fast path for the next call if it only has to fill and store slots."""
         slab = self._rollout.slab
         if not self._finals.undecided and self._rollout.make_ready():
             self.ready = self._path_of(slab)
@@ -338,7 +339,7 @@ class FastCollectOfWorkers(FastCollect):
     """The guard of the call under way, or of a call that an exception ended."""
 
     def collect(self, want: int, *, yields: bool = False) -> bool:
-        """Store ``want`` rows; return False if the loop has to do it."""
+        """Store ``want`` rows; return False if the fast path cannot."""
         assert not yields, "the plan lets the loop make batches"
         if self.ready is None or self._run.phase is not Phase.IDLE:
             return False
@@ -361,7 +362,7 @@ class FastCollectOfWorkers(FastCollect):
             guard.__exit__(None, None, None)
 
     def prepare(self) -> None:
-        """Let workers go on after a pause, and get ready for the next call."""
+        """Resume the workers after a pause, and prepare for the next call."""
         rollout = self._rollout
         if rollout.paused:
             rollout.go_on()

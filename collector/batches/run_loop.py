@@ -76,7 +76,7 @@ class RunLoop:
         self._at_once = plan.rows.way == "slab"
         """True if :meth:`collect` stores each block on arrival."""
         self._most = run.writer.most if self._at_once else run.options.frames_per_batch
-        """The most rows that :meth:`collect` stores at once."""
+        """The maximum number of rows that :meth:`collect` stores in one commit."""
         self._few = run.options.total_episodes is not None
         """True if the run ends with its last episode, which only the source knows."""
         self._yields = True
@@ -299,7 +299,7 @@ class RunLoop:
         """Store the rows taken before ``error``, and the complete and valid rows after them.
 
         If a final observation is false, the ledger does not balance or the storage was closed,
-        nothing is stored, and ``error`` gets a note that says so. The caller raises ``error``.
+        nothing is stored, and ``error`` gets a note about this. The caller raises ``error``.
         """
         try:
             self._store_complete()

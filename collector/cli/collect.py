@@ -71,8 +71,8 @@ def wrong_sharded(plan: Plan, args: argparse.Namespace) -> str | None:
         return "--sharded needs workers, because each of them writes a shard. Give --workers."
     if plan.mode == "sync":
         return (
-            "--sharded does not go with --mode sync, because rows of several shards have no order. "
-            "Leave --mode out."
+            "--sharded cannot be combined with --mode sync, because rows of several shards have no "
+            "order. Leave --mode out."
         )
     if plan.frames is None or plan.by_agent or plan.shard is not None:
         return (
@@ -81,12 +81,13 @@ def wrong_sharded(plan: Plan, args: argparse.Namespace) -> str | None:
         )
     if plan.policy_placement == "central":
         return (
-            "--policy-placement central does not go with --sharded. Leave --policy-placement out."
+            "--policy-placement central cannot be combined with --sharded. Leave "
+            "--policy-placement out."
         )
     for name in _OTHERS:
         if getattr(args, name) not in _NO_EFFECT:
             option = "--" + name.replace("_", "-")
-            return f"{option} does not go with --sharded. Leave {option} out."
+            return f"{option} cannot be combined with --sharded. Leave {option} out."
     return None
 
 
@@ -205,7 +206,7 @@ class CollectRun:
         env_module = given.env is None and ":" in (before.env or "")
         if env_module or (given.policy is None and before.policy is not None):
             raise CommandError(
-                f"--resume: the manifest in {self.out} names code of yours, or an environment "
+                f"--resume: the manifest in {self.out} names your own code, or an environment "
                 "system. Tallyroll does not run code only because a storage names it. If the names "
                 "are right, repeat them:",
                 self._resume_command(plan),

@@ -27,7 +27,7 @@ class EpisodeBudget:
         return self.completed >= self.total
 
     def starting(self, lanes: NDArray[np.bool_]) -> int:
-        """Return how many of ``lanes`` begin an episode in their next slot, a transition."""
+        """Return how many of ``lanes``, whose next slot is a transition, begin an episode in it."""
         return int((lanes & self._fresh).sum())
 
     def upcoming(self, lanes: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -191,7 +191,7 @@ class EpisodeLog(Sequence[Episode]):
         if isinstance(index, slice):
             return [_episode(row) for row in rows[index]]
         if not -len(rows) <= index < len(rows):
-            raise IndexError(f"episode {index} of {len(rows)}")
+            raise IndexError(f"episode {index} is out of range: the log has {len(rows)} episodes")
         return _episode(rows[index])
 
     @property

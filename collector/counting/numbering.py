@@ -1,8 +1,8 @@
 """Numbering: trajectory ids, steps, returns and lengths of episodes, and all seeds of a run. Pure.
 
 `number_slot` and `number` sum the rewards of an episode; ``number`` in ``native/_number.c`` repeats
-them. `RunLoop.discard` adds the rewards of discarded transitions. Several rewards of a row are
-summed before, in `RowSource._rewards` and `SlabTable._reward`.
+them. `RunLoop.discard` adds the rewards of discarded transitions. If a row has several rewards,
+`RowSource._rewards` and `SlabTable._reward` add them up first.
 
 The first id of a run is `StoredRun.next_id` (with shards, rounded up by `first_id` in `shards.py`);
 `RunLoop._begin_run` passes it to `LaneState.begin_at`. Rows that no collector made get ids from
@@ -42,8 +42,8 @@ def lane_seed(seed: int, lane: int, incarnation: int) -> int:
 def lane_seeds(seed: int, lanes: int, incarnation: int) -> list[int]:
     """Return distinct seeds of lanes 0 to ``lanes - 1`` for one start.
 
-    Each seed is the lane's :func:`lane_seed`. If a lower lane has the same seed, it is instead the
-    next word of the lane's sequence that no lower lane has. So a seed does not depend on higher
+    Each seed is the lane's :func:`lane_seed`. If a lower lane already has this seed, the lane gets
+    the next word of its own sequence that no lower lane has. So a seed does not depend on higher
     lanes.
     """
     taken: dict[int, None] = {}
@@ -168,7 +168,7 @@ class LaneState:
         return cut
 
     def skip_to(self, other: "LaneState", lanes: NDArray[np.bool_]) -> None:
-        """Begin trajectories in ``lanes`` with ids after those up to the state ``other``.
+        """Begin trajectories in ``lanes``, with ids after all those that ``other`` has used.
 
         None of these lanes may be in the middle of a trajectory. Some ids remain without rows.
         """

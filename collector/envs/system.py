@@ -308,10 +308,11 @@ class System(ABC):
         raise NotImplementedError
 
     def keep_on(self, device: torch.device) -> bool:
-        """Return later arrays on ``device``, and declare it, if the system computes them there.
+        """Keep later arrays on ``device``, and declare it, if the system computes them there.
 
-        A collector asks for the device of its environment before the first reset. False, the
-        default, means that arrays stay where the system has declared them.
+        Return True if it does. A collector calls this method with the device of its environment
+        before the first reset. By default, arrays stay on the declared device, and the result is
+        False.
         """
         return False
 

@@ -1,4 +1,4 @@
-"""Unbiased evaluation of a policy, on a budget of its own."""
+"""Unbiased evaluation of a policy, outside of the training budget."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -169,8 +169,8 @@ class _EvaluationRun(SyncCollector):
             except (KeyError, RuntimeError) as error:
                 raise ArgumentError(
                     "env_state: expected the state of an environment with the same transforms and "
-                    f"number of lanes, got a different state ({error}). Make both environments "
-                    "alike."
+                    f"number of lanes, got a different state ({error}). Give both environments the "
+                    "same transforms and lanes."
                 ) from error
         super()._begin_run(lanes, envs)
 

@@ -341,7 +341,7 @@ class ShardedLeases:
 
 
 def lost_since(startup: WorkerStartup, storage: object) -> list[str]:
-    """Subtract from the counts the shard rows that no node has any more.
+    """Remove the shard rows that no node has any more from the acknowledged rows and the counts.
 
     Returns:
         Descriptions of the lost rows.

@@ -1,1 +1,1 @@
-"""The C extension of the collector: it steps environments, numbers rows and stores few slots."""
+"""The C extension of the collector: it steps environments, and numbers and stores rows."""

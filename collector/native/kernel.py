@@ -111,13 +111,12 @@ class StepKernel(Protocol):
         lanes: np.ndarray | None,
         /,
     ) -> bool:
-        """Write an entry of vector infos to its column ``row`` ``[lane, ...]``, for some ``lanes``.
+        """Write an entry of vector infos to its column ``row`` ``[lane, ...]``, for ``lanes``.
 
-        ``found`` has the values of the entry ``[lane, ...]``, and marks of the lanes that have the
-        entry (None if all have it). ``found`` itself is None if no lane has the entry. Lanes
-        without the entry get ``fill``, and ``given`` marks the lanes that have it. ``fill`` and
-        ``given`` are None if all of ``lanes`` must have the entry. ``lanes`` are marks; None means
-        all lanes.
+        ``found`` is None if no lane has the entry. Otherwise it is a pair: the values of all lanes,
+        and marks of the lanes that have the entry, or None if all have it. Lanes without the entry
+        get ``fill``. The output ``given`` marks the lanes that have it. Both are None if every lane
+        must have the entry. ``lanes`` are marks; None means all lanes.
 
         Returns:
             False if an array has an unexpected type or shape, or a lane lacks the entry. The caller

@@ -100,7 +100,7 @@ class SlotRows(NewRows):
     def select(
         self, used: int, count: int, version: int, watched: bool, batch: SlotBatch | None
     ) -> None:
-        """Choose the rows of the next commit; each argument is the attribute of its name."""
+        """Choose the rows of the next commit; each argument sets the attribute of the same name."""
         self.used, self.count, self.version = used, count, version
         self.watched, self.batch = watched, batch
 

@@ -141,7 +141,7 @@ def choice(values: Sequence[Any]) -> Choice:
 
 
 def json_value(name: str, value: Any) -> Any:
-    """Return the value that remains of ``value`` after it was written to JSON and read again.
+    """Return ``value`` after a round trip through JSON.
 
     NumPy numbers become Python numbers.
 

@@ -65,7 +65,7 @@ class MaskRule:
     def quick(
         self, marks: Array, live: Array | None, *, zeros_and_ones: bool
     ) -> Callable[[], bool]:
-        """Return a fast check that is True if all masks in ``marks`` are valid for any actor.
+        """Return a fast check: True if all masks in ``marks`` are valid, whichever agents act.
 
         Args:
             marks: the memory of the masks.

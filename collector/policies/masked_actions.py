@@ -79,7 +79,7 @@ class Choices:
         return f"[{sum(self.sizes)}] (one part per index, in order){combinations}{alike}"
 
     def parts(self, marks: Array, batch: tuple[int, ...]) -> list[Array] | None:
-        """Split a mask into marks ``[*batch, n]``, one array per index or one for all combinations.
+        """Convert a mask to arrays ``[*batch, n]``: one per index, or one for all combinations.
 
         Return None if the mask has another shape.
         """

@@ -214,10 +214,10 @@ class RandomActions:
         self._rng.return_to(place, self._drawers, slots, self._width)
 
     def masks_in(self, arrays: Mapping[Key, Array]) -> Mapping[Key, Array | None] | None:
-        """Return each action's mask among the ``arrays`` ``[slot, lane, ...]`` of a slab.
+        """Return the mask of each action from ``arrays`` ``[slot, lane, ...]`` of a slab, by key.
 
-        Return None if :meth:`put` would lack an array or a draw. A mask is None if the action has
-        no mask in the slab.
+        The mask of an action without a mask in the slab is None. The whole result is None if an
+        array or a block draw is missing that :meth:`put` needs.
         """
         wanted = [*self._masks, *(mask for mask in self._masks.values() if mask is not None)]
         if len(self._draws) < len(self._masks) or not all(key in arrays for key in wanted):
@@ -268,7 +268,7 @@ class RandomActions:
         return marks
 
     def draw_slots(self, slots: int) -> Ahead:
-        """Draw the actions of ``slots`` slots, or numbers if they depend on observations."""
+        """Draw the actions of ``slots`` slots; for masked actions, the numbers that choose them."""
         drawn = zip(self._draws, self.take(slots), strict=True)
         return self.of_lanes({key: torch.from_numpy(each.copy()) for key, each in drawn})
 

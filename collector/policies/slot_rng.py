@@ -2,7 +2,7 @@
 
 A call of a generator takes as long as a step of a small environment, whether it draws for one slot
 or for many. So numbers are drawn in blocks. The size of a block is constant, so that the numbers of
-a slot do not depend on how many slots are requested at once.
+a slot do not depend on the number of slots in a request.
 """
 
 import math
@@ -86,7 +86,7 @@ class SlotRng:
         return {"generator": self._before, "taken": self._taken}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the place at which :attr:`state` was ``state``."""
+        """Continue from ``state``, an earlier value of :attr:`state`."""
         plain = "generator" not in state  # as earlier versions saved it
         taken = 0 if plain else int(state["taken"])
         if not 0 <= taken <= _MOST_SLOTS:  # so many slots would be drawn
@@ -97,7 +97,7 @@ class SlotRng:
     def return_to(
         self, state: Mapping[str, Any], draws: Sequence[Draw], slots: int, width: int
     ) -> None:
-        """Continue ``slots`` slots after the place at which :attr:`state` was ``state``."""
+        """Continue ``slots`` slots after ``state``, an earlier value of :attr:`state`."""
         self.restore(dict(state))
         if slots:
             self.take(draws, slots, width)

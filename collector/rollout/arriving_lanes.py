@@ -86,7 +86,7 @@ class ArrivingLanes(Lanes):
 
     @property
     def random_under_way(self) -> int:
-        """Number of transitions with random actions that have not returned."""
+        """Number of steps in progress whose actions are random."""
         return self._random_away
 
     @property

@@ -29,7 +29,7 @@ Views = Sequence[tuple[Key, Key, Sequence[torch.Tensor]]]
 class CopiedLanes(Lanes):
     """Lanes of any TorchRL environment; results are copied before they may be overwritten.
 
-    Rows have what the outermost environment returns. With a `TransformedEnv`, these are the
+    Rows contain the results of the outermost environment. With a `TransformedEnv`, these are the
     observations after its transforms. The raw ones are stored only if the transforms write to other
     keys.
 

@@ -123,7 +123,7 @@ class Driver(ABC):
 
     @property
     def random_under_way(self) -> int:
-        """Number of steps with random actions that have not returned."""
+        """Number of steps in progress whose actions are random."""
         return 0
 
     @property
@@ -295,7 +295,7 @@ class LocalDriver(Driver):
 
     @property
     def random_under_way(self) -> int:
-        """Number of steps with random actions that have not returned."""
+        """Number of steps in progress whose actions are random."""
         return self.stepped.random_under_way
 
     def ended(self, start: int, stop: int) -> Mask:

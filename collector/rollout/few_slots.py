@@ -146,7 +146,7 @@ class FewSlots:
 
 
 class FewSlotsOfWorkers(FewSlots):
-    """A `FewSlots` that requests all slots that are certain to be needed from workers at once."""
+    """A `FewSlots` over workers, with one request for all slots that are certain to be needed."""
 
     @property
     def has_rounded(self) -> bool:

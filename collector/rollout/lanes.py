@@ -124,7 +124,7 @@ class Lanes(ABC):
 
     @property
     def random_under_way(self) -> int:
-        """Number of steps with random actions that have not returned."""
+        """Number of steps in progress whose actions are random."""
         return 0
 
     def upcoming(self) -> NDArray[np.bool_]:

@@ -1,7 +1,7 @@
 """Step a batched environment until there are enough transitions, in slot order.
 
 A driver fills slots of a slab. `SlabFiller` decides how many slots to fill, and counts their
-transitions. `Rollout` hands the transitions over in blocks, and carries the surplus into the next
+transitions. `Rollout` delivers the transitions in blocks, and carries the surplus into the next
 block.
 """
 

@@ -1,4 +1,4 @@
-"""Progress board: words that a driver writes while it steps, and that other code may read."""
+"""Progress board: machine words that a driver updates while it steps, for other code to read."""
 
 import struct
 from typing import Any, Final

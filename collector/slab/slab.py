@@ -1,9 +1,9 @@
 """A preallocated block of slots that a rollout fills in place.
 
-Every column is one tensor ``[time, lane, ...]``. A key that flows from one step to the next, an
-observation, has one more slot: the policy sees, in slot ``t + 1``, the value that the step returned
-in slot ``t`` or the first observation after a reset. If these two never differ (``shared``), the
-root column and the ``"next"`` column use the same memory, one slot apart, so that a step writes
+Every column is one tensor ``[time, lane, ...]``. The column of an observation, which flows from one
+step to the next, has one more slot: in slot ``t + 1`` the policy sees the value that the step in
+slot ``t`` returned, or the first observation after a reset. If these two never differ (``shared``),
+the root column and the ``"next"`` column use the same memory, one slot apart, so that a step writes
 each byte once.
 """
 

@@ -31,7 +31,7 @@ from tallyroll.storage.rows.keys import Key, as_key
 
 
 class NoActions(Exception):
-    """The parent requests no further steps now."""
+    """The parent has ended a request for steps without sending actions."""
 
 
 # --- the worker's side ----------------------------------------------------------------------------

@@ -324,8 +324,8 @@ class Worker:
         """
         if not self._closed:
             raise EnvironmentRefused(
-                "create_env_fn: expected an environment of its own for each worker, got one that "
-                "another worker's thread steps already. Make each call of the factory return a new "
+                "create_env_fn: expected a separate environment for each worker, got one that the "
+                "thread of another worker steps. Make each call of the factory return a new "
                 "environment with new parts, or shut the other collector down first."
             )
 

@@ -223,7 +223,7 @@ class SupervisedOptions(Options):
         }
         for what, there in wrong.items():
             if there:
-                raise ArgumentError(f"sharded=True does not go with {what}.")
+                raise ArgumentError(f"sharded=True cannot be combined with {what}.")
 
     def _refuse_in_async(self) -> None:
         if self.reset_at_each_iter:

@@ -168,7 +168,7 @@ class _Lease:
 
 
 class PrivateRows:
-    """Lender of the rows of a storage as private memory.
+    """Lends callers the rows of a storage as private memory, which they may change.
 
     Args:
         format: the files of the storage.

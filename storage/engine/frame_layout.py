@@ -44,9 +44,9 @@ class FrameLayout:
         stack: the number of frames in a value, along its first axis; 1 if the value is one frame.
         delta: store frames as differences, in blocks.
         segment_frames: the maximum number of frames in a segment.
-        segment_nbytes: the bytes of a segment, a multiple of 8. In a plain pool, they are those of
-            its frames. In a delta pool, a segment has space for the end offset of each frame, and
-            for at least one whole frame.
+        segment_nbytes: the size of a segment in bytes, a multiple of 8. In a plain pool, it is the
+            size of the segment's frames. In a delta pool, a segment has space for the end offset of
+            each frame, and for at least one whole frame.
 
     Raises:
         InvalidSchema: a pool cannot have this layout.
@@ -124,12 +124,12 @@ class FrameLayout:
 
     @property
     def value_nbytes(self) -> int:
-        """The bytes of a value, which has `stack` frames."""
+        """The size in bytes of a value, which has `stack` frames."""
         return self.stack * self.frame_nbytes
 
     @property
     def preamble_nbytes(self) -> int:
-        """The bytes before the first segment: in a delta pool, pages for the reference."""
+        """The number of bytes before the first segment; a delta pool has its reference there."""
         return _rounded_up(self.frame_nbytes, _PAGE_NBYTES) if self.delta else 0
 
     @property
@@ -138,7 +138,7 @@ class FrameLayout:
 
     @property
     def begin_of_frames(self) -> int:
-        """The bytes before the first frame of a segment."""
+        """The number of bytes before the first frame of a segment."""
         return WORD_NBYTES * self.segment_frames if self.delta else 0
 
     @cached_property
@@ -158,7 +158,7 @@ class FrameLayout:
         )
 
     def nbytes_of(self, segments: int) -> int:
-        """Return the bytes of a pool with that many segments."""
+        """Return the size in bytes of a pool with that many segments."""
         return self.preamble_nbytes + segments * self.segment_nbytes
 
     def segments_in(self, nbytes: int) -> int:

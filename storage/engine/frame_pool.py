@@ -92,7 +92,7 @@ class FrameWriter:
         return len(self._last_row)
 
     def used_nbytes(self, oldest: int) -> int:
-        """Return the bytes of the segments that row ``oldest`` and later rows need."""
+        """Return the size in bytes of the segments that row ``oldest`` and later rows need."""
         return int(np.count_nonzero(self._last_row >= oldest)) * self.layout.segment_nbytes
 
     def remap(self, memory: np.ndarray) -> None:

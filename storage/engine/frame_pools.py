@@ -340,7 +340,7 @@ class FramePools:
         return usages
 
     def used_nbytes(self, columns: Sequence[np.ndarray], valid: range, ring: int) -> int:
-        """Return the bytes of all segments that the rows ``valid`` need.
+        """Return the size in bytes of all segments that the rows ``valid`` need.
 
         A writer knows them. Otherwise the call reads the positions of these rows.
         """

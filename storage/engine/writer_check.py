@@ -1,4 +1,4 @@
-"""The right of this process to write to a storage, which it may lose while it writes."""
+"""Check that this process may still write to a storage, whose lock file may disappear."""
 
 from __future__ import annotations
 

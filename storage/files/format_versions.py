@@ -2,7 +2,7 @@
 
 `create_new` writes the version to the header, and `new_manifest` to the manifest. Readers check it
 with `require_readable` and `refuse_newer`. Packed copies (``VERSION`` in ``ext/packed/layout.py``)
-and overlays (``_VERSION`` in ``ext/overlays/header.py``) have versions of their own.
+and overlays (``_VERSION`` in ``ext/overlays/header.py``) have their own versions.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Each word is a count with check bits, so that a reader detects a flipped bit.
 
-Files that are copied one by one while a writer adds rows show different moments: the header may
-count rows that did not exist when the columns were copied. The header therefore records that it is
-open for writing, and the identity of its file, which differs for a copy. Offsets in bytes::
+Files that are copied one by one while a writer adds rows are inconsistent: the header may count
+rows that did not exist when the columns were copied. The header therefore records that it is open
+for writing, and the identity of its file, which differs for a copy. Offsets in bytes::
 
     192    1 while a writer has the storage open, else 0
     200    inode of the file

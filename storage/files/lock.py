@@ -4,8 +4,8 @@ A forked child does not keep its parent's locks. The writer of a storage holds t
 storage. Locks also protect the weights that workers share.
 
 `open_existing` and `create_new` take the lock of a storage, `ShardedWriter` that of a sharded
-storage, and `lock_overlay` that of an overlay. If a writer dies, its lock is free at once. The next
-writer removes what was left: `Engine.__init__`, `OpenedFiles._finish_rewind`,
+storage, and `lock_overlay` that of an overlay. If a writer dies, its lock is released immediately.
+The next writer removes what was left: `Engine.__init__`, `OpenedFiles._finish_rewind`,
 `Header.begin_writing`, and `AcknowledgedFile._open` for a sharded storage.
 """
 

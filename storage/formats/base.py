@@ -35,9 +35,9 @@ BESIDE: Final = (
     "samples.drawn",
     "columns.statistics",
 )
-"""Files beside the rows: the episode table, content hashes, priorities of a sampler, the trajectory
-index, counts of rows drawn under a rate limit, and column statistics. Each file records how many
-rows it covers, and can be lost without losing rows."""
+"""Files next to the rows: the episode table, content hashes, priorities of a sampler, the
+trajectory index, counts of rows drawn under a rate limit, and column statistics. Each file records
+how many rows it covers, and can be lost without losing rows."""
 
 EVENTS_FILE: Final = "run.events"
 """The file of environment calls, see `tallyroll.storage.readers.event_file`."""

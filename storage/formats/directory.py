@@ -24,7 +24,7 @@ from tallyroll.storage.rows.schema import Schema
 
 
 class DirectoryFormat(Format):
-    """Format of a storage that is a directory of its own."""
+    """Format of a storage that occupies a whole directory."""
 
     @abstractmethod
     def _owns(self, name: Path) -> bool:

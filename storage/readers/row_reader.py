@@ -259,8 +259,8 @@ class RowReader(ABC):
             tell: callback that is called with the number of bytes checked since its last call.
 
         Returns:
-            An iterator over names of columns, or of their sources, each with a sentence that says
-            what is damaged and which rows are intact.
+            An iterator over names of columns, or of their sources, each with a sentence about the
+            damage and the intact rows.
         """
         return None
 

@@ -124,7 +124,7 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
 
     Raises:
         CopyOfOpenStorage: the files are such a copy, and ``accept_copy`` is False.
-        OpenError: the path cannot be opened or created in this mode (the subclasses say why).
+        OpenError: the path cannot be opened or created in this mode (see the subclass).
         CorruptStorage: the files are damaged.
         ValueError: an argument has an invalid value, or ``max_size``, ``once`` or ``stacks``
             differs from that of an existing storage.
@@ -225,7 +225,7 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
             RunUnderWay: a collector is writing a run to this storage; ``"fresh"`` never raises
                 this.
             ColumnsMissing: ``"renumber"`` was used for rows without ids.
-            WriteError: the write was refused and nothing was written (the subclasses say why).
+            WriteError: the write was refused and nothing was written (see the subclass).
         """
         if ids not in _IDS:
             raise ValueError(f"ids: expected one of {', '.join(map(repr, _IDS))}, got {ids!r}.")
@@ -431,10 +431,10 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
                 ``"keep"`` writes them unchanged, ``"drop"`` leaves them out, and ``"truncate"``
                 marks their last rows as truncated.
             follow: keep the export up to date until the process that writes to this storage closes
-                it. Each version is written completely beside the others. Then the link ``current``
-                in the folder ``path`` (with the suffix of the format's files, as ``current.npz``)
-                is replaced atomically by a link to it. The version before the newest stays, and
-                older ones are deleted. A reader that resolves the link once, with
+                it. Each version is first written completely to a new path. Then the link
+                ``current`` in the folder ``path`` (with the suffix of the format's files, as
+                ``current.npz``) is replaced atomically by a link to it. The version before the
+                newest stays, and older ones are deleted. A reader that resolves the link once, with
                 `os.path.realpath`, can therefore use its target until the second version after it.
                 An error, a signal or a kill leaves the last version intact, and the same call
                 continues from it.

@@ -132,7 +132,7 @@ def _out_of_range(row: int, length: int) -> IndexOutOfRange:
 
 
 def consecutive(cursor: Any, ring: int = 0) -> range:
-    """Return the slots that a writer's cursor names, if they are consecutive.
+    """Return the slots in a writer's cursor, if they are consecutive.
 
     TorchRL's writers pass an int or an arange tensor. In a ring of ``ring`` slots, slot 0 follows
     the last one, and the range continues beyond the last slot.

@@ -32,10 +32,10 @@ class Source(Protocol):
 
 
 class Origin:
-    """A storage's manifest as of the last read, for rows that outlive their reader.
+    """The manifest of a storage when it was last read, for rows that outlive their reader.
 
-    It keeps no file open. Its pickle is `False`, so that rows in another process have no origin and
-    can be loaded there without this package.
+    The object keeps no file open. It is pickled as ``False``, so that rows in another process have
+    no origin and can be loaded there without this package.
     """
 
     __slots__ = ("_reader", "manifest", "until")

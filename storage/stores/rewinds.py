@@ -116,6 +116,6 @@ def require_rewindable(writer: RowWriter | NoWriter, rows: int, run: object = No
     least = done.get("head") if isinstance(done, dict) else None
     if isinstance(least, int) and rows < least:
         raise StateMismatch(
-            f"{reader.path} was finalized with {least} rows and cannot be rewound to {rows}. Copy "
-            "the rows that you want to another storage."
+            f"{reader.path} was finalized with {least} rows and cannot be rewound to {rows}. "
+            "Copy the rows to keep to another storage."
         )

@@ -7,8 +7,8 @@ satisfies it by having these members; it need not derive from a class of Tallyro
 
 The steps of a run, in order:
 
-1. The constructor of a collector takes the claim, looks at `RowReader.manifest`, ``record`` and
-   rows for a run to continue, reserves space, and begins an entry with the schema.
+1. The constructor of a collector takes the claim. It searches `RowReader.manifest`, ``record`` and
+   the rows for a run to continue, reserves space, and begins an entry with the schema.
 2. Each batch is one `RunWriter.append`, which stores the rows and the record that counts them, or
    nothing. If rows are on a device, a `TensorWriter` gets them by ``append_tensors`` instead.
 3. A call that changes environments is an event of the run's entry.
@@ -104,7 +104,7 @@ class RunWriter(Protocol):
             The numbers of the rows, starting at the previous ``reader.head``.
 
         Raises:
-            WriteError: the write was refused and nothing was written (the subclasses say why).
+            WriteError: the write was refused and nothing was written (see the subclass).
         """
 
     def put_record(self, payload: bytes) -> None:

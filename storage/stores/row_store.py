@@ -333,7 +333,7 @@ class RowStore:
         *,
         writable: bool | None = None,
     ) -> Overlay:
-        """Return an overlay, a rewritable column beside the rows; create it if it does not exist.
+        """Return an overlay, a rewritable column of the rows; create it if it does not exist.
 
         The values are in a separate file, and the rows are read as before. Read the values with
         ``get(index, keys=[..., name])``, `column` or `n_step`'s ``reward_key``. Use

@@ -56,7 +56,7 @@ class _Copy(NamedTuple):
 
 
 class CopiedRows:
-    """State of the last manifest entry of a writer, used to attribute the next rows."""
+    """Decides whether the last manifest entry of a writer also covers the next rows."""
 
     def __init__(self, entries: RunEntries) -> None:
         self._room = ENTRY_NBYTES

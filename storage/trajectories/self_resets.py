@@ -6,8 +6,9 @@ final observation equals, bit for bit, the first observation of the lane's next 
 alone is not proof. In a bandit all observations are equal, and a task may end where it began, or
 where the next episode begins. The detector therefore counts:
 
-- Finals, the final observations of trajectories, that equal the first observation that follows in
-  their lane. If fewer than 9 of 10 do, the environment does not reset itself.
+- Finals that equal the first observation that follows in their lane. A final is the final
+  observation of a trajectory. If fewer than 9 of 10 are equal, the environment does not reset
+  itself.
 - Telling ends, whose trajectory did not begin with the observation that follows the end. If fewer
   than 9 of 10 of their finals equal the observation that follows, the environment does not reset
   itself.
@@ -23,9 +24,9 @@ where the next episode begins. The detector therefore counts:
   reset itself, which causes a warning.
 
 The rows of some environments do not show whether the environment resets itself, for example if
-episodes have one step or always begin alike. If a task's reset keeps the state, or visits eight or
-more places in turn, its rows look like those of a self-reset. For such a task, the user declares
-``finals="kept"``.
+episodes have one step or always begin in the same state. If a task's reset keeps the state, or
+visits eight or more places in turn, its rows look like those of a self-reset. For such a task, the
+user declares ``finals="kept"``.
 
 Observations are compared by a `digest` of their bytes. Equal observations have equal digests, and
 different ones have different digests except with a probability of about 1 in 2**60. Consequently,

@@ -1,7 +1,7 @@
 """Columns whose values in slices differ from the stored ones.
 
 A slice is treated as a trajectory of its own. Its last row is marked as done, and as cut if the
-trajectory continues. Its first row is where recurrent modules begin.
+trajectory continues. Its first row is marked as a beginning for recurrent modules.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tallyroll.storage.trajectories.windows import Slices
 def done_keys(schema: Schema) -> list[Key]:
     """Return every done column, at the root and in groups.
 
-    The result is empty if the root has none, because then no column says whether a trajectory
+    The result is empty if the root has none, because then no column shows whether a trajectory
     continues.
     """
     if DONE not in schema:
@@ -47,7 +47,7 @@ def slice_marks(dones: Mapping[Key, np.ndarray], slices: Slices) -> dict[Key, to
 def end(dones: Mapping[Key, np.ndarray], slices: Slices) -> np.ndarray | None:
     """Set ``dones`` at the last row of slices; return a mask of the cut rows, [slices, length].
 
-    The result is None if no column says whether a trajectory continues.
+    The result is None if no column shows whether a trajectory continues.
     """
     cut, at = None, slices.last
     for key, done in dones.items():

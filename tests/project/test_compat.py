@@ -349,7 +349,7 @@ def test_a_process_of_a_vector_calls_and_says_what_it_raised() -> None:
         with pytest.raises(AttributeError) as raised:
             compat.call_lane(env, 0, "no_such_name")
         assert "its process has ended" in raised.value.__notes__[0]
-        with pytest.raises(RuntimeError, match="the lane's process is gone"):
+        with pytest.raises(RuntimeError, match="the process of the lane has ended"):
             compat.call_lane(env, 0, "has_wrapper_attr", "lane")
     finally:
         env.close(terminate=True)

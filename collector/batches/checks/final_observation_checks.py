@@ -79,7 +79,7 @@ class FinalsWatch:
     def require_true(self, committed: Callable[[], str]) -> None:
         """Raise if the environment resets itself; warn once if it may.
 
-        ``committed`` returns a sentence that says which rows of the run are stored.
+        ``committed`` returns a sentence about the rows of the run that are stored.
 
         Raises:
             SilentReset: the environment resets itself.

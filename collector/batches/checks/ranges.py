@@ -58,9 +58,9 @@ class Range:
         return self.by_policy and self.low.dtype.kind == "f"
 
     def numbers(self) -> "Range":
-        """Return the range whose finite bounds are the most extreme finite numbers instead.
+        """Return the range with each finite bound replaced by the lowest or highest finite number.
 
-        It is for a policy that explores beyond the bounds.
+        A policy that explores beyond the bounds is checked against this range.
         """
         most = np.finfo(self.low.dtype).max
         low, high = (

@@ -68,7 +68,7 @@ class SlotChecks:
     def are_good(self, used: int) -> bool:
         """Return True if all values of the first ``used`` slots are in range.
 
-        False means that a value is out of range, or that this object cannot tell.
+        False means that a value is out of range, or that this object cannot check the values.
         """
         if not self.fit:
             return False

@@ -159,7 +159,7 @@ class RangeChecks:
         *,
         acted: bool = True,
     ) -> Exception | None:
-        """Return the error of a wrong action or mask in ``slot``, whose step raised, or None.
+        """Return the error for an invalid action or mask in ``slot``, whose step raised, or None.
 
         ``acting`` marks the lanes ``[lane]`` whose action would have been executed. ``acted`` is
         False if the slot has no actions.
@@ -176,7 +176,7 @@ class RangeChecks:
 
     @staticmethod
     def place(error: ValueRefused, slab: Slab, slot: int, state: LaneState) -> None:
-        """Add the step of the trajectory to ``error``, which a step raised in ``slot``.
+        """Record in ``error`` at which step of the trajectory it was raised, in ``slot``.
 
         If a worker is ahead of the slots that all workers have filled, the step is unknown.
         """

@@ -1,9 +1,10 @@
 """Mark ends and beginnings of trajectories in batches; stored rows have no such marks. Pure.
 
 Value estimators step through time by a ``done`` flag: the one at the root, or the one of a group of
-agents. So in a batch every done flag is True at the last row of a trajectory. That row ends an
-episode, where the environment's flag at the root is True already, or it is cut. The environment's
-flag of a group may be False there, for example if a time limit of all agents ended the episode.
+agents. So in a batch every done flag is True at the last row of a trajectory. Such a row either
+ends an episode, and the environment's own flag at the root is True, or it is cut. Even at the end
+of an episode, the environment's flag of a group may be False, for example if a time limit of all
+agents ended the episode.
 
 Recurrent modules carry a state through the rows of a batch. Where ``is_init`` is True, they begin
 from the state that is stored in the row. So in a batch ``is_init`` is True at the first row of

@@ -1,13 +1,12 @@
 """Lay out rows as TorchRL's collectors do: ``[lanes, time]``, with a dimension named "time".
 
-The batch size of the environment comes before ``time``. An environment without a batch size gives
-``[time]``. Workers that each call a factory give ``[workers, *batch size, time]``, or a separate
-batch for each worker if they do not wait for one another.
+The batch size of the environment comes before ``time``, so a batch of an environment without a
+batch size is ``[time]``. A batch is ``[workers, *batch size, time]`` if each worker calls a
+factory. If such workers do not wait for one another, each batch comes from one worker.
 
-Done flags are the environment's own, also at the root, so that ``("next", "done")`` says which
-episodes ended. If lanes differ in length, shorter lanes are padded with zeros. Only then are the
-done flags True at the last row of each lane too, because value estimators step through time by
-them.
+Done flags are the environment's own, also at the root, so ``("next", "done")`` marks the ends of
+episodes. If lanes differ in length, shorter lanes are padded with zeros. Only then are the done
+flags True at the last row of each lane too, because value estimators step through time by them.
 """
 
 import warnings
@@ -50,7 +49,7 @@ NO_FLAGS: Flags = {}
 
 
 class PaddedBatchWarning(UserWarning):
-    """Batches in TorchRL's layout are not full rectangles; the message says why and what to do."""
+    """Batches in TorchRL's layout are not full rectangles; the message has a remedy."""
 
 
 class TorchrlLayout:
@@ -60,7 +59,7 @@ class TorchrlLayout:
         options: the options of the run.
         plan: the plan of the slab, which lists the flags.
         shapes: the batch size of each worker's environment, or of the only environment.
-        stacked: True if batches have a dimension of workers, where all workers have the same shape.
+        stacked: True if batches have a dimension of workers; all workers then have the same shape.
         apart: True if each batch has the rows of one worker.
 
     Raises:
@@ -130,7 +129,7 @@ class TorchrlLayout:
         length never changes.
 
         Raises:
-            ArgumentError: a batch may not be a full rectangle; the message says why.
+            ArgumentError: a batch may not be a full rectangle; the message gives the reason.
         """
         if all(shape == () for shape in self._shapes):
             return

@@ -78,9 +78,9 @@ def split_trajectories(
     sampler stay as they were drawn.
 
     At the last row of a trajectory ``("next", "done")``, and every bool ``"done"`` below it, is
-    True, and ``("collector", "cut")`` says whether the trajectory goes on beyond these rows, so
-    that value estimators stop there. At its first row every bool ``"is_init"`` is True, so
-    that recurrent modules begin from the state stored in that row.
+    True, and ``("collector", "cut")`` is True if the trajectory continues beyond these rows, so
+    that value estimators stop there. At its first row every bool ``"is_init"`` is True, so that
+    recurrent modules begin from the state stored in that row.
 
     Raises:
         ArgumentError: there are no trajectory ids, an id or step is not one number for each row,

@@ -110,13 +110,13 @@ class ArrayBatch:
 
 @dataclass(frozen=True)
 class RowSource:
-    """Makes rows from slabs that have the columns of ``plan``."""
+    """Makes rows from slabs with the columns of ``plan``."""
 
     plan: SlabPlan
 
     @cached_property
     def large(self) -> tuple[Key, ...]:
-        """Columns with large rows, without rewards and flags, because the run loop reads these."""
+        """Columns with large rows, except rewards and flags, which the run loop reads."""
         flags_and_rewards = {*self.plan.rewards, *self.plan.dones, DONE, TERMINATED, TRUNCATED}
         return tuple(
             key

@@ -54,9 +54,9 @@ class EnvCalls:
 
         Calls are recorded with the run, and listed in :attr:`events` and in ``storage.runs``,
         unless the run is over. A replacement worker repeats them in its new environments before
-        their first reset; after a resume the caller has to repeat them. A call that changes the
-        state within an episode breaks the sequence of its rows. Arguments and results are pickled
-        for workers.
+        their first reset; after a resume the caller has to repeat them. If a call changes the state
+        within an episode, the next row does not follow from the previous one. Arguments and results
+        are pickled for workers.
 
         Args:
             name: the name of the method; not ``reset``, ``step`` or ``close``.
@@ -70,7 +70,8 @@ class EnvCalls:
         Raises:
             EnvCallError: the method raised in some lanes, or the environment has no such method;
                 the run continues.
-            EnvironmentRefused: there is not one Python object per lane; the message says why.
+            EnvironmentRefused: there is not one Python object per lane; the message gives the
+                reason.
             WorkerError: a worker died or hung; the next batch replaces it, or ends the run.
             ArgumentError: an argument is invalid; no environment was called.
 

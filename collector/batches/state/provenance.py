@@ -57,7 +57,7 @@ def _otherwise(options: Options) -> dict[str, Any]:
 def recorded_spaces(
     spaces: Mapping[str, Any], options: Options, buffer: ReplayBuffer | None
 ) -> dict[str, Any]:
-    """Return the spaces for a run's entry: those that fit into it, and why rows may violate them.
+    """Return the spaces that fit into a run's entry, and the reasons why rows may violate them.
 
     With ``validate="noise"``, actions outside a box are stored too. Because any run may have such
     actions, they are not listed as a reason.

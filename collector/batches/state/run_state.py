@@ -15,7 +15,7 @@ from tallyroll.collector.errors import StateError
 from tallyroll.collector.options import Options
 
 EPISODES_KEPT = 50_000
-"""Without total_episodes, ``collector.episodes`` keeps at least so many of the newest episodes."""
+"""Minimum number of newest episodes in ``collector.episodes``, unless total_episodes is given."""
 
 
 class Phase(Enum):
@@ -102,7 +102,7 @@ class RunState:
             self.phase = Phase.COLLECTING
 
     def end_call(self) -> None:
-        """End the call under way, if there is one; the program did not make its steps."""
+        """End the current call, if there is one. Its steps do not count as steps of the program."""
         if self.outside is not None:
             self.outside.remember()
         if self.phase is Phase.COLLECTING:
@@ -160,7 +160,7 @@ class RunState:
             post(self.ledger, LedgerEntry(agent_transitions=behind))
 
     def foresee(self, state: LaneState) -> None:
-        """Record the state of the lanes after the waiting transitions, to which an event refers."""
+        """Record the state of the lanes after the waiting transitions, for an event to refer to."""
         self.foreseen = state
 
     def skip_foreseen(self, lanes: NDArray[np.bool_]) -> None:
@@ -187,7 +187,7 @@ class RunState:
         self.moved = ""
 
     def look_outside(self) -> None:
-        """Note an environment that the program stepped or reset since the last call."""
+        """Record an environment that the program itself stepped or reset since the last call."""
         if self.outside is not None and not self.moved:
             self.moved = self.outside.find()
 

@@ -92,7 +92,7 @@ def require_fit(
 ) -> None:
     """Raise `StateError` unless ``run`` can continue from ``state``.
 
-    ``resumed`` is True if ``run`` may be one that continues the run in its storage.
+    ``resumed`` is True if ``run`` may continue the run in its storage.
     """
     policy = beginning.policy
     if run.ledger.slots > (run.slots_before if resumed else 0):

@@ -19,7 +19,7 @@ from tallyroll.storage.rows.keys import TRAJ_IDS, format_key
 
 
 class CutItemWarning(UserWarning):
-    """A run ended within an item of a TorchRL buffer; the message says which rows are missing."""
+    """A run ended within an item of a TorchRL buffer; the message names the missing rows."""
 
 
 def warn_of_cut_item(count: int, what: str, error: ItemsDiffer) -> None:
@@ -28,7 +28,7 @@ def warn_of_cut_item(count: int, what: str, error: ItemsDiffer) -> None:
 
 
 def require_items(storage: Storage, batch: TensorDictBase) -> None:
-    """Refuse items of another length than those in a TorchRL storage, which would pad with zeros.
+    """Refuse items that differ in length from those in a TorchRL storage, which would pad them.
 
     Raises:
         ItemsDiffer: the lengths differ; the message names both.

@@ -24,7 +24,7 @@ class CutItems:
     ) -> LedgerEntry:
         """Return the changes of the ledger's counts if the rows of ``part`` are discarded.
 
-        ``error`` says why the rows do not fill an item.
+        ``error`` has the reason why the rows do not fill an item.
         """
         ids = part.array(TRAJ_IDS)
         begun, ended = ids[part.array(STEP) == 0], ids[part.array(DONE).reshape(-1)]

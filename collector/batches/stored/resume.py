@@ -154,11 +154,11 @@ def _shard_of(last: Mapping[str, Any], path: Path) -> str | None:
 def without_rows(
     reader: RowReader, lanes: int, seed: int | None
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """Return the runs of a storage without irrelevant ones at the end, and the irrelevant ones.
+    """Split the runs of a storage into the relevant ones and the irrelevant ones after them.
 
-    A run without rows at the end is relevant in two cases only. Either the collector has the run's
-    number of lanes and seed, so that it continues this run. Or the record of this run has replaced
-    the record of the previous run, which cannot be continued exactly without its record.
+    A run at the end that has no rows is relevant in only two cases: if the collector has its number
+    of lanes and its seed, and so continues it; or if its record has replaced the record of the
+    previous run, which cannot be continued exactly without that record.
     """
     entries, record = list(reader.manifest["runs"]), whole_record(reader)
     passed: list[Mapping[str, Any]] = []
@@ -260,7 +260,7 @@ def whole_record(reader: RowReader) -> RunRecord | None:
 def resumed_ledger(reader: RowReader, last: LastRun) -> tuple[Ledger, int]:
     """Return the ledger of a run up to its last row, and the number of rows in other storages.
 
-    Nothing checks here that the counts balance. The first commit does (`Ledger.check`).
+    The function does not check that the counts balance; the first commit does (`Ledger.check`).
     """
     ledger, at, seed = Ledger(incarnation=last.incarnation), last.first_row, last.seed
     record, stored_before, left_open = whole_record(reader), 0, 0
@@ -344,9 +344,9 @@ def opening_rows(
         stored[going] = ledger.random - stored[over].sum()
     elif len(going):
         raise StateError(
-            f"init_random_frames: the number that is left for the policies {going.tolist()} is "
-            "unknown, because the ring has overwritten rows with their random actions. Load a "
-            "checkpoint or a saved state of the run, or leave init_random_frames out."
+            "init_random_frames: the number of remaining random actions of the policies "
+            f"{going.tolist()} is unknown, because the ring has overwritten some of their rows. "
+            "Load a checkpoint or a saved state of the run, or leave init_random_frames out."
         )
     return stored
 

@@ -26,8 +26,8 @@ def sink_of(storage: object) -> RowSink:
     if {"reader", "writer"} & {*missing}:
         raise ArgumentError(
             f"storage: expected a path or a tallyroll storage, got {type(storage).__name__}. Put a "
-            "torchrl storage into a ReplayBuffer and pass that as replay_buffer=. A storage of "
-            f"your own must be a RowSink, but this one lacks {', '.join(missing)}."
+            "torchrl storage into a ReplayBuffer and pass that as replay_buffer=. A custom "
+            f"storage must be a RowSink, but this one lacks {', '.join(missing)}."
         )
     return _whole(cast(RowSink, storage), "storage", missing, RunWriter)
 

@@ -47,8 +47,8 @@ class StoredRun:
         resumes: True if the last run in the storage is continued.
         frames: number of transitions of the whole run, for which space is reserved; None if
             unknown.
-        part: the shard that the run is, whose ids begin at a multiple of the lanes of the whole
-            run; None if it is a whole run.
+        part: the shard, whose ids begin at a multiple of the lanes of the whole run; None for a
+            whole run.
     """
 
     def __init__(
@@ -308,7 +308,7 @@ class StoredRun:
 
     @property
     def committed(self) -> str:
-        """A sentence that says which rows of the run are stored."""
+        """A sentence about the rows of the run that are stored."""
         if self._storage is None:
             return "Rows of this run were yielded, or added to a replay buffer"
         head, path = self.head, self._storage.reader.path

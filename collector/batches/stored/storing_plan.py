@@ -121,7 +121,7 @@ def stored_size(storage: RowSink | None) -> StoredSize | None:
 
 
 def whole_images(storage: RowSink | None) -> tuple[Key, ...]:
-    """Return the columns of large images that ``storage`` stores whole, with those of ``next``."""
+    """Return the columns of large images, also in ``next``, that ``storage`` stores whole."""
     if not isinstance(storage, DiskStorage) or storage.stores_once:
         return ()
     keys = [each.key for each in plan_auto(storage.schema)]
@@ -129,7 +129,7 @@ def whole_images(storage: RowSink | None) -> tuple[Key, ...]:
 
 
 def frames_in(storage: RowSink | None) -> Decision:
-    """Return how ``storage`` stores large observations, with the bytes a row."""
+    """Return how ``storage`` stores large observations; the reason states the bytes per row."""
     size = stored_size(storage)
     if isinstance(storage, DiskStorage) and storage.sharded and storage.stores_once:
         return Decision("once", "each shard has pools of its own")

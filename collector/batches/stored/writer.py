@@ -49,7 +49,7 @@ Columns = Mapping[Key, torch.Tensor | RowRefs]
 
 
 class ClosedFirstWarning(UserWarning):
-    """A storage was closed before its collector; the message says which data is missing."""
+    """A storage was closed before its collector; the message names the missing data."""
 
 
 class BatchWriter:
@@ -65,7 +65,7 @@ class BatchWriter:
         frames: number of transitions of the whole run, for which space is reserved; None if
             unknown.
         batch: number of transitions in the largest batch, which must fit into a ring.
-        part: the shard that the run is; None if it is a whole run.
+        part: the shard; None for a whole run.
         sharded: True if rows are in shards of workers, and the storage takes their counts.
 
     Raises:
@@ -264,7 +264,7 @@ class BatchWriter:
 
     @property
     def most(self) -> int:
-        """Number of rows that can be written at once."""
+        """Maximum number of rows in one write."""
         return (self.storage is not None and self.storage.reader.ring) or sys.maxsize
 
     def write_fixed(

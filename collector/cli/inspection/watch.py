@@ -63,7 +63,7 @@ def _output(args: argparse.Namespace) -> Iterator[Callable[[dict[str, Any]], obj
 
 
 class Watch:
-    """Repeated looks at the last run of a storage, from which the rate is computed."""
+    """Observes the last run of a storage repeatedly, and computes its rate."""
 
     def __init__(self, storage: DiskStorage) -> None:
         self._storage = storage

@@ -25,7 +25,7 @@ def reach_objects(
 
 
 def objects_of(reached: Any) -> Sequence[Any] | None:
-    """Return the environments that ``reached`` calls; None if it does not use `reach_objects`."""
+    """Return the environments of ``reached`` if it is a partial of `reach_objects`, else None."""
     calls_objects = isinstance(reached, partial) and reached.func is reach_objects
     return reached.args[0] if calls_objects else None
 

@@ -182,7 +182,7 @@ class InfoColumns:
         self._put(rows, partial(lookup, info), lanes, True)
 
     def write_shown(self, rows: Sequence[Array], info: Mapping[str, Any], ended: Mask) -> None:
-        """Write the infos of a step in SAME_STEP mode: in ``ended`` lanes, those of the reset."""
+        """Write the infos of a SAME_STEP step; in ``ended`` lanes, they are from the reset."""
         if self._may_lack_all and all(_is_final(info, each.key, ended) for each in self.infos):
             self.write(rows, {})
             return

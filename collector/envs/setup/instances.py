@@ -38,7 +38,7 @@ _taking = Lock()
 
 
 def take_over(env: EnvBase, made: object, lost: Callable[[], None]) -> None:
-    """Notify earlier drivers of ``env``. The next driver that takes a part of it calls ``lost``.
+    """Notify earlier drivers of ``env``. ``lost`` is called when a later driver takes it over.
 
     Args:
         env: the environment to drive.

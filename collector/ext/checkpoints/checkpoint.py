@@ -141,7 +141,7 @@ class RowsAt:
         """Rewind the storage to the checkpoint.
 
         Returns:
-            The number of rows that were taken back, the number of earlier rows of a ring that those
+            The number of rows that were removed, the number of earlier rows of a ring that those
             rows had overwritten, and the numbers of the run that never decrease.
         """
         if not storage.reader.initialised or not self.id:
@@ -230,7 +230,9 @@ def require_bits(state: Mapping[str, Any]) -> None:
 def require_place(kind: str, place: Any) -> None:
     """Raise ValueError if ``place`` is out of bounds, because NumPy does not check it."""
     if type(place) is not int or not 0 <= place <= _NUMBERS[kind]:
-        raise ValueError(f"position {place!r:.40} of {_NUMBERS[kind]} numbers of {kind}")
+        raise ValueError(
+            f"{kind}: expected a position from 0 to {_NUMBERS[kind]}, got {place!r:.40}"
+        )
 
 
 def load(found: dict[str, Any]) -> None:
@@ -324,8 +326,8 @@ def save_checkpoint(
             ``load_state_dict()``, a generator of torch, NumPy or Python, or a plain value: numbers,
             text, bytes, None, tensors, arrays and scalars of NumPy, and lists, tuples, sets, deques
             and dicts of these. `load_checkpoint` returns an equal value of the same type in
-            ``values`` of its result. Tensors are restored on the CPU. A part cannot have the name
-            of an argument of either function.
+            ``values`` of its result. Tensors are restored on the CPU. The name of an argument of
+            `save_checkpoint` or `load_checkpoint` cannot name a part.
 
     Returns:
         The path of the checkpoint, or None if it was not due.
@@ -399,9 +401,9 @@ def load_checkpoint(
             rows of a checkpoint that has a copy. Then make the collector with ``resume=True``, and
             load the checkpoint into it. For a `DeviceStorage`, the rows go to its mirror, from
             which the ring is refilled.
-        rows: treatment of the rows that were committed after the checkpoint. ``"rewind"`` takes
-            them back, so that counts, model and rows match the checkpoint. ``"keep"`` keeps them
-            and their counts, and restores only the policy and the parts, for a collector made with
+        rows: treatment of the rows that were committed after the checkpoint. ``"rewind"`` removes
+            them, so that counts, model and rows match the checkpoint. ``"keep"`` keeps them and
+            their counts, and restores only the policy and the parts, for a collector made with
             ``resume=True``.
         **parts: the objects to restore, by the names with which they were saved. Other parts are
             not loaded.
@@ -615,7 +617,7 @@ def _require_sound(state: Mapping[str, Any], parts: Mapping[str, Mapping[str, An
     require(state["generators"])
     for name, part in parts.items():
         if not isinstance(name, str):
-            raise TypeError(f"a part called {name!r:.40}")
+            raise TypeError(f"expected a str as the name of a part, got {name!r:.40}")
         if part["kind"] == "numpy":
             require_bits(part["state"])
     if (own := state["collector"]) is None:
@@ -657,7 +659,7 @@ def _require_policy(state: Mapping[str, Any]) -> None:
             numbers += state[name]
     for number in numbers:
         if not is_count(number) or not 0 <= number < 2**62:
-            raise ValueError(f"a version or an opening: {number!r:.40}")
+            raise ValueError(f"expected a count as a version or an opening, got {number!r:.40}")
 
 
 def _path_of(path: PathLike | None, parts: dict[str, Any]) -> Path:

@@ -270,10 +270,10 @@ def _array(value: Any, where: str) -> dict[str, Any]:
 def _array_of(value: dict[str, Any]) -> Any:
     dtype = _dtype_of(value["dtype"])
     if dtype.hasobject:
-        raise TypeError("an array of objects")
+        raise TypeError("expected an array of numbers, got an array of objects")
     raw, shape = value["values"].numpy(), value["shape"]
     if raw.nbytes != dtype.itemsize * np.prod(shape, dtype=object):
-        raise ValueError("an array of another size")
+        raise ValueError("the size of an array does not match its shape")
     buffer = raw if raw.nbytes else None
     array: np.ndarray = np.ndarray(shape, dtype, buffer, order=value["order"])
     return array[()] if value[_KIND] == "scalar" else array

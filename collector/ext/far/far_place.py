@@ -133,9 +133,9 @@ class FarPlace:
     # --- contents of questions and answers --------------------------------------------------------
 
     def given(self, worker: int, question: object) -> tuple[int | None, Rows]:
-        """Return the number of filled slots, and the rows that a question needs.
+        """Return the number of filled slots, and the rows that the worker needs for a question.
 
-        The number is None if this process does not decide it.
+        The number is None if the worker itself counts the slots.
         """
         if self._share.segments or isinstance(question, m.ActionReply):
             return None, {}

@@ -42,9 +42,8 @@ class RunLog:
     previous row. The first :meth:`update` at or after each multiple of ``every`` transitions writes
     a row. :meth:`close` writes the last row. It may repeat the number of transitions of the
     previous row, with numbers that were added later. A resumed run appends to the existing rows. If
-    a kill prevented a row, the log writes that row first. If `load_checkpoint` takes transitions
-    back, the log removes their rows (TensorBoard hides them; Weights & Biases and a function keep
-    them).
+    a kill prevented a row, the log writes that row first. If `load_checkpoint` removes transitions,
+    the log removes their rows (TensorBoard hides them; Weights & Biases and a function keep them).
 
     A name may first appear in any row. Rows without it have an empty cell in a CSV file, and no
     point in TensorBoard or Weights & Biases.

@@ -283,7 +283,7 @@ class Recorder:
             return False
         if self._at_end == "raise":
             raise StateError(
-                f"step: expected at most {self.ledger.stored:,} transitions, which are stored. End "
+                f"step: all {self.ledger.stored:,} transitions of the run are stored already. End "
                 'the loop when `full` is True, or pass at_end="pass".'
             )
         return True

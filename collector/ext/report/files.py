@@ -1,4 +1,4 @@
-"""Write a report's file atomically, and only over another report."""
+"""Write the file of a report atomically, and replace only other reports."""
 
 from __future__ import annotations
 

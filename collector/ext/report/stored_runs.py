@@ -35,10 +35,10 @@ def whole_number(run: Mapping[str, Any], name: str, default: int = 0) -> int:
 def runs_of(entries: Sequence[Mapping[str, Any]], span: range) -> list[dict[str, Any]]:
     """Return one entry per run, with the entries that a resume added merged into it.
 
-    ``rows`` is the number of rows of ``span`` that the run wrote. ``resumed`` is the number of
-    places in its rows at which a later start continues the run, and ``resumed_at`` has those that
-    ``entries`` name. A start whose rows were taken back has no place, and a start and the
-    checkpoint that it loads have one. ``events`` has the events of all entries, if there are any.
+    ``rows`` is the number of rows of ``span`` that the run wrote. ``resumed`` counts the rows at
+    which a later start continues the run, and ``resumed_at`` lists those that ``entries`` record. A
+    start whose rows were rewound does not count. A start that loads a checkpoint counts once.
+    ``events`` has the events of all entries, if there are any.
     """
     runs: list[dict[str, Any]] = []
     for entry in entries:

@@ -19,7 +19,7 @@ from tallyroll.storage.rows.keys import Key
 
 
 class OpenSpielSystem(System):
-    """A ``pyspiel.Game`` with one play per lane. Each lane draws chance from its own generator.
+    """A ``pyspiel.Game``. Each lane plays separately, with its own generator for chance outcomes.
 
     In turn-based games, ``"current_player"`` is the player to move. The columns ``"observation"``
     and ``"information_state"``, if the game has them, and ``"action_mask"`` belong to this player.
@@ -32,10 +32,11 @@ class OpenSpielSystem(System):
 
     Args:
         game: the game.
-        lanes: number of concurrent plays.
+        lanes: number of concurrent games.
 
     Raises:
-        EnvironmentRefused: no seed can repeat the game, or it shows its players nothing.
+        EnvironmentRefused: a seed cannot repeat the chance outcomes, or the game has no
+            observations.
     """
 
     package, extra = "pyspiel", "openspiel"
@@ -98,7 +99,7 @@ class OpenSpielSystem(System):
         return {"id": str(self._game), "type": type(self).__name__}
 
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
-        """Begin new plays. A seed seeds a lane's chance."""
+        """Begin new games. The seed of a lane seeds its chance outcomes."""
         seeds = seeds if self.next_seeds is None else self.next_seeds.tolist()
         for lane in numbers(lanes, len(self._states)):
             if seeds is not None:
@@ -197,7 +198,7 @@ Write: TypeAlias = Callable[[int, Any, int], None]
 
 
 def require_playable(game: Any) -> None:
-    """Raise if no seed can repeat ``game``, or if it shows its players nothing.
+    """Raise if a seed cannot repeat the chance outcomes of ``game``, or it has no observations.
 
     Raises:
         EnvironmentRefused: the game is unsuitable. The message gives the reason.
@@ -326,7 +327,7 @@ def _agrees(game: Any, method: str, observer: Any) -> bool:
 
 
 def play_chance(state: Any, rng: np.random.Generator) -> None:
-    """Play chance moves until a player is to move or the game is over, with one draw per node."""
+    """Play chance moves, one draw per node, until a player is to move or the game is over."""
     while state.is_chance_node():
         drawn = rng.random()
         for outcome, share in state.chance_outcomes():  # noqa: B007  used after the loop

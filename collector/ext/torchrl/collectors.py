@@ -68,7 +68,8 @@ def many_envs(create: Any, workers: int | None, kwargs: Any, init: Any) -> Any:
         kwargs = [kwargs or {}] * len(listed)
     if len(kwargs) != len(listed):
         raise ArgumentError(
-            f"create_env_kwargs: expected one for each of {len(listed)} workers, got {len(kwargs)}"
+            f"create_env_kwargs: expected {len(listed)} mappings, one for each worker, got "
+            f"{len(kwargs)}"
         )
     listed = [_Copies(each) if isinstance(each, EnvBase) else each for each in listed]
     made = [partial(each, **own) if own else each for each, own in zip(listed, kwargs, strict=True)]

@@ -27,7 +27,7 @@ def one_of_forms(forms: Mapping[str, Any], model_id: str | None, weights_dict: A
     if weights_dict is not None:
         if given or model_id is not None:
             raise ArgumentError(
-                "weights_dict: expected no model_id and no other weights, got some. Pass "
+                "weights_dict: expected no other argument, got model_id or other weights too. Pass "
                 "weights_dict alone."
             )
         if set(weights_dict) != {POLICY}:

@@ -1,4 +1,4 @@
-"""One storage as the page shows it: answers in JSON values."""
+"""Answers to the page's requests about one storage, as JSON values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from tallyroll.storage.trajectories.episodes import (
 PAGE: Final = 100
 """The number of episodes in an answer."""
 _FRAMES_AT_ONCE: Final = 16
-"""The number of frames that are read at once. It limits the memory for large frames."""
+"""The number of frames that one read returns. It limits the memory for large frames."""
 FINISHED: Final = (END_TERMINATED, END_TRUNCATED, END_CUT)
 SORTED_BY: Final = (
     "id",

@@ -71,7 +71,7 @@ class JointByGroup(Joint):
         return [(*POLICY_VERSIONS, str(part.id)) for part in self.parts]
 
     def row_versions(self, version: int) -> int:
-        """Return the number of updates of any policy; -1 if no group has a policy."""
+        """Return the number of updates, summed over all policies; -1 if no group has a policy."""
         return RANDOM_VERSION if self._draws.all() else version
 
     def rows_of(self, drawn: Mask, version: int) -> tuple[Mask, Any]:

@@ -99,7 +99,7 @@ class Joint(nn.Module):
     def row_versions(self, version: int) -> Any:
         """Return the version of rows without opening random actions: one number, or one per lane.
 
-        ``version`` is the number of updates of any policy.
+        ``version`` is the number of updates, summed over all policies.
         """
 
     @abstractmethod
@@ -108,7 +108,7 @@ class Joint(nn.Module):
 
         Args:
             drawn: marks ``[part, lane]`` of the lanes in which an opening acts at random.
-            version: the number of updates of any policy.
+            version: the number of updates, summed over all policies.
 
         Returns:
             The lanes that act at random, and the version of the row of each lane.
@@ -116,7 +116,7 @@ class Joint(nn.Module):
 
     @abstractmethod
     def of_key(self, key: Key, random_lanes: Mask) -> Mask:
-        """Return marks ``[lane]`` of ``random_lanes`` in which no policy writes column ``key``."""
+        """Return the part ``[lane]`` of ``random_lanes`` in which no policy writes ``key``."""
 
     def leave_out(self, random_lanes: Mask) -> None:
         """Skip policies in the next call if all of their lanes act at random.
@@ -179,7 +179,7 @@ class Joint(nn.Module):
         """Try out each policy on its part of a first observation, and record all columns.
 
         Returns:
-            Notes for users of the rows.
+            Warnings for users of the rows.
         """
         notes: list[str] = []
         self._prepare(trial)

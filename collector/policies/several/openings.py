@@ -1,4 +1,4 @@
-"""Openings: the random actions with which policies begin, and the numbers that remain.
+"""Openings: the random actions at the start of a run, counted down separately for each policy.
 
 `SlabFiller.count` counts the random actions of a run with one policy (``init_random_frames``), and
 uses `Openings` if there are several policies. With ``mode="async"``, `LeaseBudget` divides them

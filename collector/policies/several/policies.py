@@ -115,7 +115,7 @@ class SeveralPolicies(Policy):
         return self._joint.rows_of(drawn, self.version)
 
     def of_key(self, key: Key, random_lanes: Mask) -> Mask:
-        """Return marks ``[lane]`` of ``random_lanes`` in which no policy writes column ``key``."""
+        """Return the part ``[lane]`` of ``random_lanes`` in which no policy writes ``key``."""
         return self._joint.of_key(key, random_lanes)
 
     # --- acting -----------------------------------------------------------------------------------

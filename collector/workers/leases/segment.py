@@ -42,7 +42,7 @@ class Segment:
         self.reserved, self.random_frames = reserved, random_frames
 
     def fill(self, used: int) -> None:
-        """Take the segment back with ``used`` filled slots. It is free without transitions."""
+        """Take the segment back with ``used`` filled slots. If none is a transition, it is free."""
         self.used = used
         self.recount()
         self.free = not self.left

@@ -1,4 +1,4 @@
-"""Read the superblock of an HDF5 file, which says whether a writer has closed the file. Pure."""
+"""Read the superblock of an HDF5 file, which records whether a writer closed the file. Pure."""
 
 from __future__ import annotations
 

@@ -391,9 +391,9 @@ def _mirror_of(
             )
         if storage.ring not in (0, max_size):
             raise ValueError(
-                f"mirror: expected a storage that keeps all rows, or a ring of {max_size:,} rows "
-                f"as max_size says, got {storage.path}, a ring of {storage.ring:,} rows. Make "
-                "max_size equal to it, or choose another mirror."
+                "mirror: expected a storage that keeps all rows, or a ring of "
+                f"max_size={max_size:,} rows, got {storage.path}, a ring of {storage.ring:,} rows. "
+                f"Pass max_size={storage.ring}, or choose another mirror."
             )
     except BaseException:
         if owned:

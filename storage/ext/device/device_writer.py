@@ -88,7 +88,7 @@ class DeviceWriter:
         return span
 
     def write_items(self, rows: TensorDictBase, without: Key | None) -> None:
-        """Append rows from a replay buffer, in pieces if the ring has fewer slots.
+        """Append rows from a replay buffer, in pieces if there are more rows than slots.
 
         ``without`` is a column to leave out.
         """

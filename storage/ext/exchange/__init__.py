@@ -1,1 +1,1 @@
-"""Built-in formats, one file each, and the code that several of them share."""
+"""Built-in exchange formats, one module or folder for each, and the code that they share."""

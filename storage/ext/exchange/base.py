@@ -168,7 +168,7 @@ def source_errors(place: Path) -> Iterator[None]:
 
 
 def carried(progress: Progress) -> Progress:
-    """Return a wrapper of ``progress`` whose errors pass through `source_errors` unchanged."""
+    """Wrap ``progress`` so that `source_errors` does not convert its errors."""
 
     def call(done: int, total: int) -> object:
         try:

@@ -78,7 +78,7 @@ class ExportRows:
     def blocks(self, keys: Sequence[Key] | None = None) -> Iterator[dict[Key, np.ndarray]]:
         """Yield all rows in order, in blocks of at most `BLOCK_NBYTES`.
 
-        A larger row is a block of its own.
+        A row that is larger is a separate block.
         """
         wanted = [each for each in self.schema.columns if keys is None or each.key in keys]
         size = max(1, BLOCK_NBYTES // sum(each.row_nbytes for each in wanted))

@@ -200,7 +200,7 @@ class Follow:
     every: float = 30.0
     """Seconds from the start of one version to the start of the next, if there are new rows.
 
-    After a version that takes longer, the next one starts at once.
+    If a version takes longer, the next one starts immediately.
     """
     stop: Callable[[], bool] | None = None
     """A function that is called between versions, ten times a second.

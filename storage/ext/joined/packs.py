@@ -1,4 +1,4 @@
-"""Packed members read through one cache, so that one call per array copies rows of all members."""
+"""One cache for all packed members of a union; one call per array copies rows of all members."""
 # ruff: noqa: D102 - `States` documents the methods of states
 
 from __future__ import annotations

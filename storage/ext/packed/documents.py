@@ -1,4 +1,4 @@
-"""Metadata from which zarr-python, TensorStore and xarray can read packed rows. Pure."""
+"""Metadata that lets zarr-python, TensorStore and xarray read packed rows. Pure."""
 
 from __future__ import annotations
 

@@ -158,8 +158,8 @@ class StatesLayout:
 
     ``breaks`` and ``starts`` are indices of arrays. The array of breaks has the ascending numbers
     of the rows that do not begin with the next state of the previous row. ``breaks`` is None if
-    every row has one state of its own and there are no next states. The array of starts describes
-    the states that are not the previous state with one new frame; see `stacks`.
+    every row has its own state and there are no next states. The array of starts describes the
+    states that are not the previous state with one new frame; see `stacks`.
     """
 
     frames: int
@@ -176,7 +176,7 @@ class StatesLayout:
 
 @dataclass(frozen=True)
 class ColumnLayout:
-    """Source of a column: an array of its own, or states; ``is_next`` selects the next states."""
+    """Source of a column: a separate array, or states; ``is_next`` selects the next states."""
 
     array: int | None = None
     states: int | None = None

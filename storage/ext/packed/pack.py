@@ -96,8 +96,8 @@ def packed_order(reader: RowReader, span: range) -> np.ndarray:
 def packed_runs(runs: Sequence[Mapping[str, Any]], *, counted: bool) -> list[Entry]:
     """Return the manifest entries of runs for their packed rows.
 
-    ``counted`` is True if a collector's record covers these rows. Otherwise the entries lose the
-    key that marks an entry of a collector, because a record must count the rows of such an entry.
+    ``counted`` is True if the record of a collector counts these rows. Otherwise the key that marks
+    a collector's entry is removed, because a record must count the rows of every such entry.
     """
     if not counted:
         runs = [{name: run[name] for name in run if name != FIRST_ROW_OF_RUN} for run in runs]

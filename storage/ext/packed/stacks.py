@@ -101,7 +101,7 @@ class StateWriter:
         self._rows = 0
 
     def breaks(self, root: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """Return bool [n]: True for each of the next rows that begins in a state of its own.
+        """Return bool [n]: True for each of the next rows that begins in a new state.
 
         Args:
             root: the states in which the rows begin [n, ...].
@@ -118,9 +118,10 @@ class StateWriter:
 
 
 def in_order(root: np.ndarray, after: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """Return the states of rows in order; ``own`` [n] marks rows that begin in their own state.
+    """Return the states of rows in order: the next state of each row, ``after``.
 
-    The result may be ``after`` itself.
+    Rows that ``own`` [n] marks do not begin with the next state of the previous row. Their first
+    state, from ``root``, precedes their next state. The result may be ``after`` itself.
     """
     if not own.any():
         return after

@@ -38,7 +38,7 @@ _NEEDED: Final = ("observation", "action")
 
 
 class D4rlRepair(RowsRepair):
-    """Repair of a D4RL file. Rows after a gap form a trajectory of their own."""
+    """Repair of a D4RL file. Rows after a gap form a separate trajectory."""
 
     name: ClassVar[str] = "d4rl"
 

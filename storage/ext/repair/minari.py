@@ -52,7 +52,7 @@ _Piece = tuple[int, int, int]
 
 
 class MinariRepair(RowsRepair):
-    """Repair of a Minari dataset. Steps after a gap form a trajectory of their own.
+    """Repair of a Minari dataset. Steps after a gap form a separate trajectory.
 
     An info is saved only if it can be read for all saved steps. No step is dropped because of an
     info.

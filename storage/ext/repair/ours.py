@@ -180,7 +180,7 @@ _MANIFEST: Final = "manifest.json"
 class OurRepair(RowsRepair):
     """Repair of a storage of Tallyroll. It keeps the rows that were not damaged.
 
-    Rows after a gap form a trajectory of their own.
+    Rows after a gap form a separate trajectory.
 
     Args:
         losses: the list to which losses are added.

@@ -105,7 +105,7 @@ def repair(
     Use this for recordings in LeRobot, HDF5 or TFRecord files whose writer was killed, and for
     storages after a disk error. The repair does not change the source. It executes and unpickles
     nothing in it and follows no link. Each row is saved completely or not at all. Rows after a gap
-    form a trajectory of their own. The report lists each loss with its place. The new storage is
+    form a separate trajectory. The report lists each loss with its place. The new storage is
     created completely or not at all.
 
     Args:

@@ -109,7 +109,7 @@ class HindsightSampler(StatelessSampler):
 
     In a relabelled row, the desired goal and the desired goal below ``"next"`` are replaced, and
     ``reward`` computes ``("next", "reward")``. If ``terminated`` is given, it computes the
-    terminated flag, and the done flag follows. All other rows and values are as stored.
+    terminated flag, and the done flag is set accordingly. All other rows and values are as stored.
     ``("collector", "row")`` contains the number of each row. ``("collector", "goal_row")`` contains
     the number of the row that supplied its goal, or -1 if the row has its stored goal.
 

@@ -1,1 +1,1 @@
-"""Sharded storages: each worker of a run writes a storage of its own, and all are read as one."""
+"""Sharded storages: each worker of a run writes its own storage, and all are read as one."""

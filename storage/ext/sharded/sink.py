@@ -212,10 +212,10 @@ class ShardedWriter(NoWriter):
         return f"{self._named:06d}-{secrets.token_hex(4)}"
 
     def acknowledge(self, kept: Iterable[ShardRows], record: bytes, newest: int) -> None:
-        """Acknowledge the first rows of shards.
+        """Record how many rows of each shard are acknowledged.
 
         Args:
-            kept: the shards, with the number of rows to acknowledge in each.
+            kept: the shards, each with its number of acknowledged rows.
             record: the record of the run.
             newest: the newest policy version in these rows.
 

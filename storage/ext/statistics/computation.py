@@ -58,7 +58,7 @@ class ColumnAccumulator:
 
 
 def numbers_each(column: Column) -> int:
-    """Return how many numbers of a row's value have separate statistics."""
+    """Return the number of separate statistics for a row's value."""
     size = math.prod(column.shape)
     return size if size <= MOST_EACH else 1
 

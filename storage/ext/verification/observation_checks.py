@@ -1,4 +1,4 @@
-"""Checks that compare each next observation with the following row, and find lost ones. Pure."""
+"""Checks of next observations: they match the following row, and none is lost. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `verify` function, which checks that a storage is as it was written."""
+"""The `verify` function, which checks a storage for damage and for implausible rows."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Views: the rows of selected trajectories, read as a storage of their own."""
+"""Views: the rows of selected trajectories, presented as a separate storage."""

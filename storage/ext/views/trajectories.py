@@ -51,7 +51,7 @@ class StoredTrajectories(Trajectories, Generic[View]):
     def plot(self, where: str | None = None, *, window: int = 100) -> Figure:
         """Draw returns and lengths over transitions, and the counts of ends, with Matplotlib.
 
-        Returns and lengths are those of whole episodes, at the transition that ended each.
+        The returns and lengths of whole episodes are drawn at the transitions that ended them.
 
         Args:
             where: an expression as for `where`; None: all trajectories.
@@ -70,7 +70,7 @@ class StoredTrajectories(Trajectories, Generic[View]):
     def video(self, id: int, column: str | Key | None = None, *, rate: int = 30) -> Video:
         """Return a video of the images in the rows of a trajectory.
 
-        Of frames in a stack, the last one is shown. Notebooks show the video, and
+        For a stack of frames, the last one is shown. Notebooks show the video, and
         ``.save("episode.mp4")`` writes it.
 
         Args:
@@ -108,7 +108,7 @@ class StoredTrajectories(Trajectories, Generic[View]):
         Args:
             expression: such as ``"return > 5 and end == 'terminated' and run in (1, 2)"``.
             flags: a file of flags that `tallyroll view --flags` wrote for this storage; None: there
-                are not flags.
+                are no flags.
 
         Raises:
             InvalidExpression: the text is not a condition on trajectories. The message shows the

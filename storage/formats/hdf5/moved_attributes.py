@@ -51,7 +51,7 @@ def _messages(file: int) -> Iterator[tuple[int, int, bytes]]:
     except (struct.error, OSError, OverflowError) as error:
         raise ValueError("no root object header of version 1") from error
     if version != 1:
-        raise ValueError(f"an object header of version {version}, not 1")
+        raise ValueError(f"expected an object header of version 1, got version {version}")
     blocks = [(base + root + _HEADER.size, nbytes)]
     for start, size in blocks:  # the list grows during the iteration
         if size > _LARGEST_BLOCK or len(blocks) > _MOST_BLOCKS:

@@ -18,8 +18,8 @@
 Chunks are uncompressed and never sparse. Zarr requires a complete last chunk too: its bytes after
 the last row are not visible.
 
-Frames that are stored once are in a file of their own, because lanes fill its segments in any
-order, while chunks follow the rows. To other libraries, their columns are arrays of positions.
+Frames that are stored once are in a separate file, because lanes fill its segments in any order,
+while chunks follow the rows. To other libraries, their columns are arrays of positions.
 """
 
 from __future__ import annotations

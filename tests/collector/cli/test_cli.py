@@ -659,7 +659,7 @@ def test_code_that_a_storage_names_is_not_run(
     (here / "sly.py").write_text("open('was-run', 'w').close()\n" + AGENT)
     assert tallyroll("collect", "--resume", "--frames", 30, "--out", "data") == 1
     assert (
-        "names code of yours, or an environment system. Tallyroll does not run code"
+        "names your own code, or an environment system. Tallyroll does not run code"
         in capsys.readouterr().err
     )
     assert not (here / "was-run").exists()

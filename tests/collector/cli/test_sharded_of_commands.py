@@ -45,11 +45,11 @@ def test_it_is_collected_resumed_and_read_as_one(
     ("more", "said"),
     [
         (["--mode", "sync"], "rows of several shards have no order"),
-        (["--format", "zarr"], "--format does not go with --sharded"),
-        (["--finalize"], "--finalize does not go with --sharded"),
+        (["--format", "zarr"], "--format cannot be combined with --sharded"),
+        (["--finalize"], "--finalize cannot be combined with --sharded"),
         (["--workers", "0"], "Give --workers"),
         (["--policy-placement", "central"], "--policy-placement central needs a policy"),
-        (["--policy-placement", "central", "--policy", "a:b"], "does not go with --sharded"),
+        (["--policy-placement", "central", "--policy", "a:b"], "cannot be combined with --sharded"),
         (["--shard", "0/2"], "--shard"),
     ],
 )

@@ -174,7 +174,7 @@ def test_returns_lengths_and_slices() -> None:
     assert episodes.lengths.tolist() == [each.length for each in episodes]
     assert episodes[-1] == list(episodes)[-1] == episodes[len(episodes) - 1]
     assert episodes[2:5] == list(episodes)[2:5]
-    with pytest.raises(IndexError, match=f"episode {len(episodes)} of {len(episodes)}"):
+    with pytest.raises(IndexError, match=f"the log has {len(episodes)} episodes"):
         episodes[len(episodes)]
 
 

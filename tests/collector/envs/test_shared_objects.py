@@ -250,7 +250,7 @@ def test_workers_in_threads_have_environments_of_their_own(
     module.make = make  # type: ignore[attr-defined]
     monkeypatch.setitem(__import__("sys").modules, "module_of_one", module)
     options: dict[str, Any] = {"transport": "thread", "mode": mode, **BUDGET}
-    with pytest.raises(EnvironmentRefused, match="own for each worker"):
+    with pytest.raises(EnvironmentRefused, match="separate environment for each worker"):
         MultiprocessCollector(make, num_workers=2, **options)
     for _ in range(2):  # a closed worker releases its environment
         with MultiprocessCollector(make, num_workers=1, **options) as collector:

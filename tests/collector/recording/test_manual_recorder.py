@@ -284,7 +284,7 @@ def test_annotations_the_end_of_the_budget_and_close(tmp_path: Path) -> None:
             recorder.annotate(logp=[step, -step])
             add(recorder, obs=zeros(2, 2) + step)  # the second call begins trajectories
         assert recorder.full
-        with pytest.raises(StateError, match="at most 4 transitions"):
+        with pytest.raises(StateError, match="all 4 transitions"):
             add(recorder)
     rows = rows_in(path)
     assert rows["logp"].tolist() == [0, 0, 1, -1]

@@ -328,7 +328,7 @@ def test_a_ring_that_lost_rows_of_an_opening(tmp_path: Path) -> None:
         assert int((rest["collector", "policy_version"] == -1).sum()) == 60 - 50
         run("unknown", two, 35)
         with pytest.raises(
-            StateError, match=r"for the policies \[0, 1\] is unknown, because the ring"
+            StateError, match=r"of the policies \[0, 1\] is unknown, because the ring"
         ):
             run("unknown", two, 140)
 
@@ -373,5 +373,5 @@ def test_openings_count_what_each_policy_drew(tmp_path: Path) -> None:
         assert drawn_of(joined([each.clone() for each in collector]))["blue"] == 11
     path = tmp_path / "ring"
     run([([0, 3], None), ("rest", first)], 35, max_size=20)
-    with pytest.raises(StateError, match=r"for the policies \[1\] is unknown, because the ring"):
+    with pytest.raises(StateError, match=r"of the policies \[1\] is unknown, because the ring"):
         run([([0, 3], other), ("rest", first)], 35, max_size=20)

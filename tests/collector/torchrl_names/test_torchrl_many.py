@@ -171,7 +171,7 @@ def test_factories_of_workers_get_their_keywords() -> None:
         assert done.int().argmax(-1).tolist() == [1, 1]
     with pytest.raises(ArgumentError, match="preemptive_threshold"):
         MultiSyncCollector(envs(), None, preemptive_threshold=1.5, **BUDGET)
-    with pytest.raises(ArgumentError, match="2 workers, got 1"):
+    with pytest.raises(ArgumentError, match="2 mappings, one for each worker, got 1"):
         MultiSyncCollector(envs(), None, create_env_kwargs=kwargs[:1], **BUDGET)
 
 
@@ -182,7 +182,7 @@ def test_frames_of_each_worker() -> None:
         assert collector.frames_per_batch_worker(worker_idx=0) == 6
         assert [batch.shape for batch in collector] == [(2, 6)] * 2
     given["frames_per_batch"] = [6]
-    with pytest.raises(ArgumentError, match="2 workers, got 1"):
+    with pytest.raises(ArgumentError, match="expected one number for each of 2 workers, got 1"):
         MultiSyncCollector(envs(), ByObservation(), **given)
     given["frames_per_batch"] = [6, 8]
     with pytest.raises(ArgumentError, match="the same number for each worker"):

@@ -229,8 +229,8 @@ class EnvPoolSystem(InfoSystem):
             made = self.env.recv()
             if not self._results.begins(made).all():
                 raise EnvironmentRefused(
-                    "expected an EnvPool that was not stepped before, got one with lanes under "
-                    "way. Pass a new EnvPool, or a factory."
+                    "expected a new EnvPool, got one that was already stepped. Pass a new EnvPool, "
+                    "or a factory."
                 )
             yield self._results.lanes(made), made
 

@@ -30,8 +30,8 @@ _BESIDE: Final = (layout.STATS, layout.TASKS)
 class LeRobotFormat(ExchangeFormat):
     """A folder in the layout of LeRobot 0.4 and later, written without LeRobot.
 
-    Columns for which LeRobot has no name, such as next observations and policy versions, become
-    features of their own. bfloat16 is stored as float32, and a complex number as two numbers.
+    Columns without a name in LeRobot, such as next observations and policy versions, become
+    additional features. bfloat16 is stored as float32, and a complex number as two numbers.
     """
 
     name, extra, sorted, compressed = "lerobot", "lerobot", True, True

@@ -70,7 +70,7 @@ def feature_of(name: str, column: Column, *, observed: bool = False) -> RldsFeat
 
 
 def features_of(schema: Schema, roles: Roles) -> list[RldsFeature]:
-    """Return the features of columns. Next observations have no feature of their own."""
+    """Return the features of columns. Next observations have no separate feature."""
     seen = under(OBSERVATION, roles.observations)
     places: dict[Key, Key] = seen | under(ACTION, roles.actions) | {REWARD: (REWARDS,)}
     flags = [roles.terminated, *([roles.truncated] if roles.truncated is not None else [])]

@@ -1,4 +1,4 @@
-"""The ``rlds`` format: a writer of its own, and a reader that also accepts foreign datasets."""
+"""The ``rlds`` format: its writer, and a reader that also accepts datasets of other programs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from tallyroll.storage.rows.schema import Schema
 class RldsFormat(ExchangeFormat):
     """A folder that TensorFlow Datasets opens. Neither reading nor writing needs TensorFlow.
 
-    Each observation is stored once, from the first to the final one. Columns for which RLDS has no
-    name become infos of a step.
+    Each observation is stored once, from the first to the final one. Columns without a name in RLDS
+    become infos of a step.
     """
 
     name, extra, sorted, compressed = "rlds", "rlds", True, True

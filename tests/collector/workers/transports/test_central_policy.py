@@ -437,7 +437,7 @@ def test_actions_of_other_lanes_are_the_policys_error(mode: Any, more: int) -> N
         (
             ByObservation(),
             {"sharded": True, "mode": "async", "storage": "rows"},
-            'sharded=True does not go with policy_placement="central", because',
+            'sharded=True cannot be combined with policy_placement="central", because',
         ),
     ],
 )
