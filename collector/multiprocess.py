@@ -53,7 +53,7 @@ from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.user_code import user_code
-from tallyroll.collector.workers.central import CentralPolicy, settle_here
+from tallyroll.collector.workers.central import CentralPolicy, use_own_weights
 from tallyroll.collector.workers.leases.budget import LeaseBudget
 from tallyroll.collector.workers.leases.source import Leases
 from tallyroll.collector.workers.local.limits import require_guard
@@ -217,7 +217,7 @@ class MultiprocessCollector(Collector):
         where = options.policy_device if central else None
         self._policy = policy_of(policy_argument(policy), where, None)
         if central and self._policy is not None:  # otherwise the options refuse it
-            settle_here(self._policy)
+            use_own_weights(self._policy)
         copied = None
         if self._policy is not None:
             copied = on_device(self._policy.source, torch.device("cpu"))
@@ -268,7 +268,7 @@ class MultiprocessCollector(Collector):
         if self._options.acts_centrally:
             assert self._policy is not None and called is not None
             exploration, in_step = self._options.exploration_type, self._mode == "sync"
-            self._worker_pool.act_by(
+            self._worker_pool.set_central_policy(
                 CentralPolicy(self._policy, called, exploration, in_step=in_step)
             )
         _check_part_stepping(self._options, plan.reset_slots, self.num_workers)

@@ -347,7 +347,7 @@ class RunLoop:
 
 
 @runtime_checkable
-class KeepsNoRows(Protocol):
+class ShardingSource(Protocol):
     """A source whose workers store their own rows, so that the run loop only counts them."""
 
     def run_loop_of(self, run: RunState) -> Any:
@@ -376,7 +376,7 @@ def make_run_loop(
         torchrl: lays out batches for ``layout="torchrl"``; None for other layouts.
     """
     options, writer, slabs = run.options, run.writer, source.plan
-    if isinstance(rollout, KeepsNoRows):
+    if isinstance(rollout, ShardingSource):
         writer.open(source.no_rows, run.provenance, source.inner_dims, slabs.excluded)
         counting: RunLoop = rollout.run_loop_of(run)
         return counting

@@ -37,9 +37,9 @@ from tallyroll.collector.options.resets import Resets
 from tallyroll.collector.slab.info import parsed
 from tallyroll.collector.sync import SyncCollector
 from tallyroll.collector.workers.local.nonblocking_stdio import (
+    drop_blocked_output,
     drop_output,
     output_dropped,
-    wait_no_more,
 )
 from tallyroll.storage import StorageLocked
 from tallyroll.storage.files.paths import free_bytes
@@ -133,7 +133,7 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again, self.received, self.number = self.received, True, signal.Signals(number)
-        wait_no_more()
+        drop_blocked_output()
         if self.stop is None or again:
             raise KeyboardInterrupt
         self.stop()

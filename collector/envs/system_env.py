@@ -173,7 +173,7 @@ class SystemEnv(EnvBase):
         ended = flags[0] | flags[1]
         if d.at_end == "first" and ended.any():
             self._fresh, self._fresh_lanes = values, ended
-            stepper.results.require_final_given(out, ended)
+            stepper.results.require_final_observations(out, ended)
             if out.final is not None:
                 values = self._chosen(ended, tensors(out.final), values)
             stepper.contexts.draw(stepper.system, ended)

@@ -20,7 +20,7 @@ from tallyroll.storage.rows.keys import POLICY_VERSIONS, RANDOM_VERSION, Key
 from tallyroll.storage.rows.transfers import fetch
 
 
-def at_random_value(key: Key) -> int:
+def value_at_random(key: Key) -> int:
     """Return the value that a column written by policies has in rows with random actions."""
     return RANDOM_VERSION if key[:2] == POLICY_VERSIONS else 0
 
@@ -122,7 +122,7 @@ class Actor:
         """Use random actions ``[lane, ...]`` that were drawn elsewhere; if None, draw them here."""
         self.drawn = drawn
 
-    def act_both_ways(self, at: int, random_lanes: Mask, some: bool = True) -> None:
+    def act_mixed(self, at: int, random_lanes: Mask, some: bool = True) -> None:
         """Act at random in ``random_lanes``, and by the policy in the other lanes.
 
         The policy's states of ``random_lanes`` do not change.
@@ -158,7 +158,7 @@ class Actor:
                 row[lanes(key)] = drawn_there.to(row.device)
             self._lanes.acted(out, self._policy.writes, before, lanes)
         for key in self._extra:
-            self._slab.columns[key][at, lanes(key)] = at_random_value(key)
+            self._slab.columns[key][at, lanes(key)] = value_at_random(key)
 
     def _lanes_of(self, random_lanes: Mask, key: Key) -> torch.Tensor:
         """Return the lanes of ``random_lanes`` in which a column gets random values."""
@@ -202,4 +202,4 @@ class Actor:
             self._slab.version[start:stop] = self._policy.row_version
 
 
-_ACTING = {each.__code__ for each in (Actor.act, Actor.act_both_ways)}
+_ACTING = {each.__code__ for each in (Actor.act, Actor.act_mixed)}

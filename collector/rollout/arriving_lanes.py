@@ -10,7 +10,7 @@ from tallyroll.collector.envs.stepping.arrays import put_flags, reordered
 from tallyroll.collector.envs.stepping.ends import put_finals
 from tallyroll.collector.envs.system import Step
 from tallyroll.collector.envs.system_env import SystemEnv
-from tallyroll.collector.rollout.lanes import Account, Lanes, stopped
+from tallyroll.collector.rollout.lanes import Lanes, SlotOutcome, stopped
 from tallyroll.collector.rollout.reset_columns import ResetColumns
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.progress import FILLED, HALT
@@ -248,8 +248,8 @@ class ArrivingLanes(Lanes):
         """Return marks of all arrivals except reset slots."""
         return self._executed[start:stop].copy()
 
-    def account(self, start: int, stop: int, stepped: int) -> Account:
+    def outcome(self, start: int, stop: int, stepped: int) -> SlotOutcome:
         """Return the outcome of the slots ``[start, stop)``."""
         ran = np.repeat(self._arrived[start:stop, None], self.lanes, axis=1)
         executed = self.transitions(start, stop, stepped)
-        return Account(int(ran.sum()), int(executed.sum()), executed, ran)
+        return SlotOutcome(int(ran.sum()), int(executed.sum()), executed, ran)

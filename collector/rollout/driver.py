@@ -16,7 +16,7 @@ from tallyroll.collector.interrupts import pause_on_signal
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import RandomActions
 from tallyroll.collector.rollout.actor import Actor
-from tallyroll.collector.rollout.lanes import Account, Lanes, ended_in
+from tallyroll.collector.rollout.lanes import Lanes, SlotOutcome, ended_in
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.progress import FILLED, HALT, PAUSE, STOP
 from tallyroll.collector.slab.slab import Slab
@@ -114,7 +114,7 @@ class Driver(ABC):
         """
 
     @abstractmethod
-    def account(self, start: int, stop: int, stepped: int) -> Account:
+    def outcome(self, start: int, stop: int, stepped: int) -> SlotOutcome:
         """Return the outcome of slots ``[start, stop)``, in which ``stepped`` lanes step."""
 
     @abstractmethod
@@ -267,7 +267,7 @@ class LocalDriver(Driver):
                     actor.refresh(at, stop)
                 actor.act(at)
             else:
-                actor.act_both_ways(at, random_lanes)
+                actor.act_mixed(at, random_lanes)
             self.stepped.step(at, at + 1)
             if self.board[HALT]:
                 break
@@ -276,7 +276,7 @@ class LocalDriver(Driver):
         """Fill one slot, stepping the first ``lanes`` lanes only."""
         actor = self.actor
         if random_lanes is not None:
-            actor.act_both_ways(at, random_lanes, some=lanes > 0)
+            actor.act_mixed(at, random_lanes, some=lanes > 0)
         elif self.policy is None or self.slab.version[at, 0] == RANDOM_VERSION:
             # Draw numbers even if no lane is stepped, as other drivers do.
             ahead = self._random.draw_slots(1)
@@ -302,11 +302,11 @@ class LocalDriver(Driver):
         """Return marks ``[time, lane]`` of slots in which the environment reported an end."""
         return self.stepped.ended(start, stop)
 
-    def account(self, start: int, stop: int, stepped: int) -> Account:
+    def outcome(self, start: int, stop: int, stepped: int) -> SlotOutcome:
         """Return the outcome of the slots ``[start, stop)``."""
         if stop == start:
-            return Account(0, 0, np.zeros((0, self.lanes), np.bool_))
-        return self.stepped.account(start, stop, stepped)
+            return SlotOutcome(0, 0, np.zeros((0, self.lanes), np.bool_))
+        return self.stepped.outcome(start, stop, stepped)
 
 
 def _pause(board: memoryview) -> None:

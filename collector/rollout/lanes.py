@@ -32,7 +32,7 @@ LanesOfKey = Callable[[Key], torch.Tensor]
 
 
 @dataclass(slots=True)  # one per slot; a frozen one takes 4 times as long to make
-class Account:
+class SlotOutcome:
     """The outcome of slots ``[start, stop)`` that a driver filled."""
 
     slots: int
@@ -114,13 +114,13 @@ class Lanes(ABC):
         Call it once for each slot. Only the first ``stepped`` lanes are read.
         """
 
-    def account(self, start: int, stop: int, stepped: int) -> Account:
+    def outcome(self, start: int, stop: int, stepped: int) -> SlotOutcome:
         """Return the outcome of the slots ``[start, stop)``, at least one."""
         transitions = self.transitions(start, stop, stepped)
         if stepped < self.lanes:
             transitions[:, stepped:] = False
         executed = int(np.count_nonzero(transitions))
-        return Account((stop - start) * stepped, executed, transitions)
+        return SlotOutcome((stop - start) * stepped, executed, transitions)
 
     @property
     def random_under_way(self) -> int:
@@ -221,10 +221,10 @@ class SystemLanes(Lanes):
             error = stopped(error, self.stepper.system.first_lane)
         else:
             error = explain(error) or error
-        self.say_actions(error)
+        self.note_actions(error)
         return error
 
-    def say_actions(self, error: BaseException) -> None:
+    def note_actions(self, error: BaseException) -> None:
         """Add a note to ``error`` about the actions of the step that raised it."""
         at = self.cursor.at
         if isinstance(error, ValueRefused):

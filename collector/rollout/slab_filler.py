@@ -13,7 +13,7 @@ from tallyroll.collector.counting.transitions import Mask, in_columns, in_lanes
 from tallyroll.collector.options import Surplus
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.several.policies import SeveralPolicies
-from tallyroll.collector.rollout.actor import at_random_value
+from tallyroll.collector.rollout.actor import value_at_random
 from tallyroll.collector.rollout.driver import Driver
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
@@ -21,7 +21,7 @@ SLOTS_AT_ONCE = 8
 """Number of slots between two checks of an episode budget; small, because a check is cheap."""
 
 
-def looked_at_often(gate: EpisodeBudget) -> int:
+def slots_until_check(gate: EpisodeBudget) -> int:
     """Return the number of slots to fill until the next check of an episode budget."""
     return SLOTS_AT_ONCE if 0 < gate.started < gate.total else 1
 
@@ -53,7 +53,7 @@ class SlabFiller:
         surplus: Surplus,
         random_frames: int,
         gate: EpisodeBudget | None,
-        at_once: Callable[[EpisodeBudget], int] = looked_at_often,
+        at_once: Callable[[EpisodeBudget], int] = slots_until_check,
         counted: Callable[[int, int], None] | None = None,
     ) -> None:
         self.driver, self.policy, self.slab = driver, policy, driver.slab
@@ -169,7 +169,7 @@ class SlabFiller:
         whole = min(steps, left // stepped)
         if whole:
             for key in self._extra:
-                self.slab.columns[key][start : start + whole].fill_(at_random_value(key))
+                self.slab.columns[key][start : start + whole].fill_(value_at_random(key))
             self._random_slots(start, start + whole, stepped)
         else:
             upcoming = self.driver.upcoming()
@@ -192,17 +192,17 @@ class SlabFiller:
 
     def count(self, start: int, stop: int, stepped: int) -> int:
         """Mark and count the transitions of slots ``[start, stop)``; return their number."""
-        account = self.driver.account(start, stop, stepped)
-        transitions, resets = account.transitions, account.slots - account.executed
+        outcome = self.driver.outcome(start, stop, stepped)
+        transitions, resets = outcome.transitions, outcome.slots - outcome.executed
         marked = int(np.count_nonzero(transitions))
-        discarded, on_resets = account.beyond, 0
+        discarded, on_resets = outcome.beyond, 0
         drawing = self.policy is not None and self.random_frames > 0
         if drawing or (self.policy is not None and resets):
             by_policy = self.slab.version[start:stop] != RANDOM_VERSION
         if self.policy is not None and resets:
             chosen = (by_policy & ~transitions)[:, :stepped]
-            if account.ran is not None:
-                chosen &= account.ran[:, :stepped]
+            if outcome.ran is not None:
+                chosen &= outcome.ran[:, :stepped]
             on_resets = int(np.count_nonzero(chosen))
         if self.gate is not None and stop > start:
             before = marked
@@ -213,7 +213,7 @@ class SlabFiller:
             self.random_frames -= int(np.count_nonzero(transitions & ~by_policy))
         self.slab.transitions[start:stop] = transitions
         self.happened(
-            LedgerEntry(account.slots, account.executed, resets, account.lost, discarded, on_resets)
+            LedgerEntry(outcome.slots, outcome.executed, resets, outcome.lost, discarded, on_resets)
         )
         self.cuts = self.driver.take_cuts()
         if self.cuts is not None and self.gate is not None:

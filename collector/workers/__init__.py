@@ -12,9 +12,9 @@ A worker may end, hang or raise at any instruction. The parent then does the fol
    it instead of an answer.
 3. The source that sent the question records the loss, which is all transitions that the worker
    executed but did not deliver. It also cuts the trajectories of its lanes. `lockstep.py` does so
-   for the slots in progress (`_mend`, `account`). `leases/source.py` does so for the worker's
+   for the slots in progress (`_mend`, `outcome`). `leases/source.py` does so for the worker's
    leases, which `leases/budget.py` returns to the budget (`lose`). The counts reach the ledger as
-   `Account.lost` with the next block. In a sharded run `ext/sharded_leases.py` counts them.
+   `SlotOutcome.lost` with the next block. In a sharded run `ext/sharded_leases.py` counts them.
 4. `WorkerStartup.allowed` (`startup/worker_startup.py`) decides from the options in
    `worker_options.py` whether a replacement may start. Otherwise it raises the error and the run
    ends: complete rows are stored (`collector/batches/run_loop.py`).

@@ -30,22 +30,22 @@ from tallyroll.collector.workers.transport import Channel
 from tallyroll.storage.rows.keys import Key, as_key
 
 
-class NoActions(Exception):
+class EndOfSteps(Exception):
     """The parent has ended a request for steps without sending actions."""
 
 
 # --- the worker's side ----------------------------------------------------------------------------
 
 
-class AskingPolicy(Policy):
-    """Policy that acts in the parent after :meth:`ask_by` was called, and in the worker before.
+class PolicyProxy(Policy):
+    """Policy that acts in the parent once :meth:`use_channel` was called, and before in the worker.
 
-    A trial before :meth:`ask_by` therefore discovers the keys that the policy writes.
+    A trial before :meth:`use_channel` therefore discovers the keys that the policy writes.
     """
 
     _channel: Channel | None = None
 
-    def ask_by(self, channel: Channel) -> None:
+    def use_channel(self, channel: Channel) -> None:
         """Send requests to the parent through ``channel`` from now on."""
         self._channel, self.is_elsewhere = channel, True
 
@@ -53,7 +53,7 @@ class AskingPolicy(Policy):
         """Return the actions for ``td``, and the other values that the policy writes.
 
         Raises:
-            NoActions: the parent requests no further steps now.
+            EndOfSteps: the parent requests no further steps now.
         """
         if self._channel is None:
             return super().__call__(td)
@@ -62,7 +62,7 @@ class AskingPolicy(Policy):
         chosen = self._channel.receive()
         assert isinstance(chosen, m.ActionReply)
         if chosen.values is None:
-            raise NoActions
+            raise EndOfSteps
         self.version = chosen.version
         out = TensorDict({}, td.batch_size)
         for key, value in chosen.values.items():
@@ -187,7 +187,7 @@ def _joined(wanted: Sequence[m.ActionRequest], lanes: int) -> TensorDict:
     return td
 
 
-def settle_here(policy: Policy) -> None:
+def use_own_weights(policy: Policy) -> None:
     """Give ``policy`` its own copy of the weights, which changes only with new versions.
 
     Raises:

@@ -10,7 +10,7 @@ from tallyroll.collector.policies.several.policies import SeveralPolicies, openi
 from tallyroll.collector.rollout.driver import LocalDriver
 from tallyroll.collector.rollout.slab_filler import SLOTS_AT_ONCE, SlabFiller, SlabFillerOfSeveral
 from tallyroll.collector.slab.progress import COUNTED, LEASE, counted_word
-from tallyroll.collector.workers.central import NoActions
+from tallyroll.collector.workers.central import EndOfSteps
 from tallyroll.collector.workers.messages import Lease, LeaseResult
 from tallyroll.storage.rows.keys import Key
 
@@ -109,7 +109,7 @@ class LeasedRollout:
                 self._policy.refresh()
             try:
                 have += filling.advance(lease.frames - have, limit)
-            except NoActions:  # slots filled before are counted
+            except EndOfSteps:  # slots filled before are counted
                 return
 
     def _ends(self, lease: Lease) -> bool:

@@ -11,7 +11,7 @@ from tallyroll.collector.errors import WorkerError
 from tallyroll.collector.interrupts import pause_on_signal
 from tallyroll.collector.policies.slot_rng import Array, Draw, SlotRng
 from tallyroll.collector.rollout.driver import Driver
-from tallyroll.collector.rollout.lanes import Account, ended_in
+from tallyroll.collector.rollout.lanes import SlotOutcome, ended_in
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.progress import FILLED, HALT, PAUSE, STOP, new_board
 from tallyroll.collector.slab.slab import Slab
@@ -22,7 +22,7 @@ from tallyroll.collector.workers.startup.worker_startup import WorkerStartup
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
 
-class Turns:
+class LockstepFiller:
     """Asks all workers to fill the same slots, and tracks the slots that each completed.
 
     While workers fill slots, their boards hold the number of complete slots. Afterwards the number
@@ -82,7 +82,7 @@ class Turns:
         self.died.clear()
         self._by_workers = True
         try:
-            if not self._worker_pool.all_do(m.whole_steps(start, stop, by), self._interruptible):
+            if not self._worker_pool.broadcast(m.whole_steps(start, stop, by), self._interruptible):
                 self._receive(start + 1)
         except BaseException:
             self._settle()
@@ -200,7 +200,7 @@ class LockstepDriver(Driver):
         self.ends_tell = not (plan.marked or plan.arrivals)
         self._pending = np.zeros(slab.lanes, np.bool_)
         self.pending = self._pending if plan.reset_slots else None
-        self._turns = Turns(pool, startup, slab.lanes)
+        self._turns = LockstepFiller(pool, startup, slab.lanes)
         self.board = self._turns.board
         self.used_at = np.frombuffer(self.board, np.int64)[FILLED:].ctypes.data
         self._fresh = False
@@ -314,7 +314,7 @@ class LockstepDriver(Driver):
 
     # --- results ----------------------------------------------------------------------------------
 
-    def account(self, start: int, stop: int, stepped: int) -> Account:
+    def outcome(self, start: int, stop: int, stepped: int) -> SlotOutcome:
         """Return the outcome of the slots ``[start, stop)``."""
         members = self._worker_pool.members
         turns = self._turns
@@ -324,7 +324,7 @@ class LockstepDriver(Driver):
         ]
         top = max(stop, *filled)
         if top == start:
-            return Account(0, 0, np.zeros((0, self.slab.lanes), np.bool_))
+            return SlotOutcome(0, 0, np.zeros((0, self.slab.lanes), np.bool_))
         ran = np.zeros((top - start, self.slab.lanes), np.bool_)
         gone = np.zeros_like(ran)
         failed = np.zeros(self.slab.lanes, np.bool_)
@@ -341,7 +341,7 @@ class LockstepDriver(Driver):
         if self._plan.reset_slots and count:
             ended = ended_in(self.slab, stop - 1, stop)[0]
             self._pending[:] = np.where(ran[count - 1], ended, self._pending) & ~gone[-1]
-        return Account(
+        return SlotOutcome(
             slots=int(ran.sum()),
             executed=int(executed.sum()),
             transitions=executed[:count] & ~gone,

@@ -71,7 +71,7 @@ class WorkerPool:
 
     # --- questions and answers --------------------------------------------------------------------
 
-    def act_by(self, central: CentralPolicy) -> None:
+    def set_central_policy(self, central: CentralPolicy) -> None:
         """Let ``central``, in this process, choose the actions of all workers."""
         self.central = central
 
@@ -133,7 +133,7 @@ class WorkerPool:
         self._busy = {member.link: member for member in members if member.asked}
         self._links = [*self._busy]
 
-    def all_do(self, message: object, during: AbstractContextManager[None]) -> bool:
+    def broadcast(self, message: object, during: AbstractContextManager[None]) -> bool:
         """Send one message to all members, and receive all answers; return True if all answered.
 
         If a member owes an answer already, fails or hangs, return False; :meth:`events` then

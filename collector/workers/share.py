@@ -44,6 +44,6 @@ class Share:
         return self.total if self.run_lanes is None else self.run_lanes
 
 
-def evenly(total: int, parts: int) -> Sequence[int]:
+def split_evenly(total: int, parts: int) -> Sequence[int]:
     """Divide ``total`` into ``parts`` parts that differ by at most one, the larger ones first."""
     return [total // parts + (part < total % parts) for part in range(parts)]

@@ -41,7 +41,7 @@ from tallyroll.collector.rollout.actor import raised_by_policy
 from tallyroll.collector.rollout.driver import LocalDriver
 from tallyroll.collector.rollout.slab_plan import SlabPlan, make_driver, plan_slab
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.central import AskingPolicy, NoActions
+from tallyroll.collector.workers.central import EndOfSteps, PolicyProxy
 from tallyroll.collector.workers.leased_rollout import LeasedRollout
 from tallyroll.collector.workers.transport import Channel, Weights
 from tallyroll.storage import fast_paths
@@ -63,7 +63,7 @@ def work(channel: Channel, job: Any) -> None:
             fast_paths.switch_off(loaded.off)
         worker = Worker(loaded, channel)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the parent raises it
-        channel.send(report_of(error, "making the environment"))
+        channel.send(exception_report(error, "making the environment"))
         return
     try:
         channel.send(worker.made())
@@ -114,7 +114,7 @@ class Worker:
             if not self._own_process:  # processes have copies of what their parent has
                 take_over(self.env, made.instance, self._lost_env)
             self._central = job.options.acts_centrally
-            kinds = AskingPolicy if self._central else WorkerPolicy, WorkerPolicies
+            kinds = PolicyProxy if self._central else WorkerPolicy, WorkerPolicies
             device = None if self._central else job.options.policy_device
             self.policy = policy_of(job.policy, device, self.env.device, kinds=kinds)
         except BaseException:
@@ -159,7 +159,7 @@ class Worker:
                 try:
                     answer = answers[type(message)](message)
                 except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the parent raises it
-                    answer = report_of(error, self.doing)
+                    answer = exception_report(error, self.doing)
                 self._channel.send(answer)
 
     # --- startup ----------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class Worker:
         if weighs:
             self.policy.take_from(place.weights)
         elif self.policy is not None:
-            self.policy.ask_by(self._channel)
+            self.policy.use_channel(self._channel)
         slab, board = place.slab_of(message.worker), place.board(message.worker)
         # With leases, each worker draws actions for its own lanes. In lockstep, each one draws the
         # actions of all lanes.
@@ -271,7 +271,7 @@ class Worker:
             self.policy.refresh()
         lanes = self.lanes if message.lanes is None else message.lanes
         driver.actor.use_drawn(message.drawn)
-        with suppress(NoActions):  # the board shows which slots are complete
+        with suppress(EndOfSteps):  # the board shows which slots are complete
             if message.by == "given":
                 driver.step_with_actions(start, stop, lanes)
             elif lanes < self.lanes:
@@ -306,7 +306,7 @@ class Worker:
         try:
             self.rollout.lease(message, self._slots)
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the parent raises it
-            return replace(report_of(error, self.doing), filled=self.rollout.take_filled())
+            return replace(exception_report(error, self.doing), filled=self.rollout.take_filled())
         filled = self.rollout.take_filled()
         assert filled is not None
         return replace(filled, state=self._state())
@@ -340,7 +340,7 @@ class Worker:
                 self.env.close(raise_if_closed=False)
 
 
-def report_of(error: BaseException, doing: str) -> m.ExceptionReport:
+def exception_report(error: BaseException, doing: str) -> m.ExceptionReport:
     """Return the report of an exception for the parent."""
     frames, acting = "".join(traceback.format_exception(error)), raised_by_policy(error)
     if isinstance(error, UserStopIteration) and error.__cause__ is not None:

@@ -8,10 +8,10 @@ from weakref import WeakMethod
 from tallyroll.collector.batches.state.run_setup import RunSetup
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.state.saved_state import (
-    Since,
+    MonotonicCounts,
     require_fit,
+    restore_state,
     saved_state,
-    take_state_over,
 )
 from tallyroll.collector.batches.stored.stored_run import StoredRun
 from tallyroll.collector.errors import StateError, UserStopIteration
@@ -99,9 +99,9 @@ class Restart:
             if name != "the policy":
                 envs.load(of_envs)
 
-    def go_on_from(self, state: Mapping[str, Any], since: Since | None = None) -> None:
-        """Load counts, ids, seeds, policy and generators; see `take_state_over`."""
-        take_state_over(state, self._run, self._beginning, self._rollout, since)
+    def go_on_from(self, state: Mapping[str, Any], since: MonotonicCounts | None = None) -> None:
+        """Load counts, ids, seeds, policy and generators; see `restore_state`."""
+        restore_state(state, self._run, self._beginning, self._rollout, since)
         self.loads.append(self._run.ledger.stored)
         self._publish()
 

@@ -36,7 +36,7 @@ def saved_state(run: RunState, beginning: RunSetup, rollout: TransitionSource) -
 
 
 @dataclass(frozen=True)
-class Since:
+class MonotonicCounts:
     """Numbers of a run that never decrease, as they were before a rewind removed its later rows."""
 
     first_row: int
@@ -45,12 +45,12 @@ class Since:
     policy_version: int = -1
 
 
-def take_state_over(
+def restore_state(
     state: Mapping[str, Any],
     run: RunState,
     beginning: RunSetup,
     rollout: TransitionSource,
-    since: Since | None = None,
+    since: MonotonicCounts | None = None,
 ) -> None:
     """Let a new ``run`` and its ``rollout`` continue from the ``state`` of an earlier run.
 

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer, Storage, TensorStorage
 
 from tallyroll.collector.batches.rows.rows import Rows, as_tensordict
-from tallyroll.collector.batches.stored.sinks import takes_rows
+from tallyroll.collector.batches.stored.sinks import accepts_rows
 from tallyroll.collector.errors import ArgumentError, ItemsDiffer
 from tallyroll.storage.rows.batch_dims import Shapes
 from tallyroll.storage.rows.dtypes import SIGNED
@@ -46,7 +46,7 @@ def require_items(storage: Storage, batch: TensorDictBase) -> None:
 
 def require_takes(storage: Storage, rows: Rows) -> None:
     """Refuse columns of dtypes that torch cannot write to a TorchRL storage."""
-    if takes_rows(storage) or not isinstance(storage, TensorStorage):
+    if accepts_rows(storage) or not isinstance(storage, TensorStorage):
         return
     for key, column in rows.items():
         if column.dtype in SIGNED:
@@ -76,7 +76,7 @@ def extend_buffer(
     store = buffer.storage
     if record is not None:
         store.writer.stage_record(record)
-    with store.writer.fresh_ids() if takes_rows(store) else nullcontext():
+    with store.writer.fresh_ids() if accepts_rows(store) else nullcontext():
         for batch in batches:
             buffer.extend(batch)
 

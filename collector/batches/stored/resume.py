@@ -151,7 +151,7 @@ def _shard_of(last: Mapping[str, Any], path: Path) -> str | None:
     return f"{index}/{of}"
 
 
-def without_rows(
+def relevant_runs(
     reader: RowReader, lanes: int, seed: int | None
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
     """Split the runs of a storage into the relevant ones and the irrelevant ones after them.
@@ -189,7 +189,7 @@ _CHANGE_COLUMNS = (
 """Arguments of a collector that determine the columns of rows."""
 
 
-def same_source(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+def require_same_environment(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     """Raise if a continued run has another environment than before."""
     # Runs of earlier versions do not name the arguments that JSON cannot hold.
     before, after = ({n: v for n, v in each.items() if n != NOT_JSON} for each in (before, after))
@@ -226,7 +226,7 @@ def changed_arguments(before: Mapping[str, Any], after: Mapping[str, Any]) -> st
     )
 
 
-def same_lanes(before: LastRun, lanes: int) -> None:
+def require_same_lanes(before: LastRun, lanes: int) -> None:
     """Raise if the number of lanes has changed, because lanes are numbered over the whole run."""
     if before.lanes not in (None, lanes):
         raise StateError(
@@ -235,7 +235,7 @@ def same_lanes(before: LastRun, lanes: int) -> None:
         )
 
 
-def same_shard(before: LastRun, part: Shard | None) -> None:
+def require_same_shard(before: LastRun, part: Shard | None) -> None:
     """Raise if the collector's shard is not the shard that is continued."""
     now = None if part is None else str(part)
     if before.shard == now:

@@ -40,12 +40,12 @@ def sink_under(buffer: ReplayBuffer | None) -> RowSink | None:
             needs.
     """
     found: Any = None if buffer is None else buffer.storage
-    if not takes_rows(found):
+    if not accepts_rows(found):
         return None
     return _whole(found, "replay_buffer", absent(RowSink, found), BufferedWriter)
 
 
-def takes_rows(storage: object) -> bool:
+def accepts_rows(storage: object) -> bool:
     """Return True if a TorchRL storage is a `RowSink`, with a reader and a writer of rows."""
     return hasattr(storage, "writer") and hasattr(storage, "reader")
 
@@ -55,7 +55,7 @@ def stores_slots(writer: RunWriter) -> TypeGuard[RowWriter]:
     return writer.in_one_call
 
 
-def takes_tensors(writer: RunWriter) -> TypeGuard[TensorWriter]:
+def accepts_tensors(writer: RunWriter) -> TypeGuard[TensorWriter]:
     """Return True if the writer accepts rows as tensors on a device."""
     return hasattr(writer, "append_tensors")
 

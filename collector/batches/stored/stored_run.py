@@ -8,12 +8,12 @@ from tallyroll.collector.batches.stored.resume import (
     LastRun,
     changed_arguments,
     last_run_of,
+    relevant_runs,
+    require_same_environment,
+    require_same_lanes,
+    require_same_shard,
     resumed_ledger,
-    same_lanes,
-    same_shard,
-    same_source,
     whole_record,
-    without_rows,
 )
 from tallyroll.collector.batches.stored.run_events import RunEvents
 from tallyroll.collector.counting.ledger import COUNTS, Ledger
@@ -103,12 +103,12 @@ class StoredRun:
                 f'{reader.path} was opened with mode="create" and has no run yet. Open the storage '
                 'of the run to be continued with mode="append".'
             )
-        entries, self._without_rows = without_rows(reader, lanes, seed)
+        entries, self._without_rows = relevant_runs(reader, lanes, seed)
         if self._without_rows and not entries:
             return None
         self.last_run = last_run_of(entries, reader.path, reader.head)
-        same_lanes(self.last_run, lanes)
-        same_shard(self.last_run, self._part)
+        require_same_lanes(self.last_run, lanes)
+        require_same_shard(self.last_run, self._part)
         ledger, self._stored_before = resumed_ledger(reader, self.last_run)
         return ledger
 
@@ -192,7 +192,7 @@ class StoredRun:
         assert storage is not None
         self.first_row = storage.reader.head if last is None else last.first_row
         if last is not None:
-            same_source(last.environment, provenance["environment"])
+            require_same_environment(last.environment, provenance["environment"])
         self._reserve(storage, schema)
         if storage.reader.initialised:
             try:

@@ -25,7 +25,7 @@ from tallyroll.collector.batches.stored.resume import (
     has_begun,
     opened_target,
 )
-from tallyroll.collector.batches.stored.sinks import sink_of, sink_under, takes_tensors
+from tallyroll.collector.batches.stored.sinks import accepts_tensors, sink_of, sink_under
 from tallyroll.collector.batches.stored.stored_run import StoredRun
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import ArgumentError, ItemsDiffer, LedgerError
@@ -234,7 +234,7 @@ class BatchWriter:
 
     def _checked(self, sink: RowSink, rows: Columns) -> ArrayRows | Mapping[Key, torch.Tensor]:
         """Return rows in the form that the storage takes; raise if they do not fit it."""
-        if takes_tensors(sink.writer) and any(map(_is_on_device, rows.values())):
+        if accepts_tensors(sink.writer) and any(map(_is_on_device, rows.values())):
             tensors = {key: _tensor_of(column) for key, column in rows.items()}
             schema = sink.reader.schema
             return dict(
@@ -369,7 +369,7 @@ def _append(
     writer = sink.writer
     if isinstance(rows, ArrayRows):
         return writer.append(rows, record)
-    assert takes_tensors(writer)
+    assert accepts_tensors(writer)
     return writer.append_tensors(rows, sink.reader.head, record)
 
 

@@ -70,7 +70,7 @@ def give_resets(env: EnvBase, resets: Resets) -> None:
             "reserves"
         )
     base.stepper.contexts.take(ResetDraws(resets, system))
-    base.stepper.follow_resets()
+    base.stepper.track_reset_slots()
 
 
 def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
@@ -108,7 +108,7 @@ def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
             f'got {env}. Use surplus="carry" or "discard".'
         )
     if base is not None:
-        base.stepper.doubt_finals(options.checks.finals == "lost")
+        base.stepper.mark_lost_finals(options.checks.finals == "lost")
     if options.checks.finals != "lost":
         refuse_reused(env)
     return env

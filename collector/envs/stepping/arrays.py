@@ -102,7 +102,7 @@ def _as_it_is(found: NDArray[Any], dtype: np.dtype[Any], key: Key) -> NDArray[An
     raise error.locate(lane=at[0] if at else None)
 
 
-def first_change(values: Array, stored: NDArray[Any]) -> tuple[int, float] | None:
+def first_changed_reward(values: Array, stored: NDArray[Any]) -> tuple[int, float] | None:
     """Return the lane and the value of the first reward that float32 stores as another number.
 
     These are finite rewards that became 0, and integers that became other integers. Ordinary

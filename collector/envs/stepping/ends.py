@@ -70,7 +70,7 @@ def put_finals(lanes: EndContext, cursor: Cursor, ended: Mask, out: Step, rows: 
     Raises:
         TransitionError: the system declares final observations and the step has none.
     """
-    lanes.results.require_final_given(out, ended)
+    lanes.results.require_final_observations(out, ended)
     if out.final is not None:
         at = ended.nonzero()[0]
         for index, row in enumerate(rows):

@@ -103,7 +103,7 @@ class Results:
             f"one number per lane, got the shapes {got}; reduce a vector of rewards in a wrapper"
         )
 
-    def require_final_given(self, out: Step, ended: Mask) -> None:
+    def require_final_observations(self, out: Step, ended: Mask) -> None:
         """Raise if lanes ended and the step lacks the final observations that are declared."""
         if out.final is None and self._system.declares.finals == "extra" and ended.any():
             raise TransitionError(

@@ -18,7 +18,7 @@ from tallyroll.collector.compat import count_true
 from tallyroll.collector.envs.exact import RoundedWarning, rounding_of
 from tallyroll.collector.envs.stepping.arrays import (
     as_flags,
-    first_change,
+    first_changed_reward,
     fitting,
     put_flags,
     put_valid,
@@ -39,7 +39,7 @@ from tallyroll.collector.slab.slab import Cursor, Slab
 from tallyroll.storage.engine.kernel import table_of
 from tallyroll.storage.rows.keys import NEXT, TERMINATED, TRUNCATED, Key
 
-Putting: TypeAlias = partial[int]
+SlotWriter: TypeAlias = partial[int]
 """Function that writes the result of a step to a slot, and returns the number of ended lanes.
 
 The arguments are observations, reward, terminated, truncated, and final observations or None. If
@@ -47,13 +47,13 @@ their form differs from that of the slot, the function returns -1 and leaves the
 """
 
 
-def putting(
+def make_slot_writer(
     rows: Sequence[NDArray[Any]],
     payoff: NDArray[Any],
     terminated: NDArray[Any],
     truncated: NDArray[Any],
     roots: Sequence[NDArray[Any]],
-) -> Putting | None:
+) -> SlotWriter | None:
     """Return a function that writes steps to these arrays of a slot.
 
     An element of ``roots`` may be the same array as the corresponding element of ``rows``.
@@ -141,7 +141,7 @@ class Stepper:
         self._finish = None if finish is None else partial(finish, self)
         self._looks_behind = self._follows or bool(d.groups)
         if d.context or self.contexts.resets is not None:
-            self.follow_resets()
+            self.track_reset_slots()
 
     def store_rewards_as(self, dtype: torch.dtype | None) -> None:
         """Store rewards as ``dtype``; None selects the dtype that the system declares."""
@@ -156,7 +156,7 @@ class Stepper:
             self._declare()
         return kept
 
-    def doubt_finals(self, doubts: bool) -> None:
+    def mark_lost_finals(self, doubts: bool) -> None:
         """Set whether the final observations of agents are marked as lost."""
         self.doubts_finals = doubts
 
@@ -164,7 +164,7 @@ class Stepper:
         """Write the number of complete slots to ``board``."""
         self.board = board
 
-    def follow_resets(self) -> None:
+    def track_reset_slots(self) -> None:
         """From now on, track which lanes wait for a reset slot, if the system has reset slots."""
         if self.declares.has_reset_slots:
             self._follows = self._looks_behind = True
@@ -250,7 +250,7 @@ class Stepper:
         single = len(cursor.actions) == len(cursor.rewards) == 1 <= len(cursor.next_obs)
         return writing(
             single=single,
-            compiled=single and putting(*cursor.slot(0)) is not None,
+            compiled=single and make_slot_writer(*cursor.slot(0)) is not None,
             looks_behind=self._looks_behind,
             lost_finals=cursor.next_valid is not None,
         )
@@ -261,7 +261,7 @@ class Stepper:
         Call it only if `writes_to` has chosen that path.
         """
         rows, _, terminated, truncated, _ = slot = cursor.slot(at)
-        put, action = putting(*slot), cursor.actions[0][at]
+        put, action = make_slot_writer(*slot), cursor.actions[0][at]
         assert put is not None, "writes_to has chosen it"
         board, finish, array, row = cursor.board, self._finish, np.ndarray, rows[0]
         table = put.args[0]
@@ -381,7 +381,7 @@ class Stepper:
         If a collector steps the lanes, the collector warns and names the step of the trajectory.
         Otherwise this method warns, once.
         """
-        changed = first_change(value, row)
+        changed = first_changed_reward(value, row)
         if changed is None:
             return
         lane, reward = self.results.number(changed[0], lanes), changed[1]
@@ -405,7 +405,7 @@ class Stepper:
         if self._looks_behind or not self.declares.has_reset_slots:
             self.results.require_skipped(skipped, pending)
         if skipped is not None:
-            self.follow_resets()  # from the first step that names skipped lanes
+            self.track_reset_slots()  # from the first step that names skipped lanes
         if self.declares.has_reset_slots:
             self.follow(pending, ended)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tallyroll.collector.base import Collector
-from tallyroll.collector.batches.state.saved_state import Since
+from tallyroll.collector.batches.state.saved_state import MonotonicCounts
 from tallyroll.collector.batches.stored.resume import newest_version
 from tallyroll.collector.batches.stored.stored_run import StoredRun
 from tallyroll.collector.compat import load_generators, saved_generators
@@ -137,7 +137,9 @@ class RowsAt:
         require_not_rewound(reader, self.rows, self.rewinds, "the checkpoint")
         require_rewindable(storage.writer, self.rows, run)
 
-    def go_back(self, storage: DiskStorage, run: StoredRun | None) -> tuple[int, int, Since]:
+    def go_back(
+        self, storage: DiskStorage, run: StoredRun | None
+    ) -> tuple[int, int, MonotonicCounts]:
         """Rewind the storage to the checkpoint.
 
         Returns:
@@ -145,7 +147,7 @@ class RowsAt:
             rows had overwritten, and the numbers of the run that never decrease.
         """
         if not storage.reader.initialised or not self.id:
-            return 0, 0, Since(0)
+            return 0, 0, MonotonicCounts(0)
         first_row = max(self.first_row, 0)
         since = _today(storage, first_row)
         record = self.record
@@ -164,7 +166,7 @@ class RowsAt:
         return back, min(storage.span.start, self.rows) - self.first, since
 
 
-def _today(storage: DiskStorage, first_row: int) -> Since:
+def _today(storage: DiskStorage, first_row: int) -> MonotonicCounts:
     """Return the current values of a run's numbers that never decrease."""
     known = [-1]
     for entry in storage.manifest["runs"]:
@@ -174,7 +176,7 @@ def _today(storage: DiskStorage, first_row: int) -> Since:
         known.append(record.incarnation)
     collected = storage.head and record is not None
     version = newest_version(storage.reader, first_row) if collected else -1
-    return Since(first_row, max(known), version)
+    return MonotonicCounts(first_row, max(known), version)
 
 
 def copy_of_rows(storage: DiskStorage, path: Path) -> None:

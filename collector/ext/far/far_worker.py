@@ -15,8 +15,8 @@ from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.progress import BOARD_WORDS, FILLED, HALT, LEASE, new_board
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.local.memory import Arena, Measure
-from tallyroll.collector.workers.local.placement import Blocks
+from tallyroll.collector.workers.local.memory import Arena, ArenaSizer
+from tallyroll.collector.workers.local.placement import SharedLayout
 from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.worker import work
 from tallyroll.storage.rows.keys import Key
@@ -70,9 +70,9 @@ class _WorkerMemory:
     def __init__(self, share: Share, worker: int, plan: SlabPlan, module: object) -> None:
         first = share.first_lane + share.of(worker).start
         own = Share((share.lanes[worker],), share.slots, share.segments, first, share.of_run)
-        measure = Measure()
-        Blocks(measure, own, plan, module)
-        self._blocks = Blocks(Arena.create(measure.end), own, plan, module)
+        measure = ArenaSizer()
+        SharedLayout(measure, own, plan, module)
+        self._blocks = SharedLayout(Arena.create(measure.end), own, plan, module)
         self.weights = self._blocks.weights
         self.memory, self._flowing = self._blocks.memory_of(0), set(plan.flowing)
         self.sends, self.once = decide(plan)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.ext.far.far_worker import Answer, FarWorker
-from tallyroll.collector.workers.worker import report_of
+from tallyroll.collector.workers.worker import exception_report
 from tallyroll.storage.package.versions import versions
 
 
@@ -62,7 +62,7 @@ class ActorLanes:
         try:
             _require_same(here)
         except ArgumentError as error:
-            return Answer(report_of(error, ""))
+            return Answer(exception_report(error, ""))
         return self._worker.start(job)
 
     @ray.method(concurrency_group="questions")

@@ -21,7 +21,7 @@ from tallyroll.collector.envs.setup.make import require_names_of
 from tallyroll.collector.envs.setup.traits import ticks_of
 from tallyroll.collector.envs.stepping.arrays import fitting, put_flags
 from tallyroll.collector.envs.stepping.ends import put_finals
-from tallyroll.collector.envs.stepping.stepper import Putting, putting
+from tallyroll.collector.envs.stepping.stepper import SlotWriter, make_slot_writer
 from tallyroll.collector.envs.system import AtEnd, Step
 from tallyroll.collector.errors import (
     ArgumentError,
@@ -33,7 +33,7 @@ from tallyroll.collector.ext.recorder.recorded_env import RecordedEnv
 from tallyroll.collector.interrupts import defer_signals
 from tallyroll.collector.options import Options
 from tallyroll.collector.rollout.driver import Driver
-from tallyroll.collector.rollout.lanes import Account
+from tallyroll.collector.rollout.lanes import SlotOutcome
 from tallyroll.collector.rollout.rollout import Rollout, Slots
 from tallyroll.collector.rollout.slab_plan import plan_slab
 from tallyroll.collector.run_plan import Decision
@@ -116,11 +116,11 @@ class RecordedSlots(Driver):
     def go_on(self) -> None:
         """Do nothing: no signal handler pauses the user's loop."""
 
-    def account(self, start: int, stop: int, stepped: int) -> Account:
+    def outcome(self, start: int, stop: int, stepped: int) -> SlotOutcome:
         """Return the counts of the slots."""
         self.mark()
         transitions = self.slab.transitions[start:stop].copy()
-        return Account(transitions.size, int(np.count_nonzero(transitions)), transitions)
+        return SlotOutcome(transitions.size, int(np.count_nonzero(transitions)), transitions)
 
     def upcoming(self) -> Mask:
         """Return a mask of all lanes."""
@@ -236,7 +236,7 @@ class RecordedRun(Collector):
         """True if observations are known, no lane waits for a reset, and the run is not over."""
         self._at = -1
         """Position of the next slot; -1 if the slab has to be prepared for it first."""
-        self._puts: list[Putting | None] = []
+        self._puts: list[SlotWriter | None] = []
         """For each slot, the function that writes a step to it; None if Python writes it."""
         self.is_closed = self.is_full = False
         try:
@@ -282,11 +282,11 @@ class RecordedRun(Collector):
         # With finals="lost", first observations stay in place of the final ones, and the column
         # `next_valid` marks them.
         self._needs_finals = self._resets_in_step and options.checks.finals != "lost"
-        stepper.doubt_finals(options.checks.finals == "lost")
+        stepper.mark_lost_finals(options.checks.finals == "lost")
         single = len(self._cursor.rewards) == 1 and self._cursor.next_valid is None
         single = single and not declares.groups
         self._puts = [
-            putting(*self._cursor.slot(at)) if single else None for at in range(slab.slots)
+            make_slot_writer(*self._cursor.slot(at)) if single else None for at in range(slab.slots)
         ]
         self._note_budget()
         self._columns = [slab.arrays[key] for key in written]

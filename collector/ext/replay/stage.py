@@ -160,7 +160,7 @@ class Stage:
             driver.stepped.step(0, slots)
         else:
             self._step_each(actions, at, slots, before)
-        driver.account(0, slots, self.lanes)
+        driver.outcome(0, slots, self.lanes)
 
     def _step_each(
         self,

@@ -21,7 +21,7 @@ from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.layouts.trajectories import padded, split_trajectories
 from tallyroll.collector.batches.state.run_seeds import Environments
 from tallyroll.collector.batches.stored.buffer_items import extend_buffer, require_items
-from tallyroll.collector.batches.stored.sinks import takes_rows
+from tallyroll.collector.batches.stored.sinks import accepts_rows
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.ext.torchrl.arguments import Wishes
 from tallyroll.collector.interrupts import defer_signals
@@ -93,7 +93,7 @@ def laid_out(trajectories: Sequence[TensorDictBase], form: str | None) -> Tensor
 
 def stores_rows(buffer: ReplayBuffer | None) -> bool:
     """Return True if ``buffer`` has a Tallyroll storage, which accepts rows of any batch."""
-    return buffer is not None and takes_rows(buffer.storage)
+    return buffer is not None and accepts_rows(buffer.storage)
 
 
 def with_policy_version(batch: TensorDictBase) -> TensorDictBase:

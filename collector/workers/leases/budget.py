@@ -18,7 +18,7 @@ from tallyroll.collector.workers.member import Member
 
 
 @dataclass
-class Tally:
+class WorkerLeases:
     """A worker's part of the budget."""
 
     fresh: bool = False
@@ -102,7 +102,7 @@ class LeaseBudget:
         episodes = self._episodes
         self._tickets = 0 if episodes is None else episodes - ledger.episodes_complete
         self._unfinished = self._tickets
-        self._tallies = [Tally(fresh) for _ in range(self._workers)]
+        self._tallies = [WorkerLeases(fresh) for _ in range(self._workers)]
         # Totals are maintained here, because there may be a thousand workers.
         self._out = 0
         self.drawing[:] = 0
@@ -228,10 +228,10 @@ class LeaseBudget:
             self._unleased += segment.reserved
         if tally.leased and member.board[LEASE] == tally.leased[0].lease:
             lost = self._lost(member, tally)
-        self._tallies[member.index] = Tally()
+        self._tallies[member.index] = WorkerLeases()
         return lost
 
-    def _lost(self, member: Member, tally: Tally) -> LedgerEntry:
+    def _lost(self, member: Member, tally: WorkerLeases) -> LedgerEntry:
         """Count the transitions that a worker had executed in the lease that it had begun."""
         segment, slab, plan = tally.leased[0], tally.leased[0].slab, self._plan
         slots, executed = counted_in(member.board[COUNTED])

@@ -31,7 +31,7 @@ def _next_start(end: int) -> int:
     return -(-end // ALIGNMENT) * ALIGNMENT
 
 
-class Measure:
+class ArenaSizer:
     """Computes the size of an :class:`Arena` for the same calls.
 
     The results have shape and dtype, but no memory.
@@ -137,7 +137,7 @@ def _arrived(descriptor: Any, nbytes: int) -> Arena:
     return Arena.attach(descriptor.detach(), nbytes)
 
 
-Area = Measure | Arena
+Area = ArenaSizer | Arena
 """Memory to allocate from, or its measurement."""
 
 

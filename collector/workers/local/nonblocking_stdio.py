@@ -112,7 +112,7 @@ def drop_output() -> None:
     sys.stdout, sys.stderr = unblocked(sys.stdout), unblocked(sys.stderr)
 
 
-def wait_no_more() -> None:
+def drop_blocked_output() -> None:
     """From now on, drop output that would block, because the process is about to end."""
     global _patience_seconds
     _patience_seconds = 0.0

@@ -11,8 +11,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.local.memory import Arena, Measure, require
-from tallyroll.collector.workers.local.placement import Blocks
+from tallyroll.collector.workers.local.memory import Arena, ArenaSizer, require
+from tallyroll.collector.workers.local.placement import SharedLayout
 from tallyroll.collector.workers.share import Share
 
 _LENGTH_NBYTES = 8
@@ -92,10 +92,10 @@ class PipeChannel:
         self._file = -1
         self.connection.close()
 
-    def place(self, share: Share, plan: SlabPlan, module: object) -> Blocks:
+    def place(self, share: Share, plan: SlabPlan, module: object) -> SharedLayout:
         """Receive the memory that follows ``Bind``, and lay it out as the parent does."""
         nbytes = self.connection.recv()
-        return Blocks(Arena.attach(recv_handle(self.connection), nbytes), share, plan, module)
+        return SharedLayout(Arena.attach(recv_handle(self.connection), nbytes), share, plan, module)
 
 
 def _read(file: int, nbytes: int, seconds: float | None = None) -> bytes:
@@ -133,7 +133,7 @@ def _write(file: int, content: bytes, seconds: float | None = None) -> None:
         os.set_blocking(file, True)
 
 
-class HasSources(Protocol):
+class PollableLink(Protocol):
     """A link with the ends of pipes that are ready when it has a message."""
 
     has_answer: bool
@@ -144,7 +144,7 @@ class HasSources(Protocol):
         """The ends of pipes, or their file descriptors."""
 
 
-L = TypeVar("L", bound=HasSources)
+L = TypeVar("L", bound=PollableLink)
 
 
 class LinkPoller(Generic[L]):
@@ -211,14 +211,14 @@ class SharedPlace:
 
     arena: Arena
 
-    def make(self, share: Share, plan: SlabPlan, module: object) -> Blocks:
+    def make(self, share: Share, plan: SlabPlan, module: object) -> SharedLayout:
         """Allocate the memory and lay it out.
 
         Raises:
             ArgumentError: less memory is available.
         """
-        measure = Measure()
-        Blocks(measure, share, plan, module)
+        measure = ArenaSizer()
+        SharedLayout(measure, share, plan, module)
         slabs = "a slab"
         if share.segments:
             slabs = f"{share.segments} slabs for each of {len(share.lanes)} workers"
@@ -227,4 +227,4 @@ class SharedPlace:
             f"{slabs} of {share.slots} slots of {share.total} lanes and the policy's weights",
         )
         self.arena = Arena.create(measure.end)
-        return Blocks(self.arena, share, plan, module)
+        return SharedLayout(self.arena, share, plan, module)

@@ -22,7 +22,7 @@ from tallyroll.storage.rows.keys import Key
 Memory = dict[Key, torch.Tensor]
 
 
-class Blocks:
+class SharedLayout:
     """The shared memory, laid out.
 
     Args:

@@ -32,7 +32,7 @@ from tallyroll.collector.workers.local.pipes import (
     PipeStalled,
     SharedPlace,
 )
-from tallyroll.collector.workers.local.placement import Blocks
+from tallyroll.collector.workers.local.placement import SharedLayout
 from tallyroll.collector.workers.local.process_main import main
 from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.transport import Gone
@@ -214,7 +214,7 @@ class ProcessTransport:
         """Return the links that have a message."""
         return self._waiting.ready(links, seconds)
 
-    def place(self, share: Share, plan: SlabPlan, module: object) -> Blocks:
+    def place(self, share: Share, plan: SlabPlan, module: object) -> SharedLayout:
         """Allocate the shared memory of all workers."""
         return self._place.make(share, plan, module)
 

@@ -17,7 +17,7 @@ from tallyroll.collector.policies.trial import leave_generators
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.workers.local.limits import limits_named
 from tallyroll.collector.workers.local.pipes import LinkPoller, PipeChannel, SharedPlace
-from tallyroll.collector.workers.local.placement import Blocks
+from tallyroll.collector.workers.local.placement import SharedLayout
 from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.transport import Gone
 from tallyroll.collector.workers.worker import work
@@ -155,7 +155,7 @@ class ThreadTransport:
         """Return the links that have a message."""
         return self._waiting.ready(links, seconds)
 
-    def place(self, share: Share, plan: SlabPlan, module: object) -> Blocks:
+    def place(self, share: Share, plan: SlabPlan, module: object) -> SharedLayout:
         """Allocate the memory of all workers."""
         return self._place.make(share, plan, module)
 

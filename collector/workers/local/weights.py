@@ -32,7 +32,7 @@ class SharedWeights:
         module: the module whose tensors need memory; nothing is copied yet. Buffers are included,
             even non-persistent ones. A tensor with several names is allocated once. A policy that
             is not a module has no tensors.
-        area: the memory to allocate from. A ``Measure`` only computes the size.
+        area: the memory to allocate from. A ``ArenaSizer`` only computes the size.
         lock_seconds: maximum time to wait for others.
 
     Raises:
@@ -47,7 +47,7 @@ class SharedWeights:
         self._copies = [
             [area.tensor(spec.shape, spec.dtype) for spec in self._specs] for _ in range(2)
         ]
-        if isinstance(area, Arena):  # a Measure has nothing to lock
+        if isinstance(area, Arena):  # a ArenaSizer has nothing to lock
             self._lock = FileLock(area.fd, "the shared weights", lock_seconds)
 
     @property

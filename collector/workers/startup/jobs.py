@@ -13,7 +13,7 @@ from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options import Options
 from tallyroll.collector.options.checks import at_most
 from tallyroll.collector.workers.messages import Job
-from tallyroll.collector.workers.share import evenly
+from tallyroll.collector.workers.share import split_evenly
 
 _MOST_WORKERS = 2**16
 
@@ -44,7 +44,7 @@ def per_worker(create: Any, workers: int | None, options: Options) -> list[tuple
             f"num_envs: expected at least one lane for each of {count} workers, got {lanes}; use "
             "fewer workers"
         )
-    return [(create, own) for own in evenly(lanes, count)]
+    return [(create, own) for own in split_evenly(lanes, count)]
 
 
 def _check_factories(factories: Sequence[Any], listed: bool) -> None:

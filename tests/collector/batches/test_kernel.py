@@ -178,7 +178,7 @@ class Slot:
         rows, roots = (self.row, self.more), (self.root, self.more_root)
         self.put: Any = self.by_numpy
         if compiled is not None:
-            self.put = writing.putting(rows, *self.arrays[1:4], roots)
+            self.put = writing.make_slot_writer(rows, *self.arrays[1:4], roots)
 
     def holds(self, reward: float) -> bool:
         """Return True if no warning is due for the reward.

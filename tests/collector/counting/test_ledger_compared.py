@@ -24,7 +24,7 @@ from tallyroll.collector.batches.rows.rows import ArrayBatch
 from tallyroll.collector.batches.rows.slab_rows import SlabBatch
 from tallyroll.collector.batches.stored import writer
 from tallyroll.collector.errors import LedgerError, StateError, TransitionError, WorkerRaised
-from tallyroll.collector.rollout.driver import Account, LocalDriver
+from tallyroll.collector.rollout.driver import LocalDriver, SlotOutcome
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.workers.lockstep import LockstepDriver
 from tallyroll.storage import MemmapStorage, open_storage
@@ -71,24 +71,24 @@ class Once:
         return value if changed is None else changed
 
 
-def account_without(account: Account) -> Account | None:
+def outcome_without(outcome: SlotOutcome) -> SlotOutcome | None:
     """Unmark one executed transition."""
-    at = np.argwhere(account.transitions)
+    at = np.argwhere(outcome.transitions)
     if not len(at):
         return None
-    marks = account.transitions.copy()
+    marks = outcome.transitions.copy()
     marks[tuple(at[0])] = False
-    return replace(account, transitions=marks)
+    return replace(outcome, transitions=marks)
 
 
-def account_twice(account: Account) -> Account | None:
+def outcome_twice(outcome: SlotOutcome) -> SlotOutcome | None:
     """Mark one reset slot as a transition."""
-    at = np.argwhere(~account.transitions)
+    at = np.argwhere(~outcome.transitions)
     if not len(at):
         return None
-    marks = account.transitions.copy()
+    marks = outcome.transitions.copy()
     marks[tuple(at[0])] = True
-    return replace(account, transitions=marks)
+    return replace(outcome, transitions=marks)
 
 
 def block_without(block: Block) -> Block | None:
@@ -138,8 +138,8 @@ def pieces_twice(pieces: list[Any]) -> list[Any]:
 
 
 CHANGES: dict[tuple[Step, str], Change] = {
-    ("source", "lost"): account_without,
-    ("source", "doubled"): account_twice,
+    ("source", "lost"): outcome_without,
+    ("source", "doubled"): outcome_twice,
     ("block", "lost"): block_without,
     ("block", "doubled"): block_twice,
     ("delivery", "lost"): part_without,
@@ -163,14 +163,14 @@ def tampered(step: Step, what: str) -> Iterator[Once]:
         return called
 
     with (
-        patch.object(LocalDriver, "account", wrapped(LocalDriver.account))
+        patch.object(LocalDriver, "outcome", wrapped(LocalDriver.outcome))
         if step == "source"
         else patch.object(Block, "of", wrapped(Block.of))
         if step == "block"
         else patch.object(batch_output, "merge", wrapped(batch_output.merge))
         if step == "delivery"
         else patch.object(writer, "_pieces", wrapped(writer._pieces, list)),
-        patch.object(LockstepDriver, "account", wrapped(LockstepDriver.account))
+        patch.object(LockstepDriver, "outcome", wrapped(LockstepDriver.outcome))
         if step == "source"
         else nullcontext(),
     ):

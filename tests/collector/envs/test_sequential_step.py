@@ -28,11 +28,11 @@ from tallyroll.collector.envs.gymnasium.sequential_step import SequentialStep, t
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
 from tallyroll.collector.envs.gymnasium.vector_rules import wrappers_of
 from tallyroll.collector.envs.gymnasium.wrapper_step import WithinWrappers
-from tallyroll.collector.envs.stepping.stepper import putting
+from tallyroll.collector.envs.stepping.stepper import make_slot_writer
 from tallyroll.collector.errors import EnvironmentRefused, TransitionError, ValueRefused
 from tallyroll.collector.run_plan import stepping_vector
 from tallyroll.collector.slab.info import Info
-from tallyroll.collector.workers.worker import report_of
+from tallyroll.collector.workers.worker import exception_report
 from tallyroll.storage import fast_paths
 
 
@@ -102,7 +102,7 @@ def step_into(turns: Any, action: Any, kind: str, shared: bool) -> Any:
     lanes, row = env.num_envs, np.zeros_like(env._observations)
     root = row if shared else np.ones_like(row)
     slot = row, np.zeros(lanes, kind), *np.ones((2, lanes), np.bool_)
-    put = putting([row], *slot[1:], [root])
+    put = make_slot_writer([row], *slot[1:], [root])
     assert put is not None
     out = turns.step_into(np.asanyarray(action), row, put.args[0])
     turns.final = None
@@ -325,7 +325,7 @@ def test_an_error_before_the_first_lane_names_none() -> None:
     step(turns, [0, 0])
     with pytest.raises(ValueError, match=r"lanes|argument") as caught:
         step(turns, [])
-    assert report_of(caught.value, "stepping").lane is None
+    assert exception_report(caught.value, "stepping").lane is None
 
 
 def test_a_lane_that_ended_is_not_stepped_on() -> None:
@@ -372,7 +372,7 @@ def test_a_lane_that_fails_is_named_and_steps_go_on(reply: Any, error: Any) -> N
     env.envs[1].reply = reply
     with pytest.raises(error) as caught:
         step(turns, [1, 2, 3])
-    assert report_of(caught.value, "stepping").lane == 1
+    assert exception_report(caught.value, "stepping").lane == 1
     assert [each.at for each in env.envs] == [1, 0, 0]
     env.envs[1].length = 4
     assert step(turns, [1, 2, 3])[0].tolist() == [[0, 2, 1], [0, 1, 2], [0, 1, 3]]
@@ -486,7 +486,7 @@ def test_a_reset_within_a_step_that_fails_names_its_lane(reply: Any, error: Any)
     step(turns, [1, 2, 3])
     with pytest.raises(error) as caught:
         step(turns, [1, 2, 3])
-    assert report_of(caught.value, "stepping").lane == 1
+    assert exception_report(caught.value, "stepping").lane == 1
     assert [each.at for each in env.envs] == [2, 2, 2 if error is ValueRefused else 1]
 
 
@@ -723,7 +723,7 @@ def test_an_info_that_does_not_fit_names_its_lane(value: Any, wanted: Any, mode:
     assert system.stepped_by.way == "in turn"
     with pytest.raises(TransitionError, match=wanted) as caught:
         system.step([np.array([0, 0])])
-    assert report_of(caught.value, "stepping").lane == 1
+    assert exception_report(caught.value, "stepping").lane == 1
 
 
 def test_a_part_of_an_observation_that_is_missing_names_its_lane() -> None:
@@ -1087,7 +1087,7 @@ def test_a_lane_that_fails_within_wrappers_is_named_and_the_vector_left_as_it_wa
         system.step([np.array([1, 3])])
     with pytest.raises(RuntimeError, match="no") as caught:
         system.step([np.array([1, 4])])
-    assert report_of(caught.value, "stepping").lane == 1
+    assert exception_report(caught.value, "stepping").lane == 1
     assert "step" not in vars(system.env.unwrapped)
     assert system.step([np.array([1, 1])]).obs[0][:, 1].tolist() == [3, 2]
 

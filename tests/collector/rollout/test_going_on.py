@@ -45,7 +45,7 @@ from tallyroll.collector.slab.progress import FILLED
 from tallyroll.collector.workers.leases.budget import LeaseBudget
 from tallyroll.collector.workers.leases.segment_queue import SegmentQueue
 from tallyroll.collector.workers.leases.source import Leases
-from tallyroll.collector.workers.lockstep import Turns
+from tallyroll.collector.workers.lockstep import LockstepFiller
 from tallyroll.storage import open_storage, verify
 from tallyroll.storage.engine.kernel import compiled
 from tallyroll.storage.stores.row_writer import RowWriter
@@ -548,7 +548,7 @@ def test_a_smaller_call_takes_a_part_of_the_slots_that_workers_filled(
     make, path = RUNS["sync plain"], tmp_path / "rows"
     signals = [signal.SIGUSR1]
 
-    def fill(turns: Turns, start: int, stop: int, by: Any) -> None:
+    def fill(turns: LockstepFiller, start: int, stop: int, by: Any) -> None:
         """Fill the slots, and let a signal arrive that makes the workers look interrupted."""
         original(turns, start, stop, by)
         if signals and stop - start > 1 and turns.used == stop:
@@ -558,13 +558,13 @@ def test_a_smaller_call_takes_a_part_of_the_slots_that_workers_filled(
     def handle(*_: Any) -> None:
         raise StateError("of a handler")
 
-    original, before = Turns.fill, signal.signal(signal.SIGUSR1, handle)
+    original, before = LockstepFiller.fill, signal.signal(signal.SIGUSR1, handle)
     try:
         with in_threads():
             collector = make(frames_per_batch=BATCH, total_frames=FRAMES, storage=path, seed=1)
             with collector:
                 collector.collect(2 * LANES)
-                monkeypatch.setattr(Turns, "fill", fill)
+                monkeypatch.setattr(LockstepFiller, "fill", fill)
                 with pytest.raises(StateError, match="of a handler"):
                     collector.collect(4 * LANES)
                 # Without the extension, the call stores its rows before it raises.

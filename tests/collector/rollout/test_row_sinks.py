@@ -14,7 +14,7 @@ from torchrl.data import LazyTensorStorage
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector, save_checkpoint
 from tallyroll.collector.base import Collector
-from tallyroll.collector.batches.stored.sinks import takes_rows
+from tallyroll.collector.batches.stored.sinks import accepts_rows
 from tallyroll.collector.errors import ArgumentError, StateError, UserStopIteration
 from tallyroll.collector.native.kernel import compiled
 from tallyroll.storage import MemmapStorage
@@ -170,9 +170,9 @@ def test_storages_on_disk_are_sinks_and_those_of_torchrl_are_not(tmp_path: Path)
         assert not absent(RowSink, storage)
         assert not absent(BufferedWriter, storage.writer)
         assert not absent(RunsOfSink, storage.writer.runs)
-        assert takes_rows(storage)
+        assert accepts_rows(storage)
     assert not absent(RunWriter, RamRing(3))
-    assert not takes_rows(LazyTensorStorage(3))
+    assert not accepts_rows(LazyTensorStorage(3))
 
 
 class Bare:

@@ -26,7 +26,7 @@ from tallyroll.collector.counting.transitions import (
 )
 from tallyroll.collector.errors import LedgerError
 from tallyroll.collector.options import Options
-from tallyroll.collector.rollout.driver import Account, Driver
+from tallyroll.collector.rollout.driver import Driver, SlotOutcome
 from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block, DiscardedTransitions, ValidSlots
@@ -85,14 +85,14 @@ class Scripted(Driver):
     def upcoming(self) -> np.ndarray:
         return ~self._pending
 
-    def account(self, start: int, stop: int, stepped: int) -> Account:
+    def outcome(self, start: int, stop: int, stepped: int) -> SlotOutcome:
         transitions = np.ones((stop - start, self.slab.lanes), np.bool_)
         if self.resets and stop > start:
             ended = self.ended(start, stop)
             transitions = next_step_transitions(ended, self._pending)
             self._pending = ended[-1].copy()
         transitions[:, stepped:] = False
-        return Account((stop - start) * stepped, int(transitions.sum()), transitions)
+        return SlotOutcome((stop - start) * stepped, int(transitions.sum()), transitions)
 
 
 class Numbered:

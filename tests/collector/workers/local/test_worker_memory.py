@@ -29,7 +29,7 @@ from tallyroll.collector.workers.local.memory import (
     ALIGNMENT,
     Area,
     Arena,
-    Measure,
+    ArenaSizer,
     require,
 )
 from tallyroll.storage.engine.available_memory import (
@@ -89,7 +89,7 @@ def raw(part: Any) -> np.ndarray:
 
 @given(calls)
 def test_carving_in_the_same_order_gives_the_same_memory(wanted: list[Call]) -> None:
-    measure = Measure()
+    measure = ArenaSizer()
     expected = carve(measure, wanted)
     mine = Arena.create(measure.end)
     theirs = Arena.attach(os.dup(mine.fd), measure.end)

@@ -25,7 +25,7 @@ from tensordict.nn import TensorDictModule, TensorDictParams
 from torch import nn
 
 from tallyroll.collector.errors import ArgumentError, SharedMemoryBusy, StateError
-from tallyroll.collector.workers.local.memory import Arena, Measure
+from tallyroll.collector.workers.local.memory import Arena, ArenaSizer
 from tallyroll.collector.workers.local.rwlock import FileLock, holders
 from tallyroll.collector.workers.local.weights import SharedWeights
 
@@ -68,7 +68,7 @@ def assert_filled(module: nn.Module, value: int) -> None:
 
 @contextlib.contextmanager
 def shared(module: nn.Module, **kwargs: Any) -> Iterator[tuple[Arena, SharedWeights]]:
-    measure = Measure()
+    measure = ArenaSizer()
     SharedWeights(module, measure)
     arena = Arena.create(measure.end)
     weights = SharedWeights(module, arena, **kwargs)
@@ -98,7 +98,7 @@ def test_a_shared_parameter_has_room_once() -> None:
     free.two.weight = nn.Parameter(torch.zeros(4, 4))
     sizes = []
     for module in (tied, free):
-        measure = Measure()
+        measure = ArenaSizer()
         SharedWeights(module, measure)
         sizes.append(measure.end)
     assert sizes[1] - sizes[0] == 2 * 4 * 4 * 4
@@ -194,13 +194,13 @@ def named(first: nn.Module, more: nn.Module) -> nn.Module:
 
 def test_tensors_that_cannot_be_shared_are_refused() -> None:
     with pytest.raises(ArgumentError, match="weight: expected weights, got a parameter without a"):
-        SharedWeights(nn.LazyLinear(3), Measure())
+        SharedWeights(nn.LazyLinear(3), ArenaSizer())
     module = nn.Module()
     module.register_buffer("sparse", torch.zeros(2, 2).to_sparse())
     with pytest.raises(
         ArgumentError, match="sparse: expected a dense tensor, got one with the lay"
     ):
-        SharedWeights(module, Measure())
+        SharedWeights(module, ArenaSizer())
 
 
 def test_an_interrupted_publish_leaves_the_current_weights(monkeypatch: pytest.MonkeyPatch) -> None:

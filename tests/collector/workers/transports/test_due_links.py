@@ -161,7 +161,7 @@ def pool_of(workers: int, answers: dict[int, object], **supervision: Any) -> tup
 
 def test_all_are_asked_and_heard_with_one_list() -> None:
     transport, pool = pool_of(MANY, {})
-    assert pool.all_do(m.whole_steps(0, 1, "policy"), nullcontext())
+    assert pool.broadcast(m.whole_steps(0, 1, "policy"), nullcontext())
     assert not any(member.asked for member in pool.members)
     assert len(transport.lists) == 1
     # Two checks of an answer and one after it, and no checks of silent links.
@@ -171,14 +171,14 @@ def test_all_are_asked_and_heard_with_one_list() -> None:
 def test_those_that_are_silent_for_a_while_are_waited_for() -> None:
     transport, pool = pool_of(2, {}, step_timeout=60.0)
     transport.left = [1, None, None, 0, None]
-    assert pool.all_do(m.whole_steps(0, 1, "policy"), nullcontext())
+    assert pool.broadcast(m.whole_steps(0, 1, "policy"), nullcontext())
     assert len(transport.lists) == 1
 
 
 def test_all_are_waited_for_until_one_hangs() -> None:
     transport, pool = pool_of(3, {}, step_timeout=0.2)
     transport.left = [0, 2]
-    assert not pool.all_do(m.whole_steps(0, 1, "policy"), nullcontext())
+    assert not pool.broadcast(m.whole_steps(0, 1, "policy"), nullcontext())
     assert [member.asked for member in pool.members] == [0, 1, 0]
     ((member, error),) = pool.events()
     assert member.index == 1
@@ -199,7 +199,7 @@ def test_one_that_fails_is_left_to_events(again: bool) -> None:
             return found
 
         transport.ready = ready  # type: ignore[method-assign]
-    assert not pool.all_do(m.whole_steps(0, 1, "policy"), nullcontext())
+    assert not pool.broadcast(m.whole_steps(0, 1, "policy"), nullcontext())
     assert pool.members[2].asked == 0
     if not again:
         assert [str(each) for _, each in pool.events() if isinstance(each, Exception)]
