@@ -28,7 +28,7 @@ from tallyroll.storage.readers.registry import open_by, reader_at
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.replay.disk_storage import DiskStorage
 from tallyroll.storage.replay.tensor_storage import AsTensorStorage
-from tallyroll.storage.stores.row_writer import NoWriter
+from tallyroll.storage.stores.row_writer import ReadOnlyWriter
 
 __all__ = [
     "FORMATS",
@@ -96,9 +96,14 @@ class ReaderStorage(DiskStorage):
     def __init__(self, reader: RowReader, mode: Mode, **reopening: Any) -> None:
         if mode != "read":
             reader.close()
-            NoWriter(reader).refuse()
+            ReadOnlyWriter(reader).refuse()
         AsTensorStorage.__init__(self)
-        self.path, self.mode, self.reader, self.writer = reader.path, mode, reader, NoWriter(reader)
+        self.path, self.mode, self.reader, self.writer = (
+            reader.path,
+            mode,
+            reader,
+            ReadOnlyWriter(reader),
+        )
         self._fit_ring()
         self._reopening = {"path": os.path.abspath(reader.path), **reopening}
 

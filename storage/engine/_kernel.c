@@ -10,7 +10,8 @@
      copy_rows, commit_rows  Columns._tables          targets: Columns.arrays, maps of the files;
                                                       sources: FixedRows.arrays, the slab's columns
      gather_rows, appends    Columns._tables          the same
-     gather_rows, reads      Room.table               targets: Room.arrays; sources: Columns.arrays
+     gather_rows, reads      ColumnMemory.table       targets: ColumnMemory.arrays;
+                                                      sources: Columns.arrays
      pack_runs               LeafMemory._table        LeafMemory: its room, and the columns' arrays
      the header              Header.addresses         Header._map, the map of its file
      set_leaves, renew_sums  SumTree._table           SumTree: its leaves, and the levels above them

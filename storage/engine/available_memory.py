@@ -59,7 +59,7 @@ def require_memory(
         )
 
 
-def is_little(nbytes: int) -> bool:
+def is_small_allocation(nbytes: int) -> bool:
     """Return True if an allocation is so small that the available memory need not be checked.
 
     A check takes half a millisecond, which adds up if there are very many storages.
@@ -133,7 +133,7 @@ def cgroup_folders(mountinfo: str, cgroup: str) -> Iterator[tuple[PurePosixPath,
             yield from ((top / folder, files) for folder in (inside, *inside.parents))
 
 
-def no_memory(what: str, error: MemoryError) -> NotEnoughMemory:
+def out_of_memory_error(what: str, error: MemoryError) -> NotEnoughMemory:
     """Return the error for a library whose memory allocation failed."""
     return NotEnoughMemory(
         f"{what} needs more memory than this process may allocate ({error!s:.200}). Free memory, "
@@ -149,4 +149,4 @@ def library_memory(what: str) -> Iterator[None]:
     except NotEnoughMemory:
         raise
     except MemoryError as error:
-        raise no_memory(what, error) from error
+        raise out_of_memory_error(what, error) from error

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tallyroll.storage.engine.kernel import Kernel, compiled, copy_table
-from tallyroll.storage.engine.pool import Room
+from tallyroll.storage.engine.pool import ColumnMemory
 from tallyroll.storage.errors import RowsMismatch
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.mapping import Area
@@ -49,7 +49,7 @@ class NewRows:
         return self
 
 
-class CopiedInSteps(NewRows, ABC):
+class StepwiseRows(NewRows, ABC):
     """Rows that can also be appended step by step, without `NewRows.commit`."""
 
     __slots__ = ()
@@ -66,7 +66,7 @@ class CopiedInSteps(NewRows, ABC):
         """Return the rows as arrays, which can be split and written through files."""
 
 
-class ArrayRows(CopiedInSteps):
+class ArrayRows(StepwiseRows):
     """Rows as one array [count, ...], or references to large rows, per column, in column order."""
 
     __slots__ = ("values",)
@@ -107,7 +107,7 @@ class ArrayRows(CopiedInSteps):
                 column[to] = value
 
 
-class TensorRows(CopiedInSteps):
+class TensorRows(StepwiseRows):
     """Rows as tensors with the layout of an earlier batch, which are copied by their addresses."""
 
     __slots__ = ("_check", "addresses", "values")
@@ -324,7 +324,7 @@ class FixedRows:
         ]
 
 
-class IndexedRows(CopiedInSteps):
+class IndexedRows(StepwiseRows):
     """Rows of a `FixedRows`, selected by an index."""
 
     __slots__ = ("_index", "_memory")
@@ -480,7 +480,7 @@ class Columns:
     def take_compiled(
         self,
         slots: np.ndarray,
-        room: Room,
+        room: ColumnMemory,
         only: Places | None = None,
         below: int | None = None,
     ) -> bool:

@@ -13,14 +13,14 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from tallyroll.storage.engine.columns import ArrayRows, CopiedInSteps, NewRows, PrivateRows
+from tallyroll.storage.engine.columns import ArrayRows, NewRows, PrivateRows, StepwiseRows
 from tallyroll.storage.engine.committed_counts import CommittedCounts
 from tallyroll.storage.engine.frame_pools import FramePools
 from tallyroll.storage.engine.mapped_space import MappedSpace
 from tallyroll.storage.engine.once_columns import OnceColumn, stored_schema
 from tallyroll.storage.engine.ring import first_valid, in_use, pieces, slots_of
 from tallyroll.storage.engine.row_copies import RowCopies
-from tallyroll.storage.engine.writer_check import RightToWrite
+from tallyroll.storage.engine.writer_check import WritePermission
 from tallyroll.storage.errors import StorageError
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.lock import ReaderLock, WriterLock
@@ -64,7 +64,7 @@ class Engine:
         self._power = durability == "power"
         self._private = PrivateRows(format, stored)
         self.counts = CommittedCounts(header, follows=lock is None)
-        self.right = RightToWrite(lock, format.path)
+        self.right = WritePermission(lock, format.path)
         self.space = MappedSpace(
             format,
             stored,
@@ -111,7 +111,7 @@ class Engine:
         record is written. Storing ``head`` last makes the rows and the record valid.
 
         Returns:
-            The numbers of the rows. If the rows are not `CopiedInSteps` and `NewRows.commit`
+            The numbers of the rows. If the rows are not `StepwiseRows` and `NewRows.commit`
             returns False, nothing is done and the range is empty.
 
         Raises:
@@ -135,7 +135,7 @@ class Engine:
                 rows = rows.without_overlap(self._private)
             in_place = columns.in_place(slot, count)
             if not (in_place and rows.in_one_call and rows.commit(columns, header, slot, record)):
-                if not isinstance(rows, CopiedInSteps):
+                if not isinstance(rows, StepwiseRows):
                     return range(start, start)
                 if self.pools is not None:
                     self._append_placed(self.pools, rows.as_arrays(), start, record)
@@ -179,8 +179,8 @@ class Engine:
             self.pools.sync()
 
     def _places(
-        self, rows: CopiedInSteps, start: int, stop: int
-    ) -> Sequence[tuple[int, CopiedInSteps]]:
+        self, rows: StepwiseRows, start: int, stop: int
+    ) -> Sequence[tuple[int, StepwiseRows]]:
         """Make room for many rows; return them in one or two pieces, each with its first slot."""
         arrays, slot = rows.as_arrays(), slots_of(start, self.ring)
         if slot + rows.count <= self.space.columns.room:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tallyroll.storage.engine.available_memory import available_bytes, is_little
+from tallyroll.storage.engine.available_memory import available_bytes, is_small_allocation
 from tallyroll.storage.engine.columns import ArrayRows
 from tallyroll.storage.engine.frame_pool import FrameWriter, read_frames
 from tallyroll.storage.engine.once_columns import OnceColumn
@@ -265,7 +265,7 @@ class FramePools:
         """
         columns = [self._columns[place] for place in places]
         nbytes = count * sum(column.row_nbytes for column in columns)
-        if not is_little(nbytes) and 2 * nbytes > (available := available_bytes()):
+        if not is_small_allocation(nbytes) and 2 * nbytes > (available := available_bytes()):
             raise NotEnoughMemory(
                 f"expected at most half of the {available // 2**20:,} MiB of available memory, but "
                 f"a copy of these {count:,} rows, whose frames are stored once, takes "
@@ -302,7 +302,7 @@ class FramePools:
         for place in places:
             column = self._columns[place]
             # Viewing the bits as bfloat16 would read the values.
-            if is_little(count * column.row_nbytes) or column.dtype is torch.bfloat16:
+            if is_small_allocation(count * column.row_nbytes) or column.dtype is torch.bfloat16:
                 continue
             self.of_place[place].remap()
 

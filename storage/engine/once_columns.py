@@ -75,7 +75,7 @@ def plan_once(schema: Schema, stacks: Sequence[FrameStack] = ()) -> tuple[OnceCo
             )
     found = [
         OnceColumn(
-            key, _layout(column, declared[key][0] if key in declared else guessed_stack(column))
+            key, _layout(column, declared[key][0] if key in declared else guess_stack(column))
         )
         for key, column in _observations(schema).items()
         if column.row_nbytes >= _LEAST_NBYTES
@@ -89,7 +89,7 @@ def plan_once(schema: Schema, stacks: Sequence[FrameStack] = ()) -> tuple[OnceCo
     return tuple(found)
 
 
-def plan_auto(schema: Schema) -> tuple[OnceColumn, ...]:
+def plan_once_auto(schema: Schema) -> tuple[OnceColumn, ...]:
     """Choose the columns that ``once="auto"`` stores once in a new ring.
 
     These are the columns that `plan_once` chooses, of uint8 and at least 1 KiB a row. Columns whose
@@ -101,7 +101,7 @@ def plan_auto(schema: Schema) -> tuple[OnceColumn, ...]:
         free = (*key[:-1], f"{key[-1]}.frames") not in groups
         if free and column.dtype is torch.uint8 and column.row_nbytes >= _LEAST_AUTO_NBYTES:
             with suppress(InvalidSchema):
-                found.append(OnceColumn(key, _layout(column, guessed_stack(column))))
+                found.append(OnceColumn(key, _layout(column, guess_stack(column))))
     return tuple(found)
 
 
@@ -127,7 +127,7 @@ def row_nbytes_once(schema: Schema, once: Sequence[OnceColumn]) -> int:
     return stored_schema(schema, once).row_nbytes + frames
 
 
-def guessed_stack(column: Column) -> int:
+def guess_stack(column: Column) -> int:
     """Return the number of frames of a value, judged by its dtype and shape; see `plan_once`."""
     if column.dtype is not torch.uint8 or len(column.shape) != 3:
         return 1

@@ -17,7 +17,7 @@ _LARGEST_NBYTES = 2**30
 _HELD_BY_THE_POOL = max(map(sys.getrefcount, [np.empty(0)]))
 
 
-class Room:
+class ColumnMemory:
     """Memory for one array per column, whose addresses do not change."""
 
     __slots__ = ("arrays", "of", "table", "words")
@@ -63,15 +63,15 @@ class BufferPool:
     def __init__(self, columns: Sequence[tuple[np.dtype[Any], tuple[int, ...]]]) -> None:
         self._columns = columns
         self._row_nbytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in columns)
-        self._sets: dict[tuple[int, ...], list[Room]] = {}
+        self._sets: dict[tuple[int, ...], list[ColumnMemory]] = {}
         self._mutex = threading.Lock()
 
     def arrays(self, shape: tuple[int, ...]) -> list[np.ndarray]:
         """Return one uninitialized array [*shape, ...] per column."""
         return self.room(shape)[0]
 
-    def room(self, shape: tuple[int, ...]) -> tuple[list[np.ndarray], Room]:
-        """Return the arrays of :meth:`arrays`, and the `Room` that holds their memory."""
+    def room(self, shape: tuple[int, ...]) -> tuple[list[np.ndarray], ColumnMemory]:
+        """Return the arrays of :meth:`arrays`, and the `ColumnMemory` that holds their memory."""
         with self._mutex:
             sets = self._sets.get(shape)
             if sets is None:
@@ -79,13 +79,13 @@ class BufferPool:
             for room in sets:
                 if max(map(sys.getrefcount, room.arrays)) <= _HELD_BY_THE_POOL:
                     return room.arrays.copy(), room
-            room = Room([np.empty((*shape, *rest), dtype) for dtype, rest in self._columns])
+            room = ColumnMemory([np.empty((*shape, *rest), dtype) for dtype, rest in self._columns])
             nbytes = self._row_nbytes * math.prod(shape)
             if len(sets) < _MOST_SETS and nbytes * (len(sets) + 1) <= _LARGEST_NBYTES:
                 sets.append(room)
             return room.arrays.copy(), room
 
-    def _new_sets(self, shape: tuple[int, ...]) -> list[Room]:
+    def _new_sets(self, shape: tuple[int, ...]) -> list[ColumnMemory]:
         if len(self._sets) >= _MOST_SHAPES:
             del self._sets[next(iter(self._sets))]
         sets = self._sets[shape] = []

@@ -13,7 +13,7 @@ from tallyroll.storage.engine.columns import Places, PrivateRows
 from tallyroll.storage.engine.committed_counts import CommittedCounts, HeaderCounts
 from tallyroll.storage.engine.frame_pools import FramePools, PoolFile
 from tallyroll.storage.engine.mapped_space import MappedSpace
-from tallyroll.storage.engine.pool import BufferPool, Room
+from tallyroll.storage.engine.pool import BufferPool, ColumnMemory
 from tallyroll.storage.engine.ring import first_valid, in_use, overrun, rows_in, slots_at
 from tallyroll.storage.errors import IndexOutOfRange
 from tallyroll.storage.files.commit_header import Header
@@ -59,7 +59,7 @@ class RowCopies:
         self._pools: dict[Places, BufferPool] = {}
         """The pools for reads of a selection of columns, by selection."""
 
-    def no_append(self) -> AbstractContextManager[object]:
+    def append_lock(self) -> AbstractContextManager[object]:
         """Return the lock that prevents other threads of this process from appending to a ring.
 
         Hold the lock while the counts are read and rows are copied. In other cases the result does
@@ -132,7 +132,7 @@ class RowCopies:
         index: np.ndarray,
         seen: HeaderCounts,
         only: Places | None = None,
-        room: Room | None = None,
+        room: ColumnMemory | None = None,
     ) -> list[np.ndarray]:
         """Return valid rows as arrays [*index.shape, ...], one per column.
 
@@ -142,7 +142,7 @@ class RowCopies:
         Args:
             index: the indices of the rows among the valid rows, int64 from 0 to below the number of
                 rows that were valid when ``seen`` was read.
-            seen: the counts. The caller has held `no_append` since they were read.
+            seen: the counts. The caller has held `append_lock` since they were read.
             only: the positions of the columns; None: all.
             room: arrays [n, ...] to copy to, for an ``index`` [n]; None: pooled arrays.
 
@@ -154,7 +154,7 @@ class RowCopies:
         slots = slots_at(index, seen.head, seen.reserve, self._ring, seen.floor)
         return self.gather(slots, only, seen.head, room)
 
-    def take_into(self, index: Any, room: Room, only: Places | None) -> bool:
+    def take_into(self, index: Any, room: ColumnMemory, only: Places | None) -> bool:
         """Copy the valid rows ``index`` [n], counted from 0, to the arrays [n, ...] of ``room``.
 
         Return False if one call of the extension cannot copy the rows: there is no extension,
@@ -167,7 +167,7 @@ class RowCopies:
         space = self._space
         if self._ring and self._counts.follows:
             return False
-        with self.no_append():
+        with self.append_lock():
             seen = self._counts.read()
             if seen.floor or seen.head != seen.reserve:
                 return False
@@ -189,7 +189,7 @@ class RowCopies:
         slots: np.ndarray | Sequence[np.ndarray],
         only: Places | None = None,
         head: int | None = None,
-        room: Room | None = None,
+        room: ColumnMemory | None = None,
     ) -> list[np.ndarray]:
         """Return arrays [*slots.shape, ...], one per column, of slots in use.
 
@@ -250,7 +250,7 @@ class RowCopies:
         index: np.ndarray,
         seen: HeaderCounts,
         only: Places | None,
-        room: Room | None = None,
+        room: ColumnMemory | None = None,
     ) -> tuple[list[np.ndarray], np.ndarray]:
         """Copy rows, and repeat the copy of those that were overwritten meanwhile.
 

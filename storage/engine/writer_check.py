@@ -13,7 +13,7 @@ LOOK_SECONDS = 0.05
 """Seconds between two checks that the lock file of a writer still exists."""
 
 
-class RightToWrite:
+class WritePermission:
     """The writer's lock, and a periodic check that its file still exists.
 
     A check costs as much as copying five columns, so it is not made for every commit.

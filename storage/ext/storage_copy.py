@@ -41,7 +41,7 @@ from tallyroll.storage.rows.keys import STEP, TRAJ_IDS, Key, Keys, as_key, forma
 from tallyroll.storage.rows.pages import Page, PageSource
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.schema import Schema
-from tallyroll.storage.stores.opened_files import OpenedFiles, PlanOnce, once_as_in
+from tallyroll.storage.stores.opened_files import OpenedFiles, PlanOnce, plan_once_like
 from tallyroll.storage.stores.row_writer import RowWriter
 from tallyroll.storage.trajectories.columns import missing, numbers_of
 from tallyroll.storage.user_code import user_callback
@@ -228,7 +228,7 @@ def _plan_once(reader: RowReader, files: Format) -> PlanOnce | None:
         each.rows if isinstance(each, OverlaidReader) else each for each in sources_of(reader)
     ]
     keeps = files.pools and (files.rings or all(e.copied_as is type(files) for e in sources))
-    return once_as_in(*sources) if keeps else None
+    return plan_once_like(*sources) if keeps else None
 
 
 def source_around(reader: RowReader, place: Path) -> Path | None:

@@ -41,8 +41,8 @@ from tallyroll.storage.files.header_words import (
     COUNT_BITS,
     INODE,
     OPEN,
-    born_at,
     count_of,
+    creation_time,
     inode_of,
     word_of,
 )
@@ -151,7 +151,7 @@ class Header:
         # Read the mark first: a writer stores the identity of its file before it sets the mark.
         if not self.open or accept_copy:
             return
-        born, now = self._count(BORN), born_at(self._file)
+        born, now = self._count(BORN), creation_time(self._file)
         same_age = born == now or not born or not now
         if same_age and self._count(INODE) == inode_of(self._file):
             return
@@ -282,7 +282,7 @@ class Header:
             # Without the mark, any copy of the file may be opened. With the mark, only the file
             # whose identity is stored here may be opened.
             self._words[INODE] = word_of(inode_of(self._file))
-            self._words[BORN] = word_of(born_at(self._file))
+            self._words[BORN] = word_of(creation_time(self._file))
             self._words[OPEN] = word_of(1)
 
     def end_writing(self) -> None:

@@ -43,7 +43,7 @@ def count_of(word: int) -> int | None:
     return count if word_of(count) == word else None
 
 
-def born_at(file: int) -> int:
+def creation_time(file: int) -> int:
     """Return the creation time of an open file, in seconds since 1970, or 0 if unknown."""
     try:
         statx = ctypes.CDLL(None).statx
@@ -63,12 +63,12 @@ def inode_of(file: int) -> int:
     return (inode ^ inode >> COUNT_BITS) & COUNT
 
 
-def moved_into(file: int, header: bytes) -> bytes:
+def with_identity_of(file: int, header: bytes) -> bytes:
     """Return ``header`` with the identity of ``file``, which will replace the header's file.
 
     Only the words that identify the file change. A header without them is returned unchanged.
     """
     words = memoryview(bytearray(header)).cast("Q")
     if words[INODE]:
-        words[INODE], words[BORN] = word_of(inode_of(file)), word_of(born_at(file))
+        words[INODE], words[BORN] = word_of(inode_of(file)), word_of(creation_time(file))
     return bytes(words)

@@ -32,7 +32,7 @@ def _history_of(manifest: Manifest) -> list[Any]:
     return history if isinstance(history, list) else []
 
 
-def numbers_fault(manifest: Manifest, done: int, undone: Rewind | None) -> str | None:
+def rewind_fault(manifest: Manifest, done: int, undone: Rewind | None) -> str | None:
     """Return a sentence on rewinds that the header counts and the manifest lacks, or None.
 
     Args:
@@ -52,7 +52,7 @@ def numbers_fault(manifest: Manifest, done: int, undone: Rewind | None) -> str |
 def settled(manifest: Manifest, rewind: Rewind) -> Manifest:
     """Return the manifest with the rewind, and without the runs that have no rows left.
 
-    The number of the rewind must be one that `numbers_fault` accepts.
+    The number of the rewind must be one that `rewind_fault` accepts.
     """
     before = _history_of(manifest)[: rewind.number - 1]
     return {**without_runs_from(manifest, rewind.rows), _HISTORY: [*before, rewind.rows]}

@@ -275,7 +275,7 @@ def open_file(path: Path | str, flags: int, directory: int | None = None) -> int
     return file
 
 
-def data_in(file: int, start: int = 0) -> Iterator[tuple[int, int]]:
+def data_ranges(file: int, start: int = 0) -> Iterator[tuple[int, int]]:
     """Yield the ranges of an open file from ``start`` on that are not holes.
 
     Reading a hole takes time and gives zeros. The position of the descriptor does not change.

@@ -17,14 +17,14 @@ from tallyroll.storage.engine.committed_counts import HeaderCounts
 from tallyroll.storage.engine.creation import manifest_of, open_existing
 from tallyroll.storage.engine.frame_pools import PoolFile, PoolUsage, StoredSize
 from tallyroll.storage.engine.once_columns import OnceColumn, row_nbytes_once, stored_schema
-from tallyroll.storage.engine.pool import Room
+from tallyroll.storage.engine.pool import ColumnMemory
 from tallyroll.storage.engine.ring import pieces
 from tallyroll.storage.errors import CorruptStorage, IndexOutOfRange, NotInitialised
 from tallyroll.storage.files.excluded_columns import excluded_note
 from tallyroll.storage.files.lock import is_held
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.paths import translates_errors
-from tallyroll.storage.files.rewind_history import numbers_fault
+from tallyroll.storage.files.rewind_history import rewind_fault
 from tallyroll.storage.files.run_events import EVENTS, LEFT_OUT, Event
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.event_file import EventFile, on_disk
@@ -371,7 +371,7 @@ class FileReader(RowReader):
     def _rewind_fault(self) -> str | None:
         counts = self.running().counts
         done, undone = counts.rewinds, counts.undone  # read before the manifest, which grows first
-        return numbers_fault(self.manifest, done, undone)
+        return rewind_fault(self.manifest, done, undone)
 
     # --- rows -------------------------------------------------------------------------------------
 
@@ -424,7 +424,7 @@ class FileReader(RowReader):
         engine = self.running()
         places = tuple(engine.keys.index(key) for key in keys)
         if places:
-            engine.copies.gather(self._all_slots_of(rows), places, room=Room(list(outs)))
+            engine.copies.gather(self._all_slots_of(rows), places, room=ColumnMemory(list(outs)))
 
     def _all_slots_of(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
         slots: dict[int, np.ndarray] = {}  # many of the arrays are the same object
@@ -452,7 +452,7 @@ class FileReader(RowReader):
     def _copy(self, index: Any, out: ReusedRows) -> bool:
         """Copy the rows ``index`` to ``out``. Return False if it has another shape."""
         engine = self.running()
-        with engine.copies.no_append():
+        with engine.copies.append_lock():
             seen = engine.counts.read()
             where = self._resolved(index, seen)
             if isinstance(where, slice):
@@ -478,7 +478,7 @@ class FileReader(RowReader):
         engine = self.running()
         only, nest = columns_of(self, keys)
         copies = engine.copies
-        with copies.no_append():
+        with copies.append_lock():
             seen = engine.counts.read()
             where = self._resolved(index, seen)
             if isinstance(where, slice):

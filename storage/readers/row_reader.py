@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from tallyroll.storage.engine.available_memory import require_memory
 from tallyroll.storage.engine.columns import Places
 from tallyroll.storage.engine.frame_pools import PoolUsage, StoredSize
-from tallyroll.storage.engine.pool import Room
+from tallyroll.storage.engine.pool import ColumnMemory
 from tallyroll.storage.engine.ring import in_use, index_at, overrun, rows_in, slots_at
 from tallyroll.storage.engine.ring import slots_of as ring_slots
 from tallyroll.storage.errors import ColumnsMissing, IndexOutOfRange, Overrun, StorageClosed
@@ -569,7 +569,7 @@ class ReusedRows:
         """The keys of the selected columns."""
         nbytes = count * sum(column.row_nbytes for column in columns)
         require_memory(nbytes, f"a batch of {count} rows", "Choose fewer rows.")
-        self.room = Room([np.empty((count, *c.shape), c.numpy_dtype) for c in columns])
+        self.room = ColumnMemory([np.empty((count, *c.shape), c.numpy_dtype) for c in columns])
         self.arrays: Mapping[Key, np.ndarray] = MappingProxyType(
             dict(zip(self.keys, self.room.arrays, strict=True))
         )

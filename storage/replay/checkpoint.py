@@ -14,10 +14,10 @@ from tallyroll.storage.files.rewind_history import with_history_of
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.file_reader import FileReader, Mode
 from tallyroll.storage.readers.row_reader import RowReader, values_in_slots
-from tallyroll.storage.stores.opened_files import OpenedFiles, once_as_in
+from tallyroll.storage.stores.opened_files import OpenedFiles, plan_once_like
 from tallyroll.storage.stores.rewinds import remove_sidecars, require_not_rewound
 from tallyroll.storage.stores.row_store import RowStore
-from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
+from tallyroll.storage.stores.row_writer import ReadOnlyWriter, RowWriter
 
 _CHUNK_NBYTES = 2**26
 
@@ -56,7 +56,7 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
         exists = _format_of(source, path).exists()
         target = _copy_at(source, path, "append" if exists else "create")
         ring = None if exists else source.ring or None
-        once = once_as_in(source) if target.format.pools else None
+        once = plan_once_like(source) if target.format.pools else None
         opened = OpenedFiles(target, capacity=max(1, len(source)), max_size=ring, once=once)
         with closing(RowWriter(opened)) as copy:
             _bring_up(copy, source)
@@ -101,8 +101,8 @@ def _copy_at(reader: RowReader, path: Any, mode: Mode) -> FileReader:
     return FileReader(_format_of(reader, path), user_path(path), mode)
 
 
-def _bring_up(writer: RowWriter | NoWriter, source: RowReader) -> None:
-    if isinstance(writer, NoWriter):
+def _bring_up(writer: RowWriter | ReadOnlyWriter, source: RowReader) -> None:
+    if isinstance(writer, ReadOnlyWriter):
         writer.refuse()
     manifest, target = source.manifest, writer.reader
     if target.ring != source.ring:

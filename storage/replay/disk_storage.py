@@ -35,7 +35,7 @@ from tallyroll.storage.rows.keys import Key, Keys, as_key, format_key
 from tallyroll.storage.rows.progress import MoreDone, Progress
 from tallyroll.storage.stores.rewinds import require_not_rewound
 from tallyroll.storage.stores.row_store import Once, OpenMode, RowStore
-from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
+from tallyroll.storage.stores.row_writer import ReadOnlyWriter, RowWriter
 from tallyroll.storage.stores.temporary import TemporaryFolder
 from tallyroll.storage.trajectories.id_checks import Ids
 
@@ -170,7 +170,7 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
         if temporary is not None:
             assert isinstance(self.writer, RowWriter)
             self.writer.mark_temporary()
-            self._leave_folder = temporary.leave_with(self, self.writer.close)
+            self._leave_folder = temporary.remove_with(self, self.writer.close)
 
     def close(self) -> None:
         """Trim the files to the committed rows and release the writer lock.
@@ -866,7 +866,7 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
         )
 
 
-class WritesElsewhere(NoWriter):
+class WritesElsewhere(ReadOnlyWriter):
     """Writer stub of a storage that reads the rows of another storage. Every write raises."""
 
     def __init__(self, reader: RowReader, how: str, whose: str) -> None:

@@ -15,7 +15,7 @@ from tallyroll.storage.errors import NotInitialised, RowsMismatch, StateMismatch
 from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.readers.row_reader import RowReader, index_of
 from tallyroll.storage.stores.row_store import RowStore
-from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
+from tallyroll.storage.stores.row_writer import ReadOnlyWriter, RowWriter
 
 if TYPE_CHECKING:
     from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
@@ -105,7 +105,7 @@ def _next_index(path: Any) -> int:
 
 
 def _append(
-    writer: RowWriter | NoWriter, reader: RowReader, rows: TensorDictBase, next_index: int
+    writer: RowWriter | ReadOnlyWriter, reader: RowReader, rows: TensorDictBase, next_index: int
 ) -> None:
     if reader.ring and len(rows) > reader.ring:
         raise StateMismatch(

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 Found = TypeVar("Found")
 
 
-class Rewound(Protocol):
+class RewindState(Protocol):
     """The part of a reader that shows whether row numbers still refer to the same rows."""
 
     @property
@@ -20,7 +20,7 @@ class Rewound(Protocol):
         """True during a rewind, and after a kill until the next writer finishes it."""
 
 
-def read_consistently(reader: Rewound, read: Callable[[], Found]) -> Found:
+def read_consistently(reader: RewindState, read: Callable[[], Found]) -> Found:
     """Return the result of ``read``, which is called again if rows were rewound meanwhile.
 
     An error of ``read`` during a rewind also causes a retry, because it may be due to rows that no

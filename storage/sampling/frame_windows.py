@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from tallyroll.storage.engine.available_memory import is_little, require_memory
-from tallyroll.storage.engine.once_columns import guessed_stack
+from tallyroll.storage.engine.available_memory import is_small_allocation, require_memory
+from tallyroll.storage.engine.once_columns import guess_stack
 from tallyroll.storage.errors import ColumnsMissing
 from tallyroll.storage.files.excluded_columns import excluded_note
 from tallyroll.storage.readers.row_reader import RowReader, columns_of, numbers_of
@@ -148,7 +148,7 @@ def frame_windows(
     if keys is not None:
         reader = storage.reader_with([*reader.keys, *_as_sequence(keys)])
     column = _observation(reader, key)
-    frames = stack if stack is not None else reader.column(key).stack or guessed_stack(column)
+    frames = stack if stack is not None else reader.column(key).stack or guess_stack(column)
     if frames != 1 and column.shape[:1] != (frames,):
         raise ValueError(
             f"stack: expected 1, or the {column.shape[0] if column.shape else 1} entries of the "
@@ -203,7 +203,7 @@ def _read_rows(
     key, flat = column.key, rows.reshape(-1)
     frame = column.shape if stack == 1 else column.shape[1:]
     nbytes = rows.size * column.row_nbytes // stack * (stack + 1)
-    if not is_little(nbytes):
+    if not is_small_allocation(nbytes):
         require_memory(nbytes, f"{rows.size} windows", "Choose fewer rows.")
     first, after = reader.column(key), reader.column((NEXT, *key))
     windows = np.empty((len(flat), stack + 1, *frame), column.numpy_dtype)

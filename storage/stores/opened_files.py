@@ -22,7 +22,7 @@ PlanOnce: TypeAlias = Callable[[Schema], Sequence[OnceColumn]]
 """Function that returns the columns of a new storage to store once."""
 
 
-def once_as_in(*sources: RowReader) -> PlanOnce | None:
+def plan_once_like(*sources: RowReader) -> PlanOnce | None:
     """Return the plan of a copy that stores the columns once that all ``sources`` store once."""
     first, *others = [each.once if isinstance(each, FileReader) else () for each in sources]
     once = [each for each in first if all(each in other for other in others)]

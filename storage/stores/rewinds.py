@@ -12,7 +12,7 @@ from tallyroll.storage.files.paths import translates_errors
 from tallyroll.storage.files.record_slots import Rewind
 from tallyroll.storage.files.rewind_history import least_rows_after_rewinds, settled
 from tallyroll.storage.readers.row_reader import RowReader
-from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
+from tallyroll.storage.stores.row_writer import ReadOnlyWriter, RowWriter
 
 
 def require_not_rewound(reader: RowReader, rows: int, rewinds: int, what: str) -> None:
@@ -41,7 +41,10 @@ def require_not_rewound(reader: RowReader, rows: int, rewinds: int, what: str) -
 
 @translates_errors
 def rewind_to(
-    writer: RowWriter | NoWriter, rows: int, record: tuple[int, bytes] | None, run: object = None
+    writer: RowWriter | ReadOnlyWriter,
+    rows: int,
+    record: tuple[int, bytes] | None,
+    run: object = None,
 ) -> int:
     """Remove all rows from number ``rows`` on, restore the record, and return the number removed.
 
@@ -60,7 +63,7 @@ def rewind_to(
         RunUnderWay: another run is being written.
         WriteError: this process may not write.
     """
-    if isinstance(writer, NoWriter):
+    if isinstance(writer, ReadOnlyWriter):
         writer.refuse()
     reader = writer.reader
     with writer.turn:
@@ -93,9 +96,9 @@ def remove_sidecars(writer: RowWriter, *, rewound: bool = False) -> None:
             writer.files.inside.remove(path)
 
 
-def require_rewindable(writer: RowWriter | NoWriter, rows: int, run: object = None) -> None:
+def require_rewindable(writer: RowWriter | ReadOnlyWriter, rows: int, run: object = None) -> None:
     """Raise the errors of `rewind_to` if it would fail; change nothing."""
-    if isinstance(writer, NoWriter):
+    if isinstance(writer, ReadOnlyWriter):
         writer.refuse()
     writer.reader.running().right.require()
     if run is None or not writer.claim.is_of(run):

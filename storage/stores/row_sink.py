@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tallyroll.storage.engine.columns import CopiedInSteps
+from tallyroll.storage.engine.columns import StepwiseRows
 from tallyroll.storage.readers.file_reader import Mode
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Key
@@ -88,7 +88,7 @@ class RunWriter(Protocol):
         slower, or through `TensorWriter.append_tensors`.
         """
 
-    def append(self, rows: CopiedInSteps, record: bytes | None = None) -> range:
+    def append(self, rows: StepwiseRows, record: bytes | None = None) -> range:
         """Append rows and the record atomically.
 
         Args:

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from tallyroll.storage.engine.commit_engine import Durability
 from tallyroll.storage.engine.frame_pools import PoolUsage
-from tallyroll.storage.engine.once_columns import plan_auto, plan_once
+from tallyroll.storage.engine.once_columns import plan_once, plan_once_auto
 from tallyroll.storage.errors import StorageExists
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.paths import translates_errors, user_path
@@ -25,7 +25,7 @@ from tallyroll.storage.rows.keys import Key, Keys, as_key, format_key
 from tallyroll.storage.rows.progress import MoreDone
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.stores.opened_files import OpenedFiles, PlanOnce
-from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
+from tallyroll.storage.stores.row_writer import ReadOnlyWriter, RowWriter
 from tallyroll.storage.trajectories.mapping import Trajectories
 
 if TYPE_CHECKING:
@@ -85,9 +85,11 @@ class RowStore:
             durability=durability,
             accept_copy=accept_copy,
             once=plan,
-            declared_once=plan_auto if once == "auto" and max_size and files.format.pools else None,
+            declared_once=plan_once_auto
+            if once == "auto" and max_size and files.format.pools
+            else None,
         )
-        self.writer: RowWriter | NoWriter = RowWriter(opened)
+        self.writer: RowWriter | ReadOnlyWriter = RowWriter(opened)
         if existing:
             try:
                 _require_layout(files, once, stacks)

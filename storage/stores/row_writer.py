@@ -67,7 +67,7 @@ class FirstRows:
             self.id_checks.admit(self.checked)
         opened.require_room(schema, self.checked.count)
 
-    def require_at_once(self, record: bytes | None) -> None:
+    def require_capacity(self, record: bytes | None) -> None:
         """Raise unless the rows fit in the ring and ``record`` fits in its slot.
 
         Raises:
@@ -179,7 +179,7 @@ class RowWriter:
                 claim.require_none()
             record = self._staged if record is None else record
             own = record is not None or (ids == "fresh" and claim.is_taken)
-            if came_from is None and not copied.is_of_others(own):
+            if came_from is None and not copied.needs_new_entry(own):
                 return self._write(rows, record, without, ids, None, items)
             if copied.goes_on(came_from):
                 span = self._write(rows, record, without, ids, None, items)
@@ -240,7 +240,7 @@ class RowWriter:
             reader.trajectory_index.make_way(reader, rows)
         if reader.engine is None:
             first = FirstRows(self.opened, rows, without, ids, items=items)
-            first.require_at_once(record)
+            first.require_capacity(record)
             checked = self._begin(first, came_from)
         else:
             checked = self._checked(rows, without, ids)
@@ -373,7 +373,7 @@ class RowWriter:
         self.close_unclosed()
 
 
-class NoWriter:
+class ReadOnlyWriter:
     """Writer stub for a reader of files that Tallyroll does not write.
 
     Every write raises `ReadOnlyStorage`.

@@ -74,7 +74,7 @@ class CopiedRows:
         """Continue with an earlier ``copy``, because the write after it failed."""
         self.copy = copy
 
-    def is_of_others(self, own: bool) -> bool:
+    def needs_new_entry(self, own: bool) -> bool:
         """Return True if rows of unknown origin need a new entry. See `note` for ``own``."""
         if self._last is None:
             self._look()
@@ -125,7 +125,7 @@ class CopiedRows:
                 self._room = room
                 with suppress(InvalidProvenance):  # retry with less detail
                     return self._note_copy(last, *came_from)
-        if self.is_of_others(own):
+        if self.needs_new_entry(own):
             self._begin({"first_row": self._entries.reader.head})
             return True
         return False

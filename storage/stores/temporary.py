@@ -32,7 +32,7 @@ class TemporaryFolder:
         """Remove the folder."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def leave_with(self, storage: Any, close: Callable[[], None]) -> Callable[[], Any]:
+    def remove_with(self, storage: Any, close: Callable[[], None]) -> Callable[[], Any]:
         """Remove the folder when ``storage`` is dropped or the process exits.
 
         The storage is closed first, with ``close``. The returned callback does both immediately.

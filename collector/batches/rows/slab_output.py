@@ -19,7 +19,7 @@ from tallyroll.collector.run_plan import FEW_SLOTS
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.engine.columns import FixedRows
 from tallyroll.storage.engine.kernel import compiled, copy_table, table_of
-from tallyroll.storage.engine.pool import BufferPool, Room
+from tallyroll.storage.engine.pool import BufferPool, ColumnMemory
 from tallyroll.storage.rows.batch_dims import Shapes
 from tallyroll.storage.rows.keys import CUT, DONE, TRAJ_IDS, Key
 from tallyroll.storage.rows.tensordict_builder import TensorDictBuilder
@@ -97,7 +97,7 @@ class SmallBatches:
             init |= np.roll(last, 1).reshape(len(last), *[1] * (init.ndim - 1))
         return self._nest(arrays, (len(ids),))
 
-    def _fill(self, arrays: list[np.ndarray], room: Room, part: SlabBatch) -> None:
+    def _fill(self, arrays: list[np.ndarray], room: ColumnMemory, part: SlabBatch) -> None:
         index = part.index
         kernel = self._kernel
         if kernel is None:

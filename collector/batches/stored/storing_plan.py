@@ -24,7 +24,7 @@ from tallyroll.collector.run_plan import (
     placing,
 )
 from tallyroll.storage.engine.frame_pools import StoredSize
-from tallyroll.storage.engine.once_columns import plan_auto
+from tallyroll.storage.engine.once_columns import plan_once_auto
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.rows.keys import NEXT, Key, format_key
 from tallyroll.storage.storages import DiskStorage
@@ -124,7 +124,7 @@ def whole_images(storage: RowSink | None) -> tuple[Key, ...]:
     """Return the columns of large images, also in ``next``, that ``storage`` stores whole."""
     if not isinstance(storage, DiskStorage) or storage.stores_once:
         return ()
-    keys = [each.key for each in plan_auto(storage.schema)]
+    keys = [each.key for each in plan_once_auto(storage.schema)]
     return (*keys, *((NEXT, *key) for key in keys))
 
 
@@ -143,7 +143,7 @@ def frames_in(storage: RowSink | None) -> Decision:
     if size.once:
         names = ", ".join(map(format_key, size.once))
         return Decision("once", f"rows repeat the frames of {names}; {takes}")
-    if not plan_auto(storage.reader.schema):
+    if not plan_once_auto(storage.reader.schema):
         why = "no observation is uint8 with 1 KiB or more a row"
         return Decision("whole", f"{why}; {takes}")
     why = "the storage was made with once=False, or from rows"

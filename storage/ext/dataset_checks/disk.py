@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from tallyroll.storage.files.safe_files import Inside, data_in
+from tallyroll.storage.files.safe_files import Inside, data_ranges
 
 BLOCK: Final = 2**12
 """The number of bytes in the smallest unit that a disk reads, or fails to read."""
@@ -47,7 +47,7 @@ def unreadable_in(place: Path) -> dict[Path, Ranges]:
 def _unreadable(file: int) -> Ranges:
     found = Ranges()
     try:
-        for begin, stop in data_in(file):
+        for begin, stop in data_ranges(file):
             for start in range(begin, stop, _STEP):
                 _read(file, min(_STEP, stop - start), start, partial(_join, found))
     finally:

@@ -19,7 +19,7 @@ from tallyroll.storage.ext.exchange.hdf5_files import (
     require_memory_for,
     require_own_values,
 )
-from tallyroll.storage.files.safe_files import data_in
+from tallyroll.storage.files.safe_files import data_ranges
 from tallyroll.storage.formats.hdf5.datasets import h5py_module
 
 _DEEPEST: Final = 24
@@ -55,7 +55,7 @@ def opened(raw: Any, found: CheckResults, where: Where) -> Iterator[Any]:
 
 def bytes_there(raw: Any) -> int:
     """Return the size of an open file without its holes, or the full size if it has many holes."""
-    ranges = [*islice(data_in(raw.fileno()), _MOST_HOLES)]
+    ranges = [*islice(data_ranges(raw.fileno()), _MOST_HOLES)]
     many = len(ranges) == _MOST_HOLES
     return os.fstat(raw.fileno()).st_size if many else sum(stop - begin for begin, stop in ranges)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from tallyroll.storage.engine.columns import ArrayRows, CopiedInSteps
+from tallyroll.storage.engine.columns import ArrayRows, StepwiseRows
 from tallyroll.storage.engine.ring import require_slots
 from tallyroll.storage.errors import NotAnAppend, RowsMismatch, SchemaMismatch
 from tallyroll.storage.ext.device.device_rows import DeviceRows, as_tensor
@@ -52,7 +52,7 @@ class DeviceWriter:
 
     # --- rows -------------------------------------------------------------------------------------
 
-    def append(self, rows: CopiedInSteps, record: bytes | None = None) -> range:
+    def append(self, rows: StepwiseRows, record: bytes | None = None) -> range:
         """Append rows of a run as `RunWriter.append` does."""
         arrays = [np.asarray(value) for value in rows.as_arrays().values]
         with self.reader.turn:
@@ -141,7 +141,7 @@ class DeviceWriter:
         self,
         values: Sequence[torch.Tensor],
         record: bytes | None,
-        rows: CopiedInSteps | None = None,
+        rows: StepwiseRows | None = None,
     ) -> range:
         """Append rows with the record, to the mirror too. ``rows`` are the same rows in arrays."""
         mirror = self.mirror

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tallyroll.storage.engine.available_memory import no_memory
+from tallyroll.storage.engine.available_memory import out_of_memory_error
 from tallyroll.storage.errors import (
     InvalidDataset,
     InvalidSchema,
@@ -162,7 +162,7 @@ def source_errors(place: Path) -> Iterator[None]:
     except (StorageError, OSError):
         raise
     except MemoryError as error:
-        raise no_memory(str(place), error) from error
+        raise out_of_memory_error(str(place), error) from error
     except Exception as error:
         raise refused(place, f"{type(error).__name__}: {error!s:.300}") from error
 

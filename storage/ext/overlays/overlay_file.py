@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from tallyroll.storage.engine.writer_check import RightToWrite
+from tallyroll.storage.engine.writer_check import WritePermission
 from tallyroll.storage.errors import (
     ColumnsMissing,
     Overrun,
@@ -41,7 +41,7 @@ from tallyroll.storage.files.lock import WriterLock, is_held
 from tallyroll.storage.files.mapping import Access, map_file
 from tallyroll.storage.files.paths import FULL, OTHER_KINDS, failed, translated
 from tallyroll.storage.files.rewind_history import least_rows_after_rewinds
-from tallyroll.storage.files.safe_files import data_in
+from tallyroll.storage.files.safe_files import data_ranges
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.keys import Key, format_key
@@ -122,7 +122,7 @@ class OverlayFile:
                     path, f"it is a link, or not a regular file ({error.strerror})"
                 ) from error
             raise failed(path, error, 0) from error
-        self._file, self._right = file, RightToWrite(None, path)
+        self._file, self._right = file, WritePermission(None, path)
         self._held: list[WriterLock] = []
         self._closed = weakref.finalize(self, _release, file, self._held)
         try:
@@ -282,7 +282,7 @@ class OverlayFile:
         """
         room, size, done = len(self._mapped()), self._dtype.itemsize, 0
         with translated(self.path):
-            for begin, stop in data_in(self._file, HEADER_NBYTES):
+            for begin, stop in data_ranges(self._file, HEADER_NBYTES):
                 start = max(done, (begin - HEADER_NBYTES) // size)
                 done = min(room, -(-(stop - HEADER_NBYTES) // size))
                 for first in range(start, done, most):
@@ -306,7 +306,7 @@ class OverlayFile:
             with self._turn:
                 if not self._held:
                     lock = lock_overlay(self._reader, self.path, self.key)
-                    self._right = RightToWrite(lock, self.path)
+                    self._right = WritePermission(lock, self.path)
                     self._held.append(lock)
         if self._held[0].lost:  # in a forked child; the periodic check below would miss it
             self._right.require()

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from tallyroll.storage.engine.available_memory import is_little, require_memory
+from tallyroll.storage.engine.available_memory import is_small_allocation, require_memory
 from tallyroll.storage.errors import CorruptStorage
 from tallyroll.storage.ext.packed.chunk_cache import CachedArray
 from tallyroll.storage.ext.packed.layout import StatesLayout
@@ -135,7 +135,7 @@ class States:
             return None
         array = self._array(place)
         count = array.layout.rows
-        if not is_little(nbytes := 3 * count * array.layout.row_nbytes):
+        if not is_small_allocation(nbytes := 3 * count * array.layout.row_nbytes):
             require_memory(nbytes, f"a table of {count:,} states of {self.path}")
         found = array.slice(0, count)
         array.close_files()  # the array is not read again

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tallyroll.storage.engine.available_memory import available_bytes, is_little
+from tallyroll.storage.engine.available_memory import available_bytes, is_small_allocation
 from tallyroll.storage.errors import CorruptStorage, InvalidSchema, NotAStorage
 from tallyroll.storage.ext.packed.archives import Archive, Hdf5Archive, ZarrArchive
 from tallyroll.storage.ext.packed.chunk_cache import CachedArray, Workers, budgets
@@ -38,7 +38,7 @@ CACHE_NBYTES: Final = 2**29
 def usual_cache_nbytes(wanted: int) -> int:
     """Return the default cache size for ``wanted`` bytes of data."""
     most = min(wanted, CACHE_NBYTES)
-    return most if is_little(most) else min(most, available_bytes() // 10)
+    return most if is_small_allocation(most) else min(most, available_bytes() // 10)
 
 
 class PackedReader(RowReader):

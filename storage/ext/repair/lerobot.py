@@ -29,7 +29,7 @@ from tallyroll.storage.ext.dataset_checks.lerobot.listing import (
 from tallyroll.storage.ext.dataset_checks.lerobot.videos import frames_of
 from tallyroll.storage.ext.repair.losses import Losses
 from tallyroll.storage.ext.repair.parquet_footer import rebuilt
-from tallyroll.storage.files.safe_files import data_in
+from tallyroll.storage.files.safe_files import data_ranges
 from tallyroll.storage.formats.optional_libraries import needed
 
 _INFO: Final = "meta/info.json"
@@ -411,7 +411,7 @@ class LerobotRepair:
 
 def _copy(raw: Any, out: Any) -> None:
     """Copy an open file, and preserve its holes."""
-    for begin, stop in data_in(raw.fileno()):
+    for begin, stop in data_ranges(raw.fileno()):
         raw.seek(begin)
         out.seek(begin)
         while begin < stop:

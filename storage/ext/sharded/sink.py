@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from tallyroll.storage.engine.columns import CopiedInSteps
+from tallyroll.storage.engine.columns import StepwiseRows
 from tallyroll.storage.engine.once_columns import OnceColumn, once_from_json, once_to_json
 from tallyroll.storage.errors import (
     CorruptStorage,
@@ -40,7 +40,7 @@ from tallyroll.storage.rows.frame_stacks import FrameStack
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.schema import Column, Schema
 from tallyroll.storage.stores.opened_files import PlanOnce
-from tallyroll.storage.stores.row_writer import NoWriter
+from tallyroll.storage.stores.row_writer import ReadOnlyWriter
 from tallyroll.storage.stores.run_claim import RunClaim
 
 
@@ -107,7 +107,7 @@ class CountedRows(RowReader):
         return _NoRows(next(each for each in self.schema.columns if each.key == key))
 
 
-class ShardedWriter(NoWriter):
+class ShardedWriter(ReadOnlyWriter):
     """Writer that acknowledges rows of shards and stores the run's entries; one run per storage.
 
     Args:
@@ -239,7 +239,7 @@ class ShardedWriter(NoWriter):
 
     # --- the collector's run ----------------------------------------------------------------------
 
-    def append(self, rows: CopiedInSteps, record: bytes | None = None) -> range:
+    def append(self, rows: StepwiseRows, record: bytes | None = None) -> range:
         self._refuse("workers write the rows, each to its own shard")
 
     def put_record(self, payload: bytes) -> None:

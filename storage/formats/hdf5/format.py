@@ -39,7 +39,7 @@ from tallyroll.storage.errors import (
 from tallyroll.storage.files.commit_header import HEADER_NBYTES, committed_counts
 from tallyroll.storage.files.format_versions import refuse_newer_provenance
 from tallyroll.storage.files.header_identity import refuse_newer
-from tallyroll.storage.files.header_words import moved_into
+from tallyroll.storage.files.header_words import with_identity_of
 from tallyroll.storage.files.manifest import Manifest, parse_manifest
 from tallyroll.storage.files.mapping import Access, Area, map_file
 from tallyroll.storage.files.paths import (
@@ -158,7 +158,7 @@ def rewrite(
                 f"another program: {', '.join(foreign)}. Move them to another file first."
             )
         with new_file(path, schema, capacity, old) as (new, places):
-            write_all(new, moved_into(new, os.pread(old, HEADER_NBYTES, 0)), 0)
+            write_all(new, with_identity_of(new, os.pread(old, HEADER_NBYTES, 0)), 0)
             for column, start, to in zip(
                 schema.columns, source.offsets, places.layout.offsets, strict=True
             ):

@@ -32,7 +32,7 @@ from tallyroll.storage.engine.available_memory import library_memory
 from tallyroll.storage.errors import NotEnoughMemory
 from tallyroll.storage.ext.exchange.base import source_errors
 from tallyroll.storage.ext.repair import parquet_footer
-from tallyroll.storage.files.safe_files import data_in
+from tallyroll.storage.files.safe_files import data_ranges
 
 from hostile_kit import in_a_child
 
@@ -167,8 +167,8 @@ def test_data_between_holes(tmp_path: Path) -> None:
             file.write(b"x" * 4096)
         file.truncate(2**40)
         file.seek(7)
-        assert [*data_in(file.fileno())] == [(at, at + 4096) for at in (2**20, 2**30)]
-        assert [*data_in(file.fileno(), 2**20 + 5)] == [
+        assert [*data_ranges(file.fileno())] == [(at, at + 4096) for at in (2**20, 2**30)]
+        assert [*data_ranges(file.fileno(), 2**20 + 5)] == [
             (2**20 + 5, 2**20 + 4096),
             (2**30, 2**30 + 4096),
         ]

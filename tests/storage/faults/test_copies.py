@@ -24,7 +24,7 @@ from tallyroll.collector.cli import main
 from tallyroll.storage import CorruptStorage, StorageError, StorageFull, open_storage, verify
 from tallyroll.storage.errors import CopyOfOpenStorage
 from tallyroll.storage.files.commit_header import word_of
-from tallyroll.storage.files.header_words import born_at
+from tallyroll.storage.files.header_words import creation_time
 from tallyroll.storage.storages import DiskStorage
 
 from killed_storages_kit import (
@@ -277,7 +277,7 @@ def test_the_same_inode_of_another_age_is_a_copy(case: Case, tmp_path: Path) -> 
     path = begun(case, tmp_path / "rows")
     header = header_of(case, path)
     with open(header, "rb") as file:
-        if not (born := born_at(file.fileno())):
+        if not (born := creation_time(file.fileno())):
             return  # this file system does not record birth times
     damage(header, BORN, word_of(born - 1).to_bytes(8, "little"))
     with pytest.raises(CopyOfOpenStorage):
@@ -329,4 +329,4 @@ def test_when_a_file_was_made_is_what_the_system_says(tmp_path: Path) -> None:
     path.touch()
     said = subprocess.run(["stat", "-c", "%W", path], capture_output=True, text=True, check=True)
     with path.open() as file:
-        assert born_at(file.fileno()) == int(said.stdout)
+        assert creation_time(file.fileno()) == int(said.stdout)

@@ -29,7 +29,7 @@ from tallyroll.storage import MemmapStorage, fast_paths, open_storage, verify
 from tallyroll.storage.engine import columns, kernel
 from tallyroll.storage.engine.columns import IndexedRows
 from tallyroll.storage.engine.commit_engine import Engine
-from tallyroll.storage.engine.writer_check import RightToWrite
+from tallyroll.storage.engine.writer_check import WritePermission
 from tallyroll.storage.files.commit_header import Header
 
 from collect_kit import ByObservation
@@ -122,7 +122,7 @@ def test_killed_at_any_moment(ring: int | None, lanes: int, mode: str, tmp_path:
 # --- at each step of a commit ---------------------------------------------------------------------
 
 POINTS: list[tuple[Any, str]] = [
-    (RightToWrite, "look"),
+    (WritePermission, "look"),
     (Engine, "_reserve"),
     (IndexedRows, "copy_to"),
     (Engine, "_commit"),

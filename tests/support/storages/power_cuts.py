@@ -27,7 +27,7 @@ import pytest
 from tallyroll.storage.engine.columns import ArrayRows, Columns
 from tallyroll.storage.engine.frame_pool import FrameWriter
 from tallyroll.storage.files.commit_header import HEADER_NBYTES, Header, word_of
-from tallyroll.storage.files.header_words import INODE, inode_of, moved_into
+from tallyroll.storage.files.header_words import INODE, inode_of, with_identity_of
 
 __all__ = ["PAGE_NBYTES", "Recorder", "Syncs"]
 
@@ -311,4 +311,4 @@ def _keep_origin(file: int, recorded: int) -> None:
     if len(header) == HEADER_NBYTES:
         word = int.from_bytes(header[8 * INODE : 8 * INODE + 8], "little")
         if word == word_of(inode_of(recorded)):
-            os.pwrite(file, moved_into(file, header), 0)
+            os.pwrite(file, with_identity_of(file, header), 0)

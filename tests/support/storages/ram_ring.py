@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tallyroll.storage.engine.columns import CopiedInSteps
+from tallyroll.storage.engine.columns import StepwiseRows
 from tallyroll.storage.errors import NotInitialised, SchemaMismatch, StorageClosed
 from tallyroll.storage.readers.row_reader import ColumnReader, RowReader
 from tallyroll.storage.rows.keys import Key
@@ -89,7 +89,7 @@ class RamRing:
     def flush(self) -> None:
         self.flushed += 1
 
-    def append(self, rows: CopiedInSteps, record: bytes | None = None) -> range:
+    def append(self, rows: StepwiseRows, record: bytes | None = None) -> range:
         reader, ring = self.reader, self.reader.ring
         if reader.closed:
             raise StorageClosed("the ring in memory was closed.")

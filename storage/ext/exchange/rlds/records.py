@@ -14,7 +14,7 @@ import numpy as np
 from tallyroll.storage.engine.available_memory import require_memory
 from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES
 from tallyroll.storage.ext.exchange.rlds.examples import descriptors
-from tallyroll.storage.files.safe_files import data_in
+from tallyroll.storage.files.safe_files import data_ranges
 from tallyroll.storage.formats.optional_libraries import needed
 
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
@@ -130,7 +130,7 @@ def next_record(file: IO[bytes], at: int, size: int) -> int:
     """Return the offset of the first record at or after ``at``, or ``size`` if there is none."""
     more = _LENGTH.size + _CRC.size - 1
     while at < size:
-        begin, _ = next(data_in(file.fileno(), at), (size, size))
+        begin, _ = next(data_ranges(file.fileno(), at), (size, size))
         at = max(at, begin - more)  # a length may start with zeros in a hole
         file.seek(at)
         content = _read(file, min(_SEARCHED, size - at))

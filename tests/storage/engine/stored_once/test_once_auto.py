@@ -19,7 +19,7 @@ from tallyroll.collector import Columns, MultiprocessCollector, SyncCollector
 from tallyroll.collector.cli import main
 from tallyroll.storage import MemmapStorage, Schema, ZarrStorage, open_storage, verify
 from tallyroll.storage.engine.kernel import compiled
-from tallyroll.storage.engine.once_columns import plan_auto, row_nbytes_once
+from tallyroll.storage.engine.once_columns import plan_once_auto, row_nbytes_once
 
 LANES, FRAMES, RING = 3, 400, 150
 
@@ -116,7 +116,7 @@ def test_columns(name: str) -> None:
     dtype, shape, expected = COLUMNS[name]
     empty = torch.empty((0, *shape), dtype=dtype)
     schema = Schema.of(TensorDict({"x": empty, "next": {"x": empty}}, [0]))
-    found = [(each.layout.stack, each.layout.delta) for each in plan_auto(schema)]
+    found = [(each.layout.stack, each.layout.delta) for each in plan_once_auto(schema)]
     assert found == ([] if expected is None else [expected])
 
 
@@ -128,7 +128,7 @@ def test_columns_without_a_place_for_a_pool_are_stored_whole() -> None:
         {"x": image, "next": {"x": other}},
         {"x": image, "next": {"x": image}, "x.frames": {"y": other}},  # a folder has the path
     ):
-        assert plan_auto(Schema.of(TensorDict(rows, [0]))) == ()
+        assert plan_once_auto(Schema.of(TensorDict(rows, [0]))) == ()
 
 
 STORAGES: dict[str, tuple[Callable[[Path], Any], dict[str, tuple[int, bool]]]] = {
