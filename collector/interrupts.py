@@ -11,7 +11,7 @@ Neither may lose or duplicate a row. There are four rules, each with one owner:
    (:class:`pause_on_signal`). The run loop then balances the counts and calls the handler
    (:func:`call_waiting`). If the handler raises, nothing is lost and the next call continues. Code
    that waits for something else lets handlers run immediately (:class:`allow_signals`). A handler
-   that has waited for a second runs wherever the program is, because an environment may never
+   that has waited for one second runs at once, even within a step, because an environment may never
    return. `ShardedLeases.collect` replaces the run loop, and does the same after each answer.
 2. **An exception at any other instruction ends the run** (`CollectGuard.__exit__`), unless the loop
    is at a safe point (`RunState.at_safe_point`). Complete transitions are stored first, and later

@@ -39,7 +39,7 @@ class CollectGuard(defer_signals):
 
     @property
     def is_entered(self) -> bool:
-        """True while a call is under way."""
+        """True while a call is in progress."""
         return self._thread is not None or self._run.phase is Phase.COLLECTING
 
     @property
@@ -53,7 +53,7 @@ class CollectGuard(defer_signals):
         The objects that replace the handlers stay installed until the run ends.
 
         Raises:
-            StateError: a call is under way, or another collector drives the environment.
+            StateError: a call is in progress, or another collector drives the environment.
         """
         run = self._run
         if run.lost:

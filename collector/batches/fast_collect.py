@@ -187,7 +187,7 @@ class FastCollect:
         self.ready: FastPath | None = None
         """The path that the next call may take; None if the next call has to use the loop."""
         self._pending: PendingCall | None = None
-        """The work of the call under way, or that an earlier call left; None if complete."""
+        """The work of the call in progress, or that an earlier call left; None if complete."""
         self._thread: int | None = None
         """The thread of the last call."""
 
@@ -336,7 +336,7 @@ class FastCollectOfWorkers(FastCollect):
     """
 
     _guard: _Guard | None = None
-    """The guard of the call under way, or of a call that an exception ended."""
+    """The guard of the call in progress, or of a call that an exception ended."""
 
     def collect(self, want: int, *, yields: bool = False) -> bool:
         """Store ``want`` rows; return False if the fast path cannot."""

@@ -168,7 +168,7 @@ class RunLoop:
         self._acting.__exit__()
 
     def _begin(self, size: int) -> None:
-        """Begin an iteration whose first batch has ``size`` rows, unless one is under way."""
+        """Begin an iteration whose first batch has ``size`` rows, unless one is in progress."""
         self._run.writer.stored_run.require_open()
         if self._run.moved:
             each = self._run.options.reset_at_each_iter and self._iterations > 0

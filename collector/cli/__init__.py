@@ -1,7 +1,7 @@
 """Command line interface: ``tallyroll COMMAND``, with a module for each command.
 
 Exit status: 0 success, 1 error, 2 usage error, 130 after SIGINT, 143 after SIGTERM, 129 after
-SIGHUP. Some commands have a status of their own:
+SIGHUP. Some commands define their own status:
 
 ``verify``: 0 the storage is sound, 1 it has problems, 2 usage error, or it could not be checked.
 ``repair``: 0 the storage is whole, 1 data was lost, 2 usage error, or nothing could be repaired.

@@ -20,7 +20,7 @@ def among_first(count: int, lanes: int, own: range) -> int:
 def first_id(after: int, lanes: int) -> int:
     """Return the smallest multiple of ``lanes`` that is at least ``after``.
 
-    Then the ids of lane ``l`` have the remainder ``l``, wherever a part begins or continues. So
-    separate parts have no id in common.
+    Ids that begin at such a multiple have the remainder ``l`` in lane ``l``, in every part of a
+    run. So no two parts have an id in common.
     """
     return -(-after // lanes) * lanes

@@ -251,8 +251,8 @@ class Layout(OptionObject):
             ``("collector", "mask")``. ``"torchrl"`` is the layout of TorchRL's collectors:
             ``[lanes, time]``, or ``[time]`` for an environment without a batch size, with a
             dimension named ``time``, done flags at the root too, and ``("next", "done")`` not True
-            on cuts. If lanes differ in length, such a batch is padded, has a mask, is done at the
-            last row of each lane, and the first one warns.
+            on cuts. If lanes differ in length, the batch is padded, has a mask, and is done at the
+            last row of each lane; the first such batch causes a warning.
         split_trajs: TorchRL's name for ``"trajectories"``. With ``"torchrl"``, it splits batches
             into trajectories, ordered lane by lane.
         set_truncated: True marks the last row of each lane in a batch as ``truncated`` and

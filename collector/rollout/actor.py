@@ -30,7 +30,7 @@ WHILE_ACTING = "_tallyroll_while_acting"
 
 
 def raised_by_policy(error: BaseException) -> bool:
-    """Return True if ``error`` was raised while actions were chosen, so that the slot has none."""
+    """Return True if ``error`` was raised while actions were chosen, so the slot has no actions."""
     if getattr(error, WHILE_ACTING, False):  # in a worker
         return True
     trace = error.__traceback__

@@ -25,8 +25,8 @@ class ArrivingLanes(Lanes):
     The slab has a column for each arrival of a slot. A row is complete when its lane returns. Until
     then, this object keeps the row's observation, action and policy version. Rows are in order of
     arrival. The random actions at the start of a run must be the first rows. So while random
-    actions are under way, only as many lanes step with actions of the policy as a call needs. These
-    lanes come last in their slot.
+    actions are in progress, only as many lanes as a call needs step with actions of the policy.
+    These lanes come last in their slot.
 
     Args:
         env: an environment over a system whose lanes return in any order.
@@ -62,7 +62,7 @@ class ArrivingLanes(Lanes):
         """Marks ``[lane]`` of lanes whose next arrival is a reset slot."""
         self._away = np.zeros(total, np.bool_)
         self._random_away = 0
-        """Number of transitions under way whose actions are random."""
+        """Number of transitions in progress whose actions are random."""
         self._ready = np.zeros(0, np.int32)
         """Lanes that wait for an action, in the order of their arrival."""
         self._arrived = np.zeros(slab.slots, np.bool_)
@@ -158,8 +158,8 @@ class ArrivingLanes(Lanes):
     def _going(self, acting: NDArray[np.int32], drawn: Mask) -> Mask:
         """Return marks of the ``acting`` lanes to start now; ``drawn`` marks random actions.
 
-        While random actions are under way, start only as many lanes with actions of the policy as a
-        call needs, so that all lanes under way return.
+        While random actions are in progress, start only as many lanes with actions of the policy as
+        a call needs, so that all of them return.
         """
         resets = self._pending[acting]
         self._random_away += int(np.count_nonzero(drawn & ~resets))

@@ -64,7 +64,7 @@ class Driver(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """End after the step under way. Safe to call from a signal handler or another thread."""
+        """End after the step in progress. Safe to call from a signal handler or another thread."""
 
     @property
     @abstractmethod
@@ -195,7 +195,7 @@ class LocalDriver(Driver):
         return self.board[HALT] == STOP
 
     def stop(self) -> None:
-        """End after the step under way."""
+        """End after the step in progress."""
         self.board[HALT] = STOP
 
     @property
@@ -310,6 +310,6 @@ class LocalDriver(Driver):
 
 
 def _pause(board: memoryview) -> None:
-    """Make filling pause after the step under way, unless it stops there anyway."""
+    """Make filling pause after the step in progress, unless it stops there anyway."""
     if not board[HALT]:
         board[HALT] = PAUSE

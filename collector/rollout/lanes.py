@@ -1,4 +1,4 @@
-"""The lanes that a driver steps: resets, observations and results of steps.
+"""The lanes that a driver steps: their resets, observations and step results.
 
 The actions are in the slab before a step. An environment over a `System` fills the slab itself: see
 :class:`SystemLanes`, or `arriving_lanes.py` for lanes that return in any order. The results of any

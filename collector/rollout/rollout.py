@@ -233,7 +233,7 @@ class Rollout:
         return self._filling.restarting and self.driver.resets_next
 
     def stop(self) -> None:
-        """End the run after the step under way."""
+        """End the run after the step in progress."""
         self.driver.stop()
 
     def discard(self, rewards: Sequence[Key]) -> DiscardedTransitions:

@@ -137,7 +137,7 @@ class SlabFiller:
 
     @property
     def _random_left(self) -> int:
-        """Number of random actions still to be drawn, without those already under way."""
+        """Number of random actions still to be drawn, without those already in progress."""
         return self.random_frames - self.driver.random_under_way
 
     def _needed(self, missing: int) -> int:

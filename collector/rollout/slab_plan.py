@@ -275,7 +275,7 @@ def _require_values(columns: SlabColumns, error: type[CollectorError], maker: st
         if 0 in column.shape:
             raise error(
                 f"{format_key(key)}: expected at least one value, got the shape "
-                f"{list(column.shape)} from {maker}. Remove the column there, or in a wrapper."
+                f"{list(column.shape)} from {maker}. Remove the column from it, or in a wrapper."
             )
 
 

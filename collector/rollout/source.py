@@ -234,7 +234,7 @@ class TransitionSource(Protocol):
         """
 
     def still(self) -> AbstractContextManager[Sequence[UndeliveredTransitions]]:
-        """Wait for steps under way, and return a context in which no step is made.
+        """Wait for steps in progress, and return a context in which no step is made.
 
         The context yields all executed transitions that are in no block, in the order in which
         blocks will have them.
@@ -243,7 +243,7 @@ class TransitionSource(Protocol):
     def undelivered_random(self, openings: Openings) -> Counts:
         """Return the number of opening random actions of each policy that are in no block.
 
-        Random actions of steps under way count too.
+        Random actions of steps in progress count too.
         """
 
     @property
@@ -272,7 +272,7 @@ class TransitionSource(Protocol):
         """
 
     def stop(self) -> None:
-        """End after the step under way. Safe to call from a signal handler or another thread."""
+        """End after the step in progress. Safe to call from a signal handler or another thread."""
 
     @property
     def paused(self) -> bool:

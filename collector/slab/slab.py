@@ -131,8 +131,8 @@ class Slab:
         shared: True if root and ``"next"`` observations share memory (see the module).
         device: device of the memory; marks of transitions and versions are on the CPU.
         first_lane: number of the first lane in the run.
-        arrivals: True if the rows of a slot belong to any lanes, which ``lane`` names; ``lanes`` is
-            then the number of rows per slot.
+        arrivals: True if a slot has rows of the lanes that happened to arrive, listed in ``lane``;
+            ``lanes`` is then the number of rows per slot.
         memory: the pieces that :func:`memory_of` describes, or views of them; None allocates them.
     """
 

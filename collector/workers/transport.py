@@ -37,7 +37,7 @@ class Link(Protocol):
     name: str
     """Name of the worker for messages, such as "process 12"."""
     pid: int | None
-    """Process id of the worker; None if it has no process of its own."""
+    """Process id of the worker; None if it has no separate process."""
 
     @property
     def alive(self) -> bool:

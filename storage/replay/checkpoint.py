@@ -141,7 +141,7 @@ def _copy_rows(writer: RowWriter, source: RowReader, *, all_of_ring: bool = Fals
     if target.head < span.start:
         raise StateMismatch(
             f"{source.path} starts with row {span.start}, but a copy would start with row "
-            f"{target.head}. Copy the rows to a storage of their own."
+            f"{target.head}. Copy the rows to a separate storage."
         )
     columns = {key: source.column(key) for key in source.keys}
     step = max(1, _CHUNK_NBYTES // source.schema.row_nbytes)

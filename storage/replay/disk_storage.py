@@ -108,9 +108,9 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
             waits for the disk, and opening waits for the rows of earlier writers.
         accept_copy: True to open files that were copied while a writer had the storage open. Rows
             that were committed after the original was last closed may be missing and read as zeros;
-            `verify` detects some of these. A copy becomes a storage of its own when rows are
-            appended to it. Without ``accept_copy``, opening such a copy raises. A copy of a closed
-            storage is never refused.
+            `verify` detects some of these. A copy becomes a separate storage when rows are appended
+            to it. Without ``accept_copy``, opening such a copy raises. A copy of a closed storage
+            is never refused.
         once: True to store each frame of large observations once, for a new `MemmapStorage` or
             `ZarrStorage`. All observations, next observations and stacks that contain a frame share
             it, and uint8 images are stored as differences from the frame before. `get`, slices and
@@ -133,7 +133,7 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
     """
 
     sharded: ClassVar[bool] = False
-    """True if each worker writes its rows to a shard of its own."""
+    """True if each worker writes its rows to its own shard."""
 
     _default_checkpointer = DiskStorageCheckpointer
 
@@ -217,7 +217,7 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
                 ids of the call above the largest stored id, by one offset. Append the rows of
                 another storage with ``extend(other.get(...), ids="renumber")``, in one call: a
                 trajectory whose rows come in two calls becomes two trajectories. After a
-                collector's run, these rows form a run of their own. ``"fresh"`` writes the ids
+                collector's run, these rows form a separate run. ``"fresh"`` writes the ids
                 unchanged: the caller must make them unique.
 
         Raises:

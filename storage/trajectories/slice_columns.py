@@ -1,6 +1,6 @@
 """Columns whose values in slices differ from the stored ones.
 
-A slice is treated as a trajectory of its own. Its last row is marked as done, and as cut if the
+A slice is treated as a separate trajectory. Its last row is marked as done, and as cut if the
 trajectory continues. Its first row is marked as a beginning for recurrent modules.
 """
 

@@ -123,9 +123,9 @@ class Range:
     def extremes(self, column: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the lowest and highest values of a column, "low" and "high", on its device.
 
-        ``column`` is ``[time, lane, ...]``. Lanes or entries that have bounds of their own are
-        reduced separately. If there is a NaN, both values are NaN. A value that cannot be out of
-        range is left out.
+        ``column`` is ``[time, lane, ...]``. Lanes or entries with separate bounds are reduced
+        separately. If there is a NaN, both values are NaN. A value that cannot be out of range is
+        left out.
         """
         over: tuple[int, ...] = (0,)
         if self.first_lane is None:

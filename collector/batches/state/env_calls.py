@@ -46,7 +46,7 @@ class EnvCalls:
         Gymnasium's ``get_wrapper_attr``. All lanes are called, even if some raise.
 
         The call comes between two steps of each lane, in workers too: with ``mode="async"`` it
-        waits for the steps under way. The last observation of a lane was made before the call. A
+        waits for the steps in progress. The last observation of a lane was made before the call. A
         lane whose episode ended has already been reset, so a value that only ``reset`` reads takes
         effect at the reset after the present episode. Transitions that were executed before the
         call and wait for the next batch are stored after it; the event names the first transition

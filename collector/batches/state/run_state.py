@@ -64,17 +64,17 @@ class RunState:
         self.moved = ""
         """A text that names a step or reset outside of the collector; empty if there was none."""
         self._yields = False
-        """True if the call under way yields the rows that it stores."""
+        """True if the call in progress yields the rows that it stores."""
         self.ready: list[Any] = []
         """The batches to yield next; more are made when there are none."""
         self._ready_before = 0
-        """Number of batches that were ready when the call under way began."""
+        """Number of batches that were ready when the call in progress began."""
         self.foreseen: LaneState | None = None
         """The state of the lanes after the transitions that waited at the last recorded event."""
         self.slots_before = ledger.slots
         """Number of slots of the run before this collector."""
         self._stored_before = ledger.stored
-        """Number of transitions of the run that were stored before the call under way."""
+        """Number of transitions of the run that were stored before the call in progress."""
         self._ended_by = ""
         """A text that names the exception that ended the run, the stored rows, and the way on."""
 

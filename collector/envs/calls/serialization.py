@@ -81,7 +81,7 @@ def outcome_of(answer: PickledOutcome) -> CallOutcome:
 
 
 class Calls:
-    """Calls of a run that changed environments, in order."""
+    """The calls that changed environments during a run, in order."""
 
     def __init__(self) -> None:
         self._made: list[tuple[EnvCall, list[int]]] = []

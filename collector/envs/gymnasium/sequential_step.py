@@ -97,7 +97,7 @@ class SequentialStep:
         self._step_lanes = self._in_python if kernel is None else self._compiled(kernel)
 
     def __reduce__(self) -> Any:
-        """Rebuild copies from the vector alone, because each copy has arrays of its own."""
+        """Rebuild copies from the vector alone, because each copy has separate arrays."""
         made = partial(type(self), reset_slots=self._reset_slots, rewards=self._reward_dtype)
         return made, (self._env, self._infos)
 

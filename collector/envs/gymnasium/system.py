@@ -335,7 +335,7 @@ class GymnasiumSystem(System):
         return Step(values, (reward,), terminated, truncated, final + of_last)
 
     def _step_some(self, action: NDArray[Any], lanes: NDArray[np.intp]) -> Step:
-        """Step only ``lanes``, each in a call of its own."""
+        """Step only ``lanes``, each in a separate call."""
         assert isinstance(self.env, SyncVectorEnv)
         held: Any = own_observations(self.env)  # a reset by mask returns these for other lanes
         rows, infos = self._rows.new(), self.infos.new_rows()

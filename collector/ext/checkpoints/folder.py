@@ -80,7 +80,7 @@ def locked(folder: Path) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     raise StateError(
                         f"another process has been saving a checkpoint to {folder} for "
-                        f"{_PATIENCE_SECONDS:.0f} s. Give each run a folder of its own."
+                        f"{_PATIENCE_SECONDS:.0f} s. Give each run its own folder."
                     ) from None
                 time.sleep(0.01)
         yield

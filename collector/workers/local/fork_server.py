@@ -65,8 +65,8 @@ def default_start_method() -> str:
     """Return ``"forkserver"``, or ``"spawn"`` if our server is not usable.
 
     Our server is not used in a child of multiprocessing, such as a data loader's worker, because
-    each child would start a server of its own. It is not used in a program that preloads modules
-    either, because the program expects a fork server to have these modules.
+    each child would start its own server. It is not used in a program that preloads modules either,
+    because the program expects a fork server to have these modules.
     """
     refused = (
         "forkserver" not in get_all_start_methods()

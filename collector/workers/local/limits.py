@@ -22,8 +22,8 @@ def require_guard() -> None:
 
     A process that is not forked imports the main module again, to find the objects that it
     receives. Code in it outside of ``if __name__ == "__main__":`` runs again too, so that each
-    worker would start workers of its own. Source: "Safe importing of main module" in the
-    documentation of ``multiprocessing``.
+    worker would start its own workers. Source: "Safe importing of main module" in the documentation
+    of ``multiprocessing``.
 
     Raises:
         ArgumentError: the main module was read from stdin, so workers cannot import it.

@@ -390,7 +390,7 @@ class _RepairedRows:
         return before
 
     def _renumbered(self, good: np.ndarray) -> dict[Key, np.ndarray]:
-        """Return new ids and steps [n] that make rows after a gap a trajectory of their own.
+        """Return new ids and steps [n] that make rows after a gap a separate trajectory.
 
         The result is empty if no trajectory needs new numbers.
         """

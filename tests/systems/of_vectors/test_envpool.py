@@ -363,7 +363,7 @@ def test_what_is_not_driven(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         ids = used.recv()[-1]["env_id"]
         used.send(np.zeros(2, int), ids)
-    refused(used, "lanes under way. Pass a new EnvPool, or a factory")
+    refused(used, "already stepped. Pass a new EnvPool, or a factory")
     env = made("CartPole-v1", "gymnasium")
     wrapped = gymnasium.wrappers.vector.RecordEpisodeStatistics(env)
     refused(wrapped, "Pass the result of envpool.make to the collector, or the id")
