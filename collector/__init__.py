@@ -18,15 +18,9 @@ moved_modules(
     __name__,
     {
         "batches.logs": "tallyroll.collector.ext.logs",
-        "batches.state.checkpoints": "tallyroll.collector.ext.checkpoints",
-        "envs.kinds": "tallyroll.collector.ext.systems.kinds",
-        "envs.systems": "tallyroll.collector.ext.systems",
         "evaluation": "tallyroll.collector.ext.evaluation",
         "evaluation.evaluating": "tallyroll.collector.ext.evaluation",
-        "evaluation.replaying": "tallyroll.collector.ext.replay",
-        "evaluation.reporting": "tallyroll.collector.ext.report",
         "workers.far": "tallyroll.collector.ext.far",
-        "workers.ray": "tallyroll.collector.ext.ray",
     },
 )
 

@@ -51,8 +51,6 @@ def parsed(setting: str) -> frozenset[str]:
 
 
 _off = parsed(os.environ.get(VARIABLE, ""))
-if os.environ.get("TALLYROLL_KERNEL") == "0":  # the former name of the variable
-    _off |= {"kernel"}
 
 
 def is_on(way: str) -> bool:

@@ -22,7 +22,6 @@ from tallyroll.collector.envs.stepping.stepper import Stepper
 from tallyroll.collector.envs.system import Array, Mask, Step, System
 from tallyroll.collector.errors import EnvironmentRefused, ValueRefused
 from tallyroll.collector.slab.names import Rename
-from tallyroll.storage.package.moved_attributes import MovedAttribute
 from tallyroll.storage.rows.dtypes import NUMPY
 from tallyroll.storage.rows.keys import NEXT, NEXT_VALID, VALID, Key
 
@@ -133,24 +132,6 @@ class SystemEnv(EnvBase):
         if not self.is_closed and self.owns_system:
             self.system.close()
         super().close(raise_if_closed=raise_if_closed)
-
-    action_columns = MovedAttribute("stepper.action_keys")
-    arrivals = MovedAttribute("stepper.declares.arrivals")
-    can_step_part = MovedAttribute("stepper.declares.can_step_part")
-    fills = MovedAttribute("stepper.fills")
-    first_lane = MovedAttribute("system.first_lane")
-    groups = MovedAttribute("stepper.declares.groups")
-    has_reset_slots = MovedAttribute("stepper.declares.has_reset_slots")
-    loses_finals = MovedAttribute("stepper.declares.loses_finals")
-    marks_transitions = MovedAttribute("stepper.declares.marks_transitions")
-    resets_by_mask = MovedAttribute("stepper.declares.resets_by_mask")
-    reward_columns = MovedAttribute("stepper.reward_keys")
-    step_block = MovedAttribute("stepper.step_block")
-    step_of = MovedAttribute("stepper.step_of")
-    step_part = MovedAttribute("stepper.step_part")
-    takes_seeds = MovedAttribute("stepper.takes_seeds")
-    writes_to = MovedAttribute("stepper.writes_to")
-    wrong_arrivals = MovedAttribute("stepper.results.wrong_arrivals")
 
     # --- steps ------------------------------------------------------------------------------------
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
 
 
 def moved_modules(package: str, table: Mapping[str, str]) -> None:
     """Make modules of ``package`` importable by their former paths.
+
+    Pickles name the modules of their classes, so old pickles need these paths.
 
     Args:
         package: the name of the package.
@@ -22,18 +23,6 @@ def moved_modules(package: str, table: Mapping[str, str]) -> None:
             inside it.
     """
     sys.meta_path.append(_Finder({f"{package}.{old}": new for old, new in table.items()}))
-
-
-def moved_names(package: str, module: str, *names: str) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` for a package whose ``names`` have moved to ``module``."""
-
-    def getattr_(name: str) -> Any:
-        if name not in names:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        _warn(f"{package}.{name}", f"{module}.{name}", 2)
-        return getattr(import_module(module), name)
-
-    return getattr_
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -55,7 +44,8 @@ class _Finder(MetaPathFinder, Loader):
         """Copy the names of the module at the present path into this module."""
         new = self._present(module.__name__)
         assert new is not None
-        _warn(module.__name__, new, 2)
+        said = f"{module.__name__} is {new} now"
+        warnings.warn(said, DeprecationWarning, stacklevel=2)
         names = vars(import_module(new)).items()
         vars(module).update({name: value for name, value in names if not name.startswith("__")})
 
@@ -68,7 +58,3 @@ class _Finder(MetaPathFinder, Loader):
                 return None
             below = f".{last}{below}"
         return self._table[above] + below
-
-
-def _warn(old: str, new: str, level: int) -> None:
-    warnings.warn(f"{old} is {new} now", DeprecationWarning, stacklevel=level + 1)

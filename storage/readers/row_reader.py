@@ -24,7 +24,6 @@ from tallyroll.storage.files.excluded_columns import excluded_note
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.formats.memmap import MemmapFormat
-from tallyroll.storage.package.moved_attributes import MovedMethod
 from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.indexing import resolve
 from tallyroll.storage.rows.keys import Key, Keys, as_key, format_key
@@ -409,14 +408,6 @@ class RowReader(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r})"
-
-    chosen = MovedMethod("columns_of")
-    in_order = MovedMethod("rows_in_order")
-    in_slots = MovedMethod("values_in_slots")
-    index_of = MovedMethod("index_of")
-    rows_at = MovedMethod("rows_at")
-    rows_in = MovedMethod("newest_rows")
-    take = MovedMethod("take_rows")
 
 
 def numbers_of(reader: RowReader, index: Any, span: range | None = None) -> np.ndarray:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from tallyroll.storage.engine.columns import FixedRows, IndexedRows, RowIndex
 from tallyroll.storage.engine.commit_engine import Durability
 from tallyroll.storage.errors import (
     IndexOutOfRange,
@@ -24,7 +23,6 @@ from tallyroll.storage.errors import (
 )
 from tallyroll.storage.files.excluded_columns import excluded_note
 from tallyroll.storage.files.run_events import shown
-from tallyroll.storage.package.moved_attributes import MovedAttribute
 from tallyroll.storage.readers.row_reader import ReusedRows, RowReader, index_of
 from tallyroll.storage.replay import buffers, foreign_checkpoints
 from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
@@ -56,13 +54,6 @@ if TYPE_CHECKING:
     from tallyroll.storage.ext.views.view_reader import ViewReader
 
 _IDS = ("check", "renumber", "fresh")
-
-
-def _extend_fixed(append: Callable[..., range]) -> Callable[..., range]:
-    def extend_fixed(rows: FixedRows, index: RowIndex, *, record: bytes | None = None) -> range:
-        return append(IndexedRows(rows, index), record)
-
-    return extend_fixed
 
 
 class NotebookViews:
@@ -826,19 +817,6 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
 
     # TorchRL's samplers read these to find where a ring begins.
     _last_cursor_index = _last_cursor = last_index
-
-    claim = MovedAttribute("writer.claim.take")
-    episodes_path = MovedAttribute("writer.files.episodes_path")
-    extend_fixed = MovedAttribute("writer.append", _extend_fixed)
-    fresh_ids = MovedAttribute("writer.fresh_ids")
-    has_claimed = MovedAttribute("writer.claim.is_of")
-    inside = MovedAttribute("writer.files.inside")
-    lock_path = MovedAttribute("writer.files.lock_path")
-    put_record = MovedAttribute("writer.put_record")
-    release = MovedAttribute("writer.claim.end")
-    require_schema = MovedAttribute("writer.runs.require_schema")
-    stage_record = MovedAttribute("writer.stage_record")
-    withdraw_run = MovedAttribute("writer.runs.withdraw")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a storage that was opened with ``mode="read"`` as its path.

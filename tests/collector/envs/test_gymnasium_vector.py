@@ -19,9 +19,7 @@ from torchrl.envs import StepCounter, TransformedEnv, check_env_specs
 
 from tallyroll.collector import GymnasiumVectorEnv, Recorder, SyncCollector
 from tallyroll.collector.envs.gymnasium.vector import autoreset_mode
-from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
-from tallyroll.storage.package.moved_attributes import MovedAttribute
 
 from collect_kit import LENGTHS, ByObservation, assert_same, collect, joined
 from oracles import (
@@ -217,20 +215,6 @@ def test_env_kwargs_reach_the_environment() -> None:
 def test_seeds_are_one_a_lane() -> None:
     with pytest.raises(ArgumentError, match="expected 3 seeds, one per lane, got 2"):
         vec(AutoresetMode.DISABLED).seed_lanes([1, 2])
-
-
-@pytest.mark.parametrize(
-    "name", [n for n, v in vars(SystemEnv).items() if isinstance(v, MovedAttribute)]
-)
-def test_names_that_moved_to_the_stepper_work_still(name: str) -> None:
-    env = vec(AutoresetMode.NEXT_STEP)
-    with pytest.warns(DeprecationWarning, match=rf"SystemEnv.{name} is SystemEnv.(stepper|system)"):
-        value = getattr(env, name)
-    if name == "first_lane":
-        with pytest.warns(DeprecationWarning, match="is SystemEnv.system.first_lane now"):
-            env.first_lane = 4
-        assert (value, env.system.first_lane) == (0, 4)
-    env.close()
 
 
 def test_closing_closes_the_vector() -> None:

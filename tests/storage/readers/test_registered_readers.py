@@ -15,14 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
 from tallyroll.storage import MemmapStorage, open_storage, verify
 from tallyroll.storage.errors import IndexOutOfRange, NotAStorage, Overrun, StateMismatch
 from tallyroll.storage.ext.testing.reader_contract import assert_same_rows, collected
-from tallyroll.storage.package.moved_attributes import MovedMethod
 from tallyroll.storage.readers import registry, row_reader
 from tallyroll.storage.readers.row_reader import RowReader, take_rows, values_in_slots
 from tallyroll.storage.storages import DiskStorage
@@ -56,7 +54,7 @@ class TestChunkedReader(ReaderContract):
 
 def test_a_reader_may_have_no_array() -> None:
     assert "array" not in vars(ChunkedColumn)
-    assert ChunkedColumn.take is not RowReader.take
+    assert "take" in vars(ChunkedColumn)
 
 
 def test_rows_may_begin_above_zero(tmp_path: Path) -> None:
@@ -214,58 +212,6 @@ def test_overwritten_rows_of_a_ring_without_arrays_are_read_again(
     monkeypatch.setattr(row_reader, "_PATIENCE_SECONDS", 0.01)
     with pytest.raises(Overrun, match="is a ring of 60 rows, and its writer overwrites rows"):
         reader.get(torch.arange(60))
-
-
-FORMER = {
-    "chosen": (["observation"],),
-    "in_order": (["observation"],),
-    "in_slots": (("observation",), 3, 9),
-    "index_of": (np.arange(45, 50),),
-    "rows_at": (np.arange(5), range(39, 99)),
-    "rows_in": (np.arange(5),),
-    "take": (np.arange(45, 50),),
-}
-"""The methods of readers that are functions now, with arguments."""
-
-
-def test_all_former_methods_are_tested() -> None:
-    moved = {name for name, each in vars(RowReader).items() if isinstance(each, MovedMethod)}
-    assert moved == {*FORMER}
-
-
-@pytest.mark.parametrize("name", FORMER)
-def test_a_former_method_warns_and_returns_what_its_function_returns(
-    ring: MemmapStorage, name: str
-) -> None:
-    reader = WithoutArrays(ring.reader)
-    said = rf"RowReader\.{name} is tallyroll\.storage\.readers\.row_reader\.(\w+) now"
-    with pytest.warns(DeprecationWarning, match=f"^{said}$") as warned:
-        found = getattr(reader, name)(*FORMER[name])
-    match = re.fullmatch(said, str(warned[0].message))
-    assert match
-    assert warned[0].filename == __file__
-    wanted = getattr(row_reader, match[1])(reader, *FORMER[name])
-    if isinstance(wanted, TensorDict):
-        assert_same_rows(found, wanted)
-    else:
-        assert np.array_equal(found, wanted) if name != "chosen" else found is wanted
-
-
-def test_a_subclass_may_still_define_a_former_method(ring: MemmapStorage) -> None:
-    class Counting(WithoutArrays):
-        def __init__(self, reader: RowReader) -> None:
-            super().__init__(reader)
-            self.chosen, self.taken = "an attribute of the subclass", 0
-
-        def take(self, rows: np.ndarray, keys: Any = None) -> TensorDict:
-            self.taken += 1
-            found: TensorDict = super().take(rows, keys)
-            return found
-
-    reader, rows = Counting(ring.reader), np.arange(45, 50)
-    with pytest.warns(DeprecationWarning, match="take is"):
-        assert_same_rows(reader.take(rows), take_rows(reader, rows))
-    assert (reader.chosen, reader.taken) == ("an attribute of the subclass", 1)
 
 
 @pytest.mark.parametrize("name", ["pytest", "hypothesis"])
