@@ -1,8 +1,6 @@
 """The formats by short name, and by path suffix.
 
-``_SUFFIXES`` in ``storage/ext/views/split.py`` and ``collector/ext/report/group_fields.py``, and
-``_FILES`` in ``collector/ext/report/storage_search.py``, repeat the suffixes of formats of one
-file. ``collector/cli/row_space.py`` and ``cli/plan.py`` repeat which formats have ``Format.pools``.
+``collector/cli/row_space.py`` and ``cli/plan.py`` repeat which formats have ``Format.pools``.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.ext.report.stored_runs import part
+from tallyroll.storage.formats.by_name import SUFFIXES
 from tallyroll.storage.package.near_names import did_you_mean
 
 FIELDS: Final = ("environment", "label", "folder", "policy")
@@ -18,7 +19,6 @@ NOTHING: Final = "-"
 """Text that is shown if a run has no value."""
 
 _MOST_LETTERS = 200
-_SUFFIXES = (".h5", ".hdf5", ".zarr")
 _SEED = re.compile(r"(?:seed|run|s|r)?[-_= ]?\d+", re.IGNORECASE)
 _WITH_SEED = re.compile(rf"(.+?)[-_ ]{_SEED.pattern}", re.IGNORECASE)
 
@@ -31,7 +31,7 @@ def label_of(path: str) -> str:
     """
     place = Path(path).absolute()
     while True:
-        suffix = place.suffix if place.suffix.lower() in _SUFFIXES else ""
+        suffix = place.suffix if place.suffix.lower() in SUFFIXES else ""
         name = place.name.removesuffix(suffix)
         if _SEED.fullmatch(name) is None:
             found = _WITH_SEED.fullmatch(name)

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tallyroll.storage.errors import NotAStorage, StorageError, StorageMissing
+from tallyroll.storage.formats.by_name import SUFFIXES
 from tallyroll.storage.storages import open_storage
 
 _DEEPEST = 8
-_FILES = (".h5", ".hdf5")
 
 
 def storages_at(
@@ -41,7 +41,7 @@ def _below(
     for name in names:
         path = os.path.join(folder, name)
         is_folder = os.path.isdir(path)
-        if not is_folder and Path(name).suffix.lower() not in _FILES:
+        if not is_folder and SUFFIXES.get(Path(name).suffix.lower()) != "hdf5":
             continue
         refused = _refusal(path, accept_copy)
         if not isinstance(refused, NotAStorage | StorageMissing):

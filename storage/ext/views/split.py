@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from tallyroll.storage.ext.storage_copy import CopyReport, copy
 from tallyroll.storage.ext.views.trajectories import StoredTrajectories
 from tallyroll.storage.ext.views.view_reader import ViewReader
 from tallyroll.storage.files.paths import user_path
+from tallyroll.storage.formats.by_name import FILES, SUFFIXES
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import can_be_stored
 from tallyroll.storage.rows.progress import Progress
@@ -99,9 +100,6 @@ def hashed(numbers: np.ndarray) -> np.ndarray:
     return found
 
 
-_SUFFIXES: Final = {"memmap": "", "hdf5": ".h5", "zarr": ".zarr"}
-
-
 @user_callback("split")
 def write_parts(
     parts: Mapping[str, RowReader],
@@ -129,15 +127,16 @@ def write_parts(
         ValueError: a name is not a valid folder name, or the format is unknown.
         OpenError, Overrun, StateMismatch: as for `DiskStorage.copy_to`.
     """
-    if format not in _SUFFIXES:
-        raise ValueError(f"format: expected one of {', '.join(_SUFFIXES)}, got {format!r:.80}.")
+    if format not in FILES:
+        raise ValueError(f"format: expected one of {', '.join(FILES)}, got {format!r:.80}.")
     for name in parts:
         if not can_be_stored(name):
             raise ValueError(f"parts: expected a name that a folder can have, got {name!r:.80}.")
     place = user_path(folder)
     require_free(place)
+    suffix = next((each for each, name in SUFFIXES.items() if name == format), "")
     reports = {
-        name: copy(reader, place / f"{name}{_SUFFIXES[format]}", format=format, dry_run=True)
+        name: copy(reader, place / f"{name}{suffix}", format=format, dry_run=True)
         for name, reader in parts.items()
     }
     needed = sum(each.nbytes for each in reports.values())
