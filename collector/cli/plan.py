@@ -267,7 +267,7 @@ def _open(args: argparse.Namespace, mode: Literal["create", "append"]) -> DiskSt
         )
     once = {"yes": True, "no": False}.get(args.once)
     layout: Once = "auto" if once is None or mode == "append" else once
-    if wants_shards(args):
+    if args.sharded or (args.resume and is_sharded(args.out)):
         return _with_layout(args, ShardedStorage(args.out, mode=mode, once=layout), once)
     try:
         kind = storage_class(args.out, args.format)
@@ -302,11 +302,6 @@ def _with_layout(args: argparse.Namespace, storage: DiskStorage, once: bool | No
             "Leave --once out, or give another --out."
         )
     return storage
-
-
-def wants_shards(args: argparse.Namespace) -> bool:
-    """Return True if the storage is sharded, or will be created as sharded."""
-    return bool(args.sharded or (args.resume and is_sharded(args.out)))
 
 
 def load_policy(spec: str | None) -> Any:

@@ -370,7 +370,7 @@ def _choices(kind: Any) -> str:
     return ", ".join(map(repr, get_args(kind)))
 
 
-def require_consistent(declares: Declares, keys: Iterable[Key] = ()) -> None:
+def require_consistent(declares: Declares) -> None:
     """Validate the declaration of a system.
 
     Raises:

@@ -264,7 +264,8 @@ class TorchrlLayout:
         lengths = of_lanes
         ends = np.cumsum(lengths)[lengths > 0] - 1
         if self._truncated:
-            self._mark(rows, ends, [*self._truncated, *map(_done_key_of, self._truncated)])
+            dones = [(*key[:-1], DONE[-1]) for key in self._truncated]
+            self._mark(rows, ends, [*self._truncated, *dones])
         if self._split:
             ends = np.flatnonzero(last_rows({TRAJ_IDS: rows.get(TRAJ_IDS).cpu()}))
             lengths, lead = np.diff(ends, prepend=-1), (len(ends),)
@@ -305,7 +306,3 @@ class TorchrlLayout:
             PaddedBatchWarning,
             stacklevel=2,
         )
-
-
-def _done_key_of(key: Key) -> Key:
-    return (*key[:-1], DONE[-1])

@@ -169,7 +169,7 @@ def _no_shard(made: object, factory: object, part: ShardOfRun) -> str:
     )
 
 
-def _callable_alone(factory: Any, num_envs: int | None = None) -> Callable[..., Any]:
+def _callable_alone(factory: Any, num_envs: int | None) -> Callable[..., Any]:
     """Return ``factory`` as a callable without required arguments.
 
     The callable passes ``num_envs`` if the factory has that argument and there is a value. It

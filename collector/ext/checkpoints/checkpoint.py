@@ -179,11 +179,6 @@ def _today(storage: DiskStorage, first_row: int) -> MonotonicCounts:
     return MonotonicCounts(first_row, max(known), version)
 
 
-def copy_of_rows(storage: DiskStorage, path: Path) -> None:
-    """Copy the committed rows to a storage at ``path``."""
-    DiskStorageCheckpointer().dumps(storage, path)
-
-
 def restore_rows(storage: DiskStorage, path: Path) -> bool:
     """Copy rows into a storage that has no files yet; return True if it copied them."""
     if storage.reader.initialised or not path.exists():
@@ -373,7 +368,7 @@ def save_checkpoint(
     }
     copies = None
     if copy_rows and storage is not None:
-        copies = partial(copy_of_rows, storage)
+        copies = partial(DiskStorageCheckpointer().dumps, storage)
     plain: dict[str, Any] = {name: to_plain(each, name) for name, each in state.items()}
     plain["parts"] = kept
     return folder.write(place, transitions, plain, about, copies, keep_last)

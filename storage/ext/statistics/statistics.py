@@ -16,7 +16,6 @@ from tallyroll.storage.ext.statistics.computation import (
     add_quantiles,
     can_be_counted,
     count_on,
-    most_sampled,
     none_counted,
 )
 from tallyroll.storage.ext.statistics.moments import QUANTILES
@@ -264,8 +263,3 @@ def as_shown(
         if quantiles is None
         else {share: shaped(each) for share, each in zip(QUANTILES, quantiles, strict=True)},
     )
-
-
-def is_sampled(column: Column, rows: int) -> bool:
-    """Return True if quantiles of ``rows`` rows come from a sample."""
-    return column.numpy_dtype.itemsize > 1 and rows > most_sampled(column)
