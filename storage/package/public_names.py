@@ -8,15 +8,29 @@ as ``tallyroll --help`` do not need them.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 
-def homes_of_names(init: str) -> dict[str, str]:
-    """Return the module of each name that the stub beside the file ``init`` imports."""
+def public_names(
+    package: str, init: str
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__all__``, ``__getattr__`` and ``__dir__`` of ``package``.
+
+    The public names are those that the stub beside the file ``init`` imports.
+    """
     stub = ast.parse(Path(init).with_suffix(".pyi").read_text("utf-8"))
-    return dict(sorted(pair for node in stub.body for pair in _names_in(node)))
+    homes = dict(sorted(pair for node in stub.body for pair in _names_in(node)))
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(homes[name]), name)
+
+    return [*homes], find, lambda: sorted({*vars(sys.modules[package]), *homes})
 
 
 def _names_in(node: ast.stmt) -> Iterator[tuple[str, str]]:
