@@ -23,7 +23,7 @@ from tallyroll.storage.errors import (
 )
 from tallyroll.storage.files.excluded_columns import excluded_note
 from tallyroll.storage.files.run_events import shown
-from tallyroll.storage.readers.row_reader import ReusedRows, RowReader, index_of
+from tallyroll.storage.readers.row_reader import ReusedRows, RowReader
 from tallyroll.storage.replay import buffers, foreign_checkpoints
 from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
 from tallyroll.storage.replay.loader import Loader, Make
@@ -708,12 +708,6 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
             raise IndexOutOfRange(f"{self.path} has no rows yet to draw from. Collect some first.")
         return self.reader.get(torch.randint(rows, (count,), generator=random).numpy())
 
-    def contains(self, item: Any) -> Any:
-        """Return True if `get` finds a row at this index; for a tensor, a bool for each index."""
-        if isinstance(item, torch.Tensor):
-            return (item >= -len(self)) & (item < len(self))
-        return -len(self) <= int(item) < len(self)
-
     def dumps(self, path: Any) -> None:
         """Write a checkpoint to ``path`` with the storage's checkpointer.
 
@@ -790,11 +784,6 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
             buffers.seat_writers(self)
 
     @property
-    def _mutation_revision(self) -> int:
-        # TorchRL's samplers drop their caches when this changes.
-        return self.reader.revision
-
-    @property
     def runs(self) -> list[dict[str, Any]]:
         """A copy of the manifest entries of the runs that wrote the rows, oldest first.
 
@@ -807,16 +796,6 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
         if not self.reader.initialised:
             return []
         return deepcopy(shown(self.reader.runs, self.reader.head))
-
-    @property
-    def last_index(self) -> int | None:
-        """The index of the newest row, or None if the storage is empty."""
-        if not len(self):
-            return None
-        return int(index_of(self.reader, np.array(self.reader.head - 1)))
-
-    # TorchRL's samplers read these to find where a ring begins.
-    _last_cursor_index = _last_cursor = last_index
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a storage that was opened with ``mode="read"`` as its path.

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Final, NoReturn, ParamSpec
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 
 from tallyroll.storage.errors import NotAnAppend
-from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.readers.row_reader import RowReader, index_of
 
 IN_PLACE = (
     "stored rows can only be appended and never change. Append new rows with extend, and keep "
@@ -86,6 +87,28 @@ class AsTensorStorage(TensorStorage):
     def shape(self) -> torch.Size:
         """The number of rows, as a shape [rows]."""
         return torch.Size([len(self.reader)])
+
+    @property
+    def last_index(self) -> int | None:
+        """The index of the newest row, or None if the storage is empty."""
+        if not len(self.reader):
+            return None
+        return int(index_of(self.reader, np.array(self.reader.head - 1)))
+
+    # TorchRL's samplers read these to find where a ring begins.
+    _last_cursor_index = _last_cursor = last_index
+
+    def contains(self, item: Any) -> Any:
+        """Return True if `get` finds a row at this index; for a tensor, a bool for each index."""
+        rows = len(self.reader)
+        if isinstance(item, torch.Tensor):
+            return (item >= -rows) & (item < rows)
+        return -rows <= int(item) < rows
+
+    @property
+    def _mutation_revision(self) -> int:
+        # TorchRL's samplers drop their caches when this changes.
+        return self.reader.revision
 
     @property
     def _storage(self) -> TensorDict | None:

@@ -40,7 +40,54 @@ OpenMode: TypeAlias = Mode | Literal["auto"]
 """``"auto"`` appends to an existing storage and creates any other; see `DiskStorage`."""
 
 
-class RowStore:
+class RowFacts:
+    """The facts about the rows that ``reader`` reads."""
+
+    reader: RowReader
+
+    def __len__(self) -> int:
+        return len(self.reader.span)
+
+    @property
+    def schema(self) -> Schema:
+        """The schema of the rows."""
+        return self.reader.schema
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest: identity, schema, and the runs that wrote the rows."""
+        return self.reader.manifest
+
+    @property
+    def closed(self) -> bool:
+        """True if the storage is closed."""
+        return self.reader.closed
+
+    @property
+    def head(self) -> int:
+        """The number of rows ever written and committed."""
+        return self.reader.head
+
+    @property
+    def span(self) -> range:
+        """The numbers of the valid rows, counted over all rows ever written.
+
+        It begins above 0 if a ring has overwritten rows.
+        """
+        return self.reader.span
+
+    @property
+    def ring(self) -> int:
+        """The number of slots of the ring, ``max_size``; 0 if every row is kept."""
+        return self.reader.ring
+
+    @property
+    def trajectories(self) -> Trajectories:
+        """The trajectories that the rows belong to, by id."""
+        return Trajectories(self.reader, self)
+
+
+class RowStore(RowFacts):
     """Store of rows on disk; see `DiskStorage` for the arguments."""
 
     mode: Mode
@@ -180,42 +227,14 @@ class RowStore:
         self.close()
 
     @property
-    def closed(self) -> bool:
-        """True if the storage is closed."""
-        return self.reader.closed
-
-    @property
     def last_head(self) -> int:
         """The value of `head`; after a writer has closed, the value at that time."""
         return self.reader.last_head
 
     @property
-    def head(self) -> int:
-        """The number of rows ever committed."""
-        return self.reader.head
-
-    @property
-    def span(self) -> range:
-        """The numbers of the valid rows, counted over all rows ever written.
-
-        It begins above 0 if a ring has overwritten rows.
-        """
-        return self.reader.span
-
-    @property
-    def ring(self) -> int:
-        """The number of slots of the ring, ``max_size``; 0 if every row is kept."""
-        return self.reader.ring
-
-    @property
     def grows(self) -> bool:
         """True if the storage can grow while it is open."""
         return self.writer.grows
-
-    @property
-    def trajectories(self) -> Trajectories:
-        """The trajectories that the rows belong to, by id."""
-        return Trajectories(self.reader, self)
 
     def slots_of(self, rows: np.ndarray) -> np.ndarray:
         """Return the slots of the rows with these numbers [*]; slots are indices of `column`.
@@ -227,19 +246,6 @@ class RowStore:
     def index_of(self, rows: np.ndarray) -> np.ndarray:
         """Return the indices by which `get` finds the rows with these numbers [*]."""
         return index_of(self.reader, rows)
-
-    def __len__(self) -> int:
-        return len(self.reader.span)
-
-    @property
-    def schema(self) -> Schema:
-        """The schema of the rows."""
-        return self.reader.schema
-
-    @property
-    def manifest(self) -> Manifest:
-        """The manifest: identity, schema, and the runs that wrote the rows."""
-        return self.reader.manifest
 
     @property
     def nbytes(self) -> int:

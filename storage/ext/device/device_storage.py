@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import weakref
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
-import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
@@ -16,18 +14,16 @@ from tallyroll.storage.errors import NotAStorage, NotPicklable, StorageExists, S
 from tallyroll.storage.ext.device.device_rows import DeviceRows
 from tallyroll.storage.ext.device.device_writer import DeviceWriter
 from tallyroll.storage.ext.device.mirror import Mirror
-from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.readers.file_reader import Mode
-from tallyroll.storage.readers.row_reader import RowReader, columns_of, index_of
+from tallyroll.storage.readers.row_reader import RowReader, columns_of
 from tallyroll.storage.replay import buffers
 from tallyroll.storage.replay.tensor_storage import AsTensorStorage, remedies_named
 from tallyroll.storage.rows.keys import Keys
-from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.storages import MemmapStorage
-from tallyroll.storage.trajectories.mapping import Trajectories
+from tallyroll.storage.stores.row_store import RowFacts
 
 
-class DeviceStorage(AsTensorStorage):
+class DeviceStorage(RowFacts, AsTensorStorage):
     """Ring of rows in the memory of a torch device, with an optional mirror on disk.
 
     Without a mirror, the rows are lost when the process ends, checkpoints cannot save them, and no
@@ -37,9 +33,10 @@ class DeviceStorage(AsTensorStorage):
 
     A collector writes to it with ``storage=``, with the same rows, counts and ids as to a
     `MemmapStorage`. The class is also a TorchRL storage: ``ReplayBuffer(storage=...)`` accepts it.
-    `get` and replay buffers read the rows without a copy to the host. The first rows determine the
-    columns, for which the storage then allocates ``max_size`` rows. It never moves this memory.
-    Threads may read while one thread writes, if they use the same stream of the device.
+    `get` and replay buffers read the rows without a copy to the host; `trajectories` copies them.
+    The first rows determine the columns, for which the storage then allocates ``max_size`` rows. It
+    never moves this memory. Threads may read while one thread writes, if they use the same stream
+    of the device.
 
     Args:
         max_size: the number of slots of the ring. New rows overwrite the oldest.
@@ -179,12 +176,7 @@ class DeviceStorage(AsTensorStorage):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _empty(self) -> None:
@@ -255,25 +247,6 @@ class DeviceStorage(AsTensorStorage):
         return self.reader
 
     @property
-    def trajectories(self) -> Trajectories:
-        """The trajectories that the rows belong to, by id. Their rows are copied to the host."""
-        return Trajectories(self.reader, self)
-
-    def contains(self, item: Any) -> Any:
-        """Return True if `get` finds a row at this index; for a tensor, a bool for each index."""
-        if isinstance(item, torch.Tensor):
-            return (item >= -len(self)) & (item < len(self))
-        return -len(self) <= int(item) < len(self)
-
-    def __len__(self) -> int:
-        return len(self.reader.span)
-
-    @property
-    def head(self) -> int:
-        """The number of rows ever written."""
-        return self.reader.head
-
-    @property
     def mirror(self) -> MemmapStorage | None:
         """The durable copy of the rows, or None."""
         return None if self._mirror is None else self._mirror.storage
@@ -284,48 +257,9 @@ class DeviceStorage(AsTensorStorage):
         return 0 if self._mirror is None else self._mirror.committed
 
     @property
-    def span(self) -> range:
-        """The numbers of the valid rows, counted over all rows ever written."""
-        return self.reader.span
-
-    @property
-    def ring(self) -> int:
-        """The number of slots of the ring, ``max_size``."""
-        return self.reader.ring
-
-    @property
-    def schema(self) -> Schema:
-        """The schema of the rows."""
-        return self.reader.schema
-
-    @property
-    def manifest(self) -> Manifest:
-        """The manifest: identity, and the runs that wrote the rows."""
-        return self.reader.manifest
-
-    @property
     def nbytes(self) -> int:
         """The size of the ring in bytes; 0 before the first rows."""
         return self.ring * self.schema.row_nbytes if self.reader.initialised else 0
-
-    @property
-    def closed(self) -> bool:
-        """True if the storage is closed."""
-        return self.reader.closed
-
-    @property
-    def last_index(self) -> int | None:
-        """The index of the newest row, or None if the storage is empty."""
-        if not len(self):
-            return None
-        return int(index_of(self.reader, np.array(self.head - 1)))
-
-    # TorchRL's samplers read these to find where a ring begins.
-    _last_cursor_index = _last_cursor = last_index
-
-    @property
-    def _mutation_revision(self) -> int:
-        return self.reader.revision
 
     def __repr__(self) -> str:
         return f"DeviceStorage(max_size={self.ring}, device={str(self.device)!r}, rows={len(self)})"
