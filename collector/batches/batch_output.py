@@ -13,7 +13,7 @@ from tallyroll.collector.batches.rows.rows import ArrayBatch, RowSource, merge
 from tallyroll.collector.batches.rows.slab_output import SlabOutput
 from tallyroll.collector.batches.rows.slab_rows import SlabBatch
 from tallyroll.collector.batches.state.run_state import RunState
-from tallyroll.collector.batches.stored.cut_items import CutItems
+from tallyroll.collector.batches.stored.buffer_items import CutItems
 from tallyroll.collector.counting.ledger import NOTHING, post
 from tallyroll.collector.errors import ItemsDiffer
 from tallyroll.collector.rollout.source import Block, TransitionSource

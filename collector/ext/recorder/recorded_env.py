@@ -1,4 +1,9 @@
-"""Environments that the user's loop steps: stand-ins, columns and descriptions for a recorder."""
+"""Environments that the user's loop steps: stand-ins, columns and descriptions for a recorder.
+
+The ``step`` and ``reset`` of a stand-in return the results that the environment returned to the
+loop. A recorder drives the stand-in as collectors drive environments, so the same code converts the
+results to columns.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,14 +16,15 @@ from numpy.typing import NDArray
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.envs.gymnasium.info_merge import install
 from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
-from tallyroll.collector.envs.gymnasium.vector_rules import VectorRules
+from tallyroll.collector.envs.gymnasium.vector_rules import VectorRules, autoreset_mode
 from tallyroll.collector.envs.setup.make import make_env
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import EnvironmentRefused
-from tallyroll.collector.ext.recorder.stand_ins import EnvStandIn, VectorStandIn
 from tallyroll.collector.options import Options
 from tallyroll.collector.options.objects import Columns
+
+_FINALS = ("final_obs", "_final_obs")
 
 
 @dataclass(frozen=True)
@@ -136,3 +142,60 @@ def _layers(env: Any, wrapper: Any) -> Iterator[str]:
         yield type(env).__name__
         env = env.env
     yield type(env).__name__
+
+
+class EnvStandIn(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Stand-in for a single Gymnasium environment."""
+
+    returned: Any = None
+    """The last result of the environment's ``step`` or ``reset``."""
+
+    @property
+    def spec(self) -> Any:  # type: ignore[override]
+        """The spec of the environment itself."""
+        return self.env.spec
+
+    def step(self, action: Any) -> Any:
+        """Return the last result of the environment."""
+        return self.returned
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        """Return the last result of the environment."""
+        return self.returned
+
+    def close(self) -> None:
+        """Do nothing: the loop owns the environment."""
+
+
+class VectorStandIn(VectorEnv[Any, Any, Any]):
+    """Stand-in for a Gymnasium vector.
+
+    It is not a wrapper of ``env``. Otherwise the system would find a `SyncVectorEnv` inside it, and
+    step the lanes of that.
+    """
+
+    returned: Any = None
+    """The last result of the vector's ``step`` or ``reset``."""
+
+    loses_finals = False
+    """True if ``step`` returns no final observations, because the vector may lose them."""
+
+    def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
+        self.num_envs, self.spec, self.metadata = env.num_envs, env.spec, env.metadata
+        self.single_observation_space = env.single_observation_space
+        self.single_action_space = env.single_action_space
+        self.observation_space, self.action_space = env.observation_space, env.action_space
+        self.autoreset_mode = autoreset_mode(env)
+        if (space := getattr(env.unwrapped, "reward_space", None)) is not None:
+            self.reward_space = space
+
+    def step(self, actions: Any) -> Any:
+        """Return the last result of the vector."""
+        if not self.loses_finals:
+            return self.returned
+        *results, info = self.returned
+        return *results, {name: value for name, value in info.items() if name not in _FINALS}
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        """Return the last result of the vector."""
+        return self.returned

@@ -5,13 +5,26 @@ from functools import partial
 from typing import Any, ClassVar
 
 from torch import nn
+from torchrl.collectors import (
+    MultiProcessedWeightUpdater,
+    RemoteModuleWeightUpdater,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+)
+from torchrl.weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
-from tallyroll.collector.compat import call_post_hooks, transport_of
+from tallyroll.collector.compat import call_post_hooks, server_weights, transport_of
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.ext.torchrl import weights as w
 from tallyroll.collector.ext.torchrl.arguments import Wishes
 from tallyroll.collector.ext.torchrl.iteration import BatchIteration
 from tallyroll.collector.user_code import user_code
+
+_POLICY = "policy"
+"""Name of the only model of a collector."""
+_SCHEMES = (SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme)
+_GETTERS = (MultiProcessedWeightUpdater, RemoteModuleWeightUpdater, VanillaWeightUpdater)
+_KNOWN_TRANSPORTS = [*map(transport_of, (MultiProcessedWeightUpdater, RemoteModuleWeightUpdater))]
+"""TorchRL transports that shared memory replaces."""
 
 
 class WeightUpdates(BatchIteration):
@@ -28,8 +41,8 @@ class WeightUpdates(BatchIteration):
     def _take_over(self, wishes: Wishes) -> None:
         super()._take_over(wishes)
         many = self._many and isinstance(self.policy, nn.Module)
-        self._weight_sync_schemes = w.checked_schemes(wishes.weight_sync_schemes, many=many)
-        self.weight_updater = w.checked_updater(wishes.weight_updater, many=self._many)
+        self._weight_sync_schemes = _checked_schemes(wishes.weight_sync_schemes, many=many)
+        self.weight_updater = _checked_updater(wishes.weight_updater, many=self._many)
         if self.weight_updater is not None:
             with user_code("weight_updater"):
                 self.weight_updater.register_collector(self)
@@ -61,7 +74,7 @@ class WeightUpdates(BatchIteration):
             "policy": policy,
             "policy_weights": policy_weights,
         }
-        taken = w.one_of_forms(forms, model_id, weights_dict)
+        taken = _one_of_forms(forms, model_id, weights_dict)
         if worker_ids is not None:
             raise ArgumentError(
                 "worker_ids: expected None, because all workers act with the weights that "
@@ -81,8 +94,8 @@ class WeightUpdates(BatchIteration):
         updater = self.weight_updater
         if updater is None:
             super().update_policy_weights_(self._weights_of if taken is None else taken)
-        elif transport_of(updater) in w.KNOWN_TRANSPORTS:
-            super().update_policy_weights_(w.from_updater(updater, taken))
+        elif transport_of(updater) in _KNOWN_TRANSPORTS:
+            super().update_policy_weights_(_from_updater(updater, taken))
             call_post_hooks(updater)
         else:
             updater(policy_or_weights=taken)
@@ -128,6 +141,87 @@ class WeightUpdates(BatchIteration):
 
     def get_model(self, model_id: str) -> Any:
         """Return the policy, which is the only model."""
-        if model_id != w.POLICY:
-            raise ArgumentError(f"model_id: expected {w.POLICY!r}, got {model_id!r}")
+        if model_id != _POLICY:
+            raise ArgumentError(f"model_id: expected {_POLICY!r}, got {model_id!r}")
         return self.policy
+
+
+def _one_of_forms(forms: Mapping[str, Any], model_id: str | None, weights_dict: Any) -> Any:
+    """Return the weights from the one argument that was given; None without an argument."""
+    given = {name: value for name, value in forms.items() if value is not None}
+    if weights_dict is not None:
+        if given or model_id is not None:
+            raise ArgumentError(
+                "weights_dict: expected no other argument, got model_id or other weights too. Pass "
+                "weights_dict alone."
+            )
+        if set(weights_dict) != {_POLICY}:
+            raise ArgumentError(
+                f"weights_dict: expected only weights of {_POLICY!r}, got {sorted(weights_dict)}. "
+                "A collector has no other model."
+            )
+        return weights_dict[_POLICY]
+    if model_id not in (None, _POLICY):
+        raise ArgumentError(
+            f"model_id: expected {_POLICY!r}, got {model_id!r}. A collector has no other model."
+        )
+    if len(given) > 1:
+        raise ArgumentError(f"expected weights in one argument, got {sorted(given)}")
+    taken = next(iter(given.values()), None)
+    if isinstance(taken, dict) and taken and all(isinstance(key, int) for key in taken):
+        raise ArgumentError(
+            "weights: expected one set for all workers, got one set per worker. All rows of a run "
+            "come from one policy."
+        )
+    return taken
+
+
+def _checked_schemes(schemes: Any, *, many: bool) -> dict[str, Any]:
+    """Return ``weight_sync_schemes``; refuse schemes that shared memory cannot replace.
+
+    ``many`` is True if there are workers. The default is then a shared-memory scheme.
+    """
+    if schemes is None and many:
+        return {_POLICY: SharedMemWeightSyncScheme()}
+    for name, scheme in dict(schemes or {}).items():
+        of_each = getattr(scheme, "per_worker_weights", False)
+        if name != _POLICY or not isinstance(scheme, _SCHEMES) or of_each:
+            raise ArgumentError(
+                "weight_sync_schemes: expected a SharedMemWeightSyncScheme or a "
+                f"MultiProcessWeightSyncScheme of {_POLICY!r}, got {type(scheme).__name__} of "
+                f"{name!r}. Leave weight_sync_schemes out: weights reach the workers through "
+                "shared memory."
+            )
+    return dict(schemes or {})
+
+
+def _checked_updater(updater: Any, *, many: bool) -> Any:
+    """Return ``weight_updater``, or the updater that it makes; refuse an unsupported updater."""
+    if updater is not None and not isinstance(updater, WeightUpdaterBase) and callable(updater):
+        with user_code("weight_updater"):
+            updater = updater()
+    if updater is None:
+        return None
+    if not isinstance(updater, WeightUpdaterBase):
+        raise ArgumentError(
+            "weight_updater: expected a WeightUpdaterBase or a function that makes one, got "
+            f"{type(updater).__name__}"
+        )
+    if many and transport_of(updater) not in [transport_of(each) for each in _GETTERS]:
+        raise ArgumentError(
+            f"weight_updater: {type(updater).__name__} sends weights by its own transport, but "
+            "Tallyroll's workers do not read from it. Give a "
+            "MultiProcessedWeightUpdater(get_server_weights=…), or pass weights to "
+            "update_policy_weights_."
+        )
+    return updater
+
+
+def _from_updater(updater: WeightUpdaterBase, weights: Any) -> Any:
+    """Return the weights that ``updater`` would send to workers instead of ``weights``."""
+    found = server_weights(updater, weights)
+    if found is None and isinstance(updater, RemoteModuleWeightUpdater):
+        raise ArgumentError(
+            "update_policy_weights_: RemoteModuleWeightUpdater needs weights as an argument"
+        )
+    return found
