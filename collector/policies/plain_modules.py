@@ -26,14 +26,17 @@ def inputs_of(policy: Any, observations: Collection[Key]) -> Inputs | None:
     As in TorchRL, a module or a function takes the observations after which its arguments are
     named. A module with one argument takes the only observation, whatever the name of the argument.
 
+    A function with one argument that is not an observation takes the TensorDict.
+
     Raises:
-        ArgumentError: the arguments of a module are not observations.
+        ArgumentError: the arguments of a module, or several arguments of a function, are not
+            observations.
     """
-    if isinstance(policy, TensorDictModuleBase) or hasattr(policy, "out_keys"):
+    if _has_keys(policy):
         return None
     is_module = isinstance(policy, nn.Module)
-    parameters = _parameters(policy.forward if is_module else policy)
-    needed = [name for name, each in parameters.items() if each.default is each.empty]
+    parameters = _parameters(policy)
+    needed = _needed(parameters)
     if len(needed) == 1 and _is_for_tensordicts(parameters[needed[0]]):
         return None
     named: dict[str, Key] = {key[0]: key for key in observations if len(key) == 1}
@@ -42,21 +45,52 @@ def inputs_of(policy: Any, observations: Collection[Key]) -> Inputs | None:
         first = [*parameters.values()][: len(found)]
         in_order = all(each.name in found and each.kind != each.KEYWORD_ONLY for each in first)
         return list(found.values()) if in_order else found
+    known = sorted(map(format_key, observations))
     if not is_module:
-        return None
+        if len(needed) <= 1:
+            return None
+        raise ArgumentError(
+            f"policy: the arguments of {_name_of(policy)} are {needed}, but the observations are "
+            f"{known}. Name all arguments after observations, or take one TensorDict."
+        )
     data = [key for key in observations if key[-1] not in _NO_DATA]
     if len(needed) == 1 and len(data) == 1:
         return data
     raise ArgumentError(
         f"policy: {type(policy).__name__} is a plain nn.Module whose arguments are {needed}, but "
-        f"the observations are {sorted(map(format_key, observations))}. Name the arguments after "
-        "observations, or wrap the module in tensordict.nn.TensorDictModule(module, in_keys=[…], "
-        "out_keys=[…])."
+        f"the observations are {known}. Name the arguments after observations, or wrap the module "
+        "in tensordict.nn.TensorDictModule(module, in_keys=[…], out_keys=[…])."
     )
 
 
-def _parameters(called: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def unnamed_argument(policy: Any, observations: Collection[Key]) -> str:
+    """Explain why a function of one argument takes a TensorDict; "" for other policies."""
+    needed = [] if _has_keys(policy) else _needed(_parameters(policy))
+    if len(needed) != 1 or (needed[0],) in observations:
+        return ""
+    return (
+        f"The argument {needed[0]!r} of {_name_of(policy)} is none of the observations "
+        f"{sorted(map(format_key, observations))}, so it is a TensorDict of all of them. To take "
+        "tensors, name the arguments after observations"
+    )
+
+
+def _has_keys(policy: Any) -> bool:
+    return isinstance(policy, TensorDictModuleBase) or hasattr(policy, "out_keys")
+
+
+def _name_of(policy: Any) -> str:
+    return getattr(policy, "__name__", type(policy).__name__)
+
+
+def _needed(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """Return the arguments without a default."""
+    return [name for name, each in parameters.items() if each.default is each.empty]
+
+
+def _parameters(policy: Any) -> Mapping[str, inspect.Parameter]:
     try:
+        called = policy.forward if isinstance(policy, nn.Module) else policy
         found = inspect.signature(called).parameters
     except (TypeError, ValueError):  # not written in Python
         return {}

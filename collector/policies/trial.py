@@ -15,11 +15,11 @@ from torchrl.data import Bounded
 from tallyroll.collector.compat import accelerators_in_use, generator_states
 from tallyroll.collector.errors import PolicyError
 from tallyroll.collector.policies.action_forms import form_of
-from tallyroll.collector.policies.plain_modules import inputs_of, outputs_of
+from tallyroll.collector.policies.plain_modules import inputs_of, outputs_of, unnamed_argument
 from tallyroll.collector.policies.policy import Policy, copy_of
 from tallyroll.collector.slab.slab import SlabColumn
 from tallyroll.storage.rows.batch_dims import batch_dims_of
-from tallyroll.storage.rows.keys import NEXT, Key, as_key, format_key
+from tallyroll.storage.rows.keys import COLLECTOR, NEXT, Key, as_key, format_key
 
 
 class Acts(Protocol):
@@ -53,7 +53,7 @@ def settle_inputs(
     ``observations`` are the observation keys of ``env`` that the policy may use.
 
     Raises:
-        ArgumentError: the arguments of a module are not observations.
+        ArgumentError: the arguments of the policy are not observations.
         PolicyError: the policy returns fewer values than there are actions.
     """
     inputs = inputs_of(policy.module, observations)
@@ -89,7 +89,7 @@ def try_out(
     """
     probe = for_trial(policy)
     try:
-        with generators_restored(), _noting_what_it_got(td):
+        with generators_restored(), _noting_what_it_got(td, policy):
             out = probe(td)
     except KeyError as error:
         known = sorted(format_key(as_key(key)) for key in td.keys(True, True))
@@ -97,7 +97,8 @@ def try_out(
             f"policy: {error.args[0]}; the input of the policy has the keys {known}"
         ) from error
     if not is_tensor_collection(out):
-        raise no_tensordict(out, _policy_inputs(td))
+        hint = "" if policy.inputs else unnamed_argument(policy.module, _policy_inputs(td))
+        raise no_tensordict(out, hint)
     actions = {as_key(key): spec for key, spec in env.full_action_spec.items(True, True)}
     for key, spec in actions.items():
         action = _action_of(policy, key, spec, out, td, len(env.batch_size))
@@ -128,15 +129,11 @@ def try_out(
     return extra
 
 
-def no_tensordict(got: object, given: Collection[Key] = ()) -> PolicyError:
-    """Return the error for an output that is not a TensorDict; ``given`` are the observations."""
-    named = (
-        ". If the policy is a function of tensors, name its arguments like observations: "
-        f"{', '.join(map(format_key, given))}"
-    )
+def no_tensordict(got: object, hint: str = "") -> PolicyError:
+    """Return the error for an output that is not a TensorDict; ``hint`` is one more sentence."""
     return PolicyError(
         f"policy: expected a TensorDict as result, got {type(got).__name__}. Return the tensordict "
-        f"with the action set{named if given and isinstance(got, torch.Tensor) else ''}"
+        f"with the action set{f'. {hint}' if hint else ''}"
     )
 
 
@@ -149,13 +146,16 @@ def _policy_inputs(td: TensorDictBase) -> dict[Key, torch.Tensor]:
     return {
         key: value
         for key, value in found.items()
-        if key[-1] not in _FLAGS and isinstance(value, torch.Tensor)
+        if key[-1] not in _FLAGS and key[0] != COLLECTOR and isinstance(value, torch.Tensor)
     }
 
 
 @contextmanager
-def _noting_what_it_got(td: TensorDictBase) -> Iterator[None]:
-    """Add a note with the observations to errors of a policy that is called in the context."""
+def _noting_what_it_got(td: TensorDictBase, policy: Policy | None = None) -> Iterator[None]:
+    """Add a note with the observations to errors of a policy that is called in the context.
+
+    If a ``policy`` is given, the note says why it got a TensorDict.
+    """
     try:
         yield
     except Exception as error:
@@ -167,6 +167,9 @@ def _noting_what_it_got(td: TensorDictBase) -> Iterator[None]:
         note = f"tallyroll: raised by the policy, on the first {', '.join(columns)}"
         if any(value.dtype is torch.float64 for value in given.values()):
             note += "; rows keep the environment's float64, so call .float() in the policy"
+        hint = "" if policy is None or policy.inputs else unnamed_argument(policy.module, given)
+        if hint:
+            note += f". {hint}"
         error.add_note(note)
         raise
 

@@ -276,6 +276,37 @@ def test_what_could_be_meant_by_nothing(module: nn.Module, arguments: str) -> No
     assert "\n" not in message
 
 
+def of_two(a: Any, goal: Any) -> Any:
+    raise AssertionError
+
+
+def of_another(observation: Any) -> Any:
+    return torch.nn.functional.linear(observation, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "text"),
+    [
+        (
+            of_two,
+            ArgumentError,
+            "the arguments of of_two are ['a', 'goal'], but the observations are ['a', 'b']. Name",
+        ),
+        (
+            of_another,
+            TypeError,
+            "argument 'observation' of of_another is none of the observations ['a', 'b'], so it is",
+        ),
+    ],
+)
+def test_a_function_whose_argument_is_no_observation(
+    policy: Any, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error) as found:
+        SyncCollector(two(), policy, **BUDGET)
+    assert text in "\n".join([str(found.value), *getattr(found.value, "__notes__", [])])
+
+
 @pytest.mark.parametrize("kind", ["lambda", "named", "annotated", "text", "module"])
 def test_what_takes_a_tensordict_goes_on_to(kind: str) -> None:
     def act(given: Any) -> Any:

@@ -190,8 +190,8 @@ def writing(**values: Any) -> Any:
         (
             lambda td: td["observation"],
             PolicyError,
-            "expected a TensorDict as result, got Tensor. .* name its arguments like obs.*: "
-            "observation",
+            "expected a TensorDict as result, got Tensor. .* The argument 'td' of <lambda> is none "
+            r"of the observations \['observation'\], so it is a TensorDict",
         ),
         (lambda _: None, PolicyError, "expected a TensorDict as result, got NoneType"),
         (
