@@ -15,6 +15,7 @@ from tallyroll.collector.batches.state.saved_state import (
 )
 from tallyroll.collector.batches.stored.stored_run import StoredRun
 from tallyroll.collector.errors import StateError, UserStopIteration
+from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.storage.stores.row_sink import RowSink
 
@@ -50,6 +51,14 @@ class Restart:
     def stored_run(self) -> StoredRun:
         """The run in its storage."""
         return self._run.writer.stored_run
+
+    @property
+    def policies(self) -> list[object]:
+        """The policies as the caller passed them; a random policy is None."""
+        policy = self._beginning.policy
+        if isinstance(policy, SeveralPolicies):
+            return [None if each.policy is None else each.policy.source for each in policy.parts]
+        return [None if policy is None else policy.source]
 
     def saved(self) -> dict[str, Any]:
         """Return the state, with copies of everything that a later step would change."""

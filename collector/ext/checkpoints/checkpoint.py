@@ -5,7 +5,9 @@ A checkpoint restores the model, the counts and the rows together.
 
 import os
 import random
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,7 @@ from tallyroll.collector.compat import load_generators, saved_generators
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.ext.checkpoints import folder
+from tallyroll.collector.ext.checkpoints.networks import unsaved_networks
 from tallyroll.collector.ext.checkpoints.plain import from_plain, to_plain
 from tallyroll.collector.options.checks import positive
 from tallyroll.collector.policies.slot_rng import SlotRng
@@ -310,7 +313,8 @@ def save_checkpoint(
         path: a folder, created if missing. Each checkpoint is a subfolder such as
             ``000007-at-120000``: its number and its transitions.
         collector: the collector. The checkpoint saves its counts, ids, seeds, policy, generators
-            and the transforms of its environments.
+            and the transforms of its environments. The networks of a policy that is a function have
+            to be passed as parts. A warning names those that are missing.
         storage: the storage, if the collector has none or there is no collector. For a
             `DeviceStorage`, this is its mirror.
         every: save only if this many transitions were collected since the newest checkpoint. None
@@ -356,6 +360,8 @@ def save_checkpoint(
         "storage": None,
         "generators": states(),
     }
+    if own is not None:
+        _warn_of_unsaved(own.policies, parts)
     kept = [[name, *_plain_part(name, part)] for name, part in parts.items()]
     if storage is not None and storage.reader.initialised:
         state["storage"] = RowsAt.of(storage, None if own is None else own.stored_run).as_state()
@@ -686,6 +692,21 @@ def _not_an_argument(name: str, wanted: str, got: object) -> ArgumentError:
     return ArgumentError(
         f"{name}: expected {wanted}, got {got!r:.80}. A part cannot have the name {name}."
     )
+
+
+def _warn_of_unsaved(policies: Iterable[object], parts: Mapping[str, Any]) -> None:
+    """Warn of networks that policies use, and that neither the collector nor the parts save."""
+    for policy in policies:
+        found: list[str] = []
+        with suppress(Exception):  # the policy may be any object
+            found = unsaved_networks(policy, parts)
+        if found:
+            warnings.warn(
+                "save_checkpoint: the policy is a function, and the checkpoint does not have the "
+                f"weights of its networks: {', '.join(found)}. Pass each network as a part to "
+                f"save_checkpoint and load_checkpoint, such as {found[0]}={found[0]}.",
+                stacklevel=4,
+            )
 
 
 def _load(name: str, part: Any, saved: Mapping[str, Any]) -> None:

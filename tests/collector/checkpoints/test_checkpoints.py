@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -446,3 +446,67 @@ def test_a_restart_from_a_checkpoint_counts_once(tmp_path: Path) -> None:
         collector.collect(5)
     (found,) = report(tmp_path / "rows").runs
     assert (found.resumed, len(found.resumed_at)) == (2, 2)
+
+
+# --- networks of policy functions -----------------------------------------------------------------
+
+ACTOR, CRITIC = linear(), torch.nn.Linear(3, 1)
+
+
+def of_global(td: Any) -> Any:
+    return ACTOR(td)
+
+
+def of_closure() -> Any:
+    nets = {"a": ACTOR}
+
+    @torch.no_grad()
+    def act(td: Any) -> Any:
+        return nets["a"](td)
+
+    return act
+
+
+class Agent:
+    """Learner whose method is the policy."""
+
+    def __init__(self) -> None:
+        self.net = ACTOR
+
+    def act(self, td: Any) -> Any:
+        return of_function(self, td)
+
+    def state_dict(self) -> Any:
+        return self.net.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.net.load_state_dict(state)
+
+
+def of_function(agent: Agent, td: Any) -> Any:
+    return agent.net(td)
+
+
+@pytest.mark.parametrize(
+    ("policy", "parts", "missing"),
+    [
+        (of_global, {}, "ACTOR"),
+        (of_global, {"critic": CRITIC, "optimizer": torch.optim.Adam(ACTOR.parameters())}, "ACTOR"),
+        (of_global, {"nets": torch.nn.ModuleList([CRITIC, ACTOR]), "n": 3}, ""),
+        (of_global, {"weights": ACTOR.state_dict()}, ""),
+        (of_closure(), {}, "nets"),
+        (partial(of_function, Agent()), {}, "net"),
+        (agent := Agent().act, {}, "net"),
+        (agent, {"agent": agent.__self__}, ""),
+        ([([0], ACTOR), ("rest", of_global)], {}, "ACTOR"),
+        (ACTOR, {}, ""),
+        (None, {}, ""),
+    ],
+)
+def test_a_network_of_a_function_that_no_part_saves(
+    policy: Any, parts: dict[str, Any], missing: str, tmp_path: Path
+) -> None:
+    text = f"weights of its networks: {missing}. Pass each .* such as {missing}={missing}"
+    expected = pytest.warns(UserWarning, match=text) if missing else nullcontext()
+    with sync(tmp_path / "rows", policy) as collector, expected:
+        save_checkpoint(tmp_path / "saved", collector=collector, **parts)
