@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import gymnasium
 from rich.filesize import decimal
 
 from tallyroll.collector.cli.collect import CollectRun, Signals, default_batch, require_usage
@@ -36,9 +37,11 @@ def run(args: argparse.Namespace) -> int:
                 whole = replace(made.plan, frames=frames)
                 rows = None if whole.by_agent else whole.own_frames
                 space = RowSpace.of(storage, rows)
+    hints = [hint for hint in (_ale_hint(made.plan.env), space.hint) if hint]
     free = free_bytes(place)
     if args.json:
         facts = {"plan": plan.as_json(), **space.as_json(), "free_bytes": free}
+        facts["hint"] = ". ".join(hints) or None
         emit(json.dumps(as_json(facts), indent=2, allow_nan=False) + "\n")
         return 0
     page = Page()
@@ -46,10 +49,23 @@ def run(args: argparse.Namespace) -> int:
         page.print(line)
     page.print()
     page.print(f"{space.takes}; {decimal(free)} are free in {place}")
-    if space.hint:
-        page.print(space.hint)
+    for hint in hints:
+        page.print(hint)
     emit(page.text)
     return 0
+
+
+def _ale_hint(env: str | None) -> str:
+    """Name the system of vectorised games for a Gymnasium id of ALE; "" for other ids."""
+    spec = gymnasium.registry.get((env or "").rpartition(":")[2])
+    if spec is None or spec.namespace != "ALE" or spec.kwargs.get("obs_type", "rgb") == "ram":
+        return ""
+    game = spec.kwargs["game"]
+    return (
+        f"ale:{game} makes the game of {env} as DQN sees it, in one vector: stacks of 4 grey "
+        "images of 84 x 84 pixels, rewards clipped to -1, 0 and 1, 0 to 30 no-ops at the start, "
+        "and no sticky actions"
+    )
 
 
 @contextlib.contextmanager

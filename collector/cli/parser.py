@@ -25,12 +25,12 @@ _CHECKS_OF_OTHERS = "columns, rows, timestamps, tasks, spaces, videos, statistic
 """Checks that only apply to datasets of other libraries. Some checks above apply to them too."""
 COMMON = (
     "collect",
+    "plan",
     "watch",
     "inspect",
     "view",
     "verify",
     "report",
-    "replay",
     "copy",
     "export",
     "envs",

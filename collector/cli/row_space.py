@@ -67,11 +67,14 @@ class RowSpace:
             )
         elif self.rows is not None:
             said = f"{self.rows:,} rows of {each:,} bytes: {decimal(self.rows * each)}"
-        if self.once:
-            less = "" if self.measured else ", or less if frames shrink"
-            said = f"{said}{less}, because frames of {', '.join(self.once)} are stored once"
+        frames = f"frames of {', '.join(self.once)} are stored once"
+        if self.once and self.measured:
+            said = f"{said}, because {frames}"
+        elif self.once:
+            later = "which `tallyroll inspect` measures after the first rows"
+            said = f"{said} before compression ({frames} and compressed, {later})"
         elif self.shards_store_once:
-            said = f"{said}, or less, because the shards store frames once"
+            said = f"{said} at most, because the shards store frames once and compress them"
         return said
 
     @property

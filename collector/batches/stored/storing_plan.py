@@ -137,9 +137,10 @@ def frames_in(storage: RowSink | None) -> Decision:
         return Decision("none")
     takes = f"{size.row_nbytes:,} bytes a row"
     if not size.measured:
-        takes = f"about {takes} until there are rows to measure"
-    if size.ring_nbytes is not None:
-        takes += f", {size.ring_nbytes / 1e6:,.1f} MB in the full ring"
+        takes += " before compression"
+    if (ring := size.ring_nbytes) is not None:
+        full = f"{ring / 1e9:,.1f} GB" if ring >= 1e9 else f"{ring / 1e6:,.1f} MB"
+        takes += f", {full} in the full ring"
     if size.once:
         names = ", ".join(map(format_key, size.once))
         return Decision("once", f"rows repeat the frames of {names}; {takes}")

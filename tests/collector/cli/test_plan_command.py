@@ -12,6 +12,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 from rich.filesize import decimal
 
 from tallyroll.collector.cli import main
@@ -144,6 +145,24 @@ def test_large_images_get_a_hint(
     assert "--once yes stores each frame once" in lines[-1]
     assert "--exclude KEY" in lines[-1]
     assert "`tallyroll pack`" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("id", "hint"),
+    [
+        ("ALE/MadeUp-v5", "ale:made_up makes the game of ALE/MadeUp-v5 as DQN sees it, "),
+        ("ALE/MadeUp-ram-v5", None),
+    ],
+)
+def test_a_game_of_gymnasium_names_the_vector(
+    id: str, hint: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kwargs = {"game": "made_up", "obs_type": "ram" if "ram" in id else "rgb"}
+    spec = EnvSpec(id, lambda **_: Screens(), kwargs=kwargs, disable_env_checker=True)
+    monkeypatch.setitem(gymnasium.registry, id, spec)
+    assert (facts_of(capsys, f"{id} --frames 60")["hint"] or "").startswith(hint or "")
+    assert main(["plan", id, "--frames", "60"]) == 0
+    assert ("DQN" in capsys.readouterr().out) == (hint is not None)
 
 
 def test_collect_gives_the_same_hint(

@@ -180,7 +180,7 @@ def test_a_command_stores_the_frames_of_shards_once(
     assert main([*words, "--frames", "300", "--once", "yes", "--plan"]) == 0
     said = capsys.readouterr()
     assert "frames     once, because each shard has pools of its own" in said.err
-    assert "or less, because the shards store frames once" in said.err
+    assert " at most, because the shards store frames once and compress them" in said.err
     assert "frames stored once in" in said.out
     assert main([*words, "--frames", "400", "--resume", "--once", "no"]) == 1
     assert "stores frames once, and a storage keeps its layout" in capsys.readouterr().err

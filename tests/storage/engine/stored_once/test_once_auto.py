@@ -278,8 +278,8 @@ def test_the_plan_states_the_size(tmp_path: Path) -> None:
     with storage, SyncCollector(Images, **options) as collector:
         before = collector.plan.frames
         assert before.way == "once"
-        assert before.because.startswith("rows repeat the frames of observation; about 1,")
-        assert " bytes a row until there are rows to measure, " in before.because
+        assert before.because.startswith("rows repeat the frames of observation; 1,")
+        assert " bytes a row before compression, " in before.because
         collector.collect(100)
         after = collector.plan.frames
         size = storage.reader.stored_size()
@@ -352,8 +352,8 @@ def test_commands_print_the_choice(
         return
     assert 5 * row < facts["row_bytes"]
     assert [each["name"] for each in facts["once"]] == ["observation"]
-    assert "frames     once, because rows repeat the frames of observation; about 1," in err
-    assert ", or less if frames shrink, because frames of observation are stored once; " in err
+    assert "frames     once, because rows repeat the frames of observation; 1," in err
+    assert " kB before compression (frames of observation are stored once and compressed, " in err
     progress = next(line for line in err.splitlines() if "300 of 300" in line)
     assert f", {RING * row / 1000:,.1f} kB" in progress
     stated = f"{row:,} bytes a row, {full / 1000:,.1f} kB in the full ring\n"
