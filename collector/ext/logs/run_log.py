@@ -46,7 +46,8 @@ class RunLog:
     the log removes their rows (TensorBoard hides them; Weights & Biases and a function keep them).
 
     A name may first appear in any row. Rows without it have an empty cell in a CSV file, and no
-    point in TensorBoard or Weights & Biases.
+    point in TensorBoard or Weights & Biases, and so have unknown numbers of the log. A number of
+    the caller that is NaN is written as NaN.
 
     If a row cannot be written, the log warns once with :class:`LogWarning` and collecting
     continues. The log retries the row with each later one.

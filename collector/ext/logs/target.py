@@ -8,7 +8,7 @@ import math
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -17,7 +17,8 @@ from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.interrupts import defer_signals
 
 Row: TypeAlias = Mapping[str, int | float]
-"""Numbers by name, ``frames`` first. An unknown number is NaN."""
+"""Numbers by name. Those of the log come first, from ``frames`` to ``seed``, and are NaN if they
+are unknown. Those of the caller follow."""
 
 _KINDS = {
     "tensorboard": "tallyroll.collector.ext.logs.tensorboard:TensorboardLog",
@@ -56,6 +57,13 @@ class LogTarget(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close the target. Idempotent."""
+
+
+def known_numbers(row: Row) -> dict[str, int | float]:
+    """Return a row without the unknown numbers of the log; NaN of the caller stays."""
+    names = [*row]
+    own = names[: names.index("seed") + 1]
+    return {name: row[name] for name in names if name not in own or not math.isnan(row[name])}
 
 
 class Function(LogTarget):
@@ -205,7 +213,8 @@ class CsvLog(LogTarget):
         if self.newest is not None and row["frames"] < self.newest.frames:
             return
         names = [*dict.fromkeys([*self._names, *row])]
-        line = _line([row.get(name, math.nan) for name in names])
+        known = known_numbers(row)
+        line = _line([known.get(name, "") for name in names])
         if not self._names:
             line = _line(names) + line
         with defer_signals():  # an interrupt could cause the row to be written twice
@@ -274,8 +283,7 @@ def _cells(line: bytes) -> list[str]:
     return next(csv.reader([line.decode(errors="replace")]), [])
 
 
-def _line(values: list[str] | list[int | float]) -> bytes:
+def _line(values: Sequence[str | int | float]) -> bytes:
     text = io.StringIO()
-    cells = ["" if isinstance(each, float) and math.isnan(each) else each for each in values]
-    csv.writer(text, lineterminator="\n").writerow(cells)
+    csv.writer(text, lineterminator="\n").writerow(values)
     return text.getvalue().encode()

@@ -5,14 +5,13 @@ option for ``purge_step``, the step from which TensorBoard hides the points of e
 """
 
 import fcntl
-import math
 import os
 from pathlib import Path
 from typing import Any
 
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.ext.logs.target import LogTarget, Newest, Row
+from tallyroll.collector.ext.logs.target import LogTarget, Newest, Row, known_numbers
 
 _LEFT_OUT = ("frames", "seed")
 """Names without a curve. ``frames`` is the axis of all curves."""
@@ -53,8 +52,8 @@ class TensorboardLog(LogTarget):
         """Add a point to each curve, except for unknown numbers."""
         if self._writer is None:
             self._writer = self._make(self._path, purge_step=self._after)
-        for name, value in row.items():
-            if name not in _LEFT_OUT and not math.isnan(value):
+        for name, value in known_numbers(row).items():
+            if name not in _LEFT_OUT:
                 self._writer.add_scalar(name, value, row["frames"])
         self._writer.flush()
 

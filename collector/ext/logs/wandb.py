@@ -5,12 +5,11 @@ Set WANDB_MODE=offline to work offline.
 The module uses the wandb library directly. TorchRL's `WandbLogger` adds packages and local paths.
 """
 
-import math
 from typing import Any
 
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.errors import ArgumentError, MissingExtra
-from tallyroll.collector.ext.logs.target import LogTarget, Newest, Row
+from tallyroll.collector.ext.logs.target import LogTarget, Newest, Row, known_numbers
 
 _PATIENCE_SECONDS = 60.0
 """Timeout for an interactive login, and for the upload of the last rows."""
@@ -62,8 +61,7 @@ class WandbLog(LogTarget):
 
     def write(self, row: Row) -> None:
         """Log a row without its unknown numbers. Its number of transitions is the step."""
-        known = {name: value for name, value in row.items() if not math.isnan(value)}
-        self._run.log(known, step=row["frames"])
+        self._run.log(known_numbers(row), step=row["frames"])
 
     def forget_after(self, frames: int) -> None:
         """Do nothing: wandb cannot go back to an earlier step, and drops rows that it has."""
