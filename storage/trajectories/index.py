@@ -115,6 +115,14 @@ class TrajectoryIndex:
                     progress(episodes.seen)
             return episodes
 
+    def uncounted(self, reader: ReadableRows) -> int:
+        """Return the number of rows that `table` would read; see `rows` for the errors."""
+        with self.lock:
+            self._forget_rewound(reader)
+            _require(reader, _COUNTED)
+            counted = self.load_episodes(reader) if self.counted is None else self.counted
+            return reader.head - max(counted.seen, reader.span.start)
+
     def table(self, reader: ReadableRows) -> np.ndarray:
         """Return the lines of trajectories that still have rows; see `rows` for the errors."""
         with self.lock:

@@ -11,9 +11,10 @@ import torch
 from tensordict import TensorDict
 
 from tallyroll.storage.engine.available_memory import require_memory
-from tallyroll.storage.errors import NoSlices, UnknownTrajectory
+from tallyroll.storage.errors import NoSlices, StorageError, UnknownTrajectory
 from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.keys import MASK, STEP
+from tallyroll.storage.rows.pages import counted
 from tallyroll.storage.trajectories.columns import numbers_of
 from tallyroll.storage.trajectories.episodes import END_NAMES, table_dtype
 from tallyroll.storage.trajectories.index import IndexedReader
@@ -34,12 +35,17 @@ _LARGE_NBYTES: Final = 2**28
 """The size in bytes above which a sample is compared with the available memory before the draw."""
 
 
+_MOST_COUNTED: Final = 100_000
+"""The number of rows up to which a repr counts trajectories, in 30 ms, if they are not counted."""
+
+
 class Trajectories(Mapping[int, TensorDict]):
     """Mapping of the trajectories that have rows in a storage, in the order of their first rows.
 
-    ``trajectories[id]`` returns the rows of one trajectory, and ``for id, rows in
-    trajectories.items()`` iterates over all. Every access includes the rows that are committed at
-    that moment. `table` is a consistent snapshot of all facts about trajectories.
+    ``print(trajectories)`` shows their number and lengths. ``trajectories[id]`` returns the rows of
+    one trajectory, and ``for id, rows in trajectories.items()`` iterates over all. Every access
+    includes the rows that are committed at that moment. `table` is a consistent snapshot of all
+    facts about trajectories.
 
     In a ring, the first rows of a trajectory may be overwritten. Then `whole` is False, and the
     mapping returns the remaining rows.
@@ -135,7 +141,25 @@ class Trajectories(Mapping[int, TensorDict]):
         return len(self.table)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._owner!r})"
+        """Describe the trajectories, without counting many rows."""
+        try:
+            found = f"{self._counts()}, "
+        except (StorageError, OSError):
+            found = ""
+        return f"Trajectories({found}{self._owner!r})"
+
+    def _counts(self) -> str:
+        reader = self._reader
+        if not reader.initialised and not reader.head:
+            return "0 trajectories"
+        if (rows := self._index.uncounted(reader)) > _MOST_COUNTED:
+            return f"len() counts them in {rows:,} rows"
+        if not len(lengths := self.lengths):
+            return "0 trajectories"
+        return (
+            f"{counted(len(lengths), 'trajectory')} of {lengths.min():,} to {lengths.max():,} rows "
+            f"(mean {lengths.mean():,.1f})"
+        )
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.ids.tolist())

@@ -42,9 +42,6 @@ class StoredTrajectories(Trajectories, Generic[View]):
         super().__init__(reader, owner)
         self._rows_reader, self._over = reader, over
 
-    def __repr__(self) -> str:
-        return f"Trajectories({self._owner!r})"
-
     def _repr_html_(self) -> str:
         return trajectories_as_html(self)
 

@@ -38,6 +38,7 @@ from tallyroll.storage.errors import (
 from tallyroll.storage.files.lock import is_held
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.trajectories import index as trajectory_index
+from tallyroll.storage.trajectories import mapping
 from tallyroll.storage.trajectories.episodes import END_NAMES, Episodes
 
 from lane_model import Model, models
@@ -164,7 +165,27 @@ def test_trajectories_that_are_not_there() -> None:
         assert "text" not in storage.trajectories
         assert storage.trajectories.ids[0] in storage.trajectories
         assert storage.trajectories.get(777) is None
-        assert repr(storage.trajectories) == f"Trajectories({storage!r})"
+        lengths = storage.trajectories.lengths
+        said = f"{len(lengths)} trajectories of {min(lengths)} to {max(lengths)} rows (mean "
+        assert repr(storage.trajectories).startswith(f"Trajectories({said}")
+        assert repr(storage.trajectories).endswith(f"), {storage!r})")
+
+
+def test_a_repr_counts_few_rows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with MemmapStorage(path) as storage:
+        assert repr(storage.trajectories) == f"Trajectories(0 trajectories, {storage!r})"
+        fill(storage, big(50))
+        head = storage.head
+        monkeypatch.setattr(mapping, "_MOST_COUNTED", head - 1)
+        said = f"Trajectories(len() counts them in {head} rows, {storage!r})"
+        assert repr(storage.trajectories) == said
+        assert storage.reader.trajectory_index.counted is None
+        number = len(storage.trajectories)
+        assert repr(storage.trajectories).startswith(f"Trajectories({number} trajectories of ")
+    with open_storage(path) as storage:  # the saved table has all rows
+        trajectories = storage.trajectories
+        assert repr(trajectories).startswith(f"Trajectories({number} trajectories of ")
+    assert repr(trajectories) == f"Trajectories({storage!r})"
 
 
 def test_a_storage_without_rows_has_none(path: Path) -> None:
