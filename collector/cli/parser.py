@@ -429,8 +429,8 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "imported"),
     "--tolerance": (_tolerance, "X", "floats that differ by at most X count as equal (default: 0)"),
     "--render": (_path, "FILE.mp4",
-        "also record a video of the trajectories, one after the other, if the environment can "
-        'render; needs the extra: pip install "tallyroll[video]"'),
+        "also record a video of the replayed trajectories, one after the other, if the environment "
+        'can render; needs the extra: pip install "tallyroll[video]"'),
     "--picture": (_path, "FILE.png",
         "if the first difference is in an image, write the stored image, the replayed image, and "
         "their difference"),

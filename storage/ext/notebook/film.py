@@ -24,10 +24,14 @@ _AT_ONCE: Final = 256
 _MOST_NBYTES: Final = 8_000_000
 """Largest size of a video that a notebook stores in its file."""
 _LEAST_WIDTH: Final = 320
+_LEAST_SIDE: Final = 256
 
 
 class Mp4:
     """Encoder that writes frames to an MP4 file one by one.
+
+    Pixels of small images are repeated, by the smallest whole number with which the longer side has
+    at least 256 pixels.
 
     Args:
         av: PyAV.
@@ -39,8 +43,9 @@ class Mp4:
         self._av, self._rate = av, rate
         self._container: Any = av.open(file, "w", format="mp4")
         self._stream: Any = None
-        self.frames = 0
-        """Number of frames written."""
+        self._shape: tuple[int, ...] = ()
+        self.frames = self.width = 0
+        """Number of frames written, and their width in pixels."""
 
     def add(self, image: np.ndarray) -> None:
         """Add an image, uint8 ``[height, width, 3]``.
@@ -49,15 +54,17 @@ class Mp4:
             ValueError: the image has another size than the earlier ones.
             MissingLibrary: PyAV lacks the encoders.
         """
-        height, width = (size + size % 2 for size in image.shape[:2])
-        if self._stream is None:
-            self._stream = self._begun(width, height)
-        wanted = (self._stream.height, self._stream.width)
-        if (height, width) != wanted:
+        if self._shape not in ((), image.shape):
             raise ValueError(
-                f"video: expected frames of one size, {[*wanted]}, got {[height, width]}"
+                f"video: expected frames of one size, {[*self._shape[:2]]}, got "
+                f"{[*image.shape[:2]]}"
             )
-        padded = np.pad(image, [(0, image.shape[0] % 2), (0, image.shape[1] % 2), (0, 0)])
+        scale = max(1, -(-_LEAST_SIDE // max(image.shape[:2])))
+        scaled = image.repeat(scale, axis=0).repeat(scale, axis=1)
+        padded = np.pad(scaled, [(0, scaled.shape[0] % 2), (0, scaled.shape[1] % 2), (0, 0)])
+        if self._stream is None:
+            self._stream, self._shape = self._begun(padded.shape[1], padded.shape[0]), image.shape
+            self.width = scaled.shape[1]
         frame = self._av.VideoFrame.from_ndarray(np.ascontiguousarray(padded), format="rgb24")
         self._container.mux(self._stream.encode(frame))
         self.frames += 1
@@ -118,7 +125,7 @@ def film(reader: RowReader, rows: np.ndarray, column: str | Key | None, rate: in
         for image in _coloured(picture, reader.column(final).take(rows[-1:])):
             encoder.add(image)
     encoder.close()
-    return Video(file.getvalue(), encoder.frames, picture.width)
+    return Video(file.getvalue(), encoder.frames, encoder.width)
 
 
 def _images_of(reader: RowReader, column: str | Key | None) -> tuple[Key, Picture]:

@@ -65,7 +65,7 @@ def test_a_film_has_a_frame_for_each_action(pong: Path, tmp_path: Path) -> None:
     with av.open(str(film)) as container:
         frames = [*container.decode(video=0)]
     assert len(frames) == 30
-    assert (frames[0].height, frames[0].width) == (210, 160)
+    assert (frames[0].height, frames[0].width) == (420, 320)  # twice as large as the images
     with pytest.raises(ArgumentError, match=r"ends in \.mp4"):
         replay(pong, video=tmp_path / "a.gif")
     with pytest.raises(ArgumentError, match="cannot be written"):

@@ -17,8 +17,25 @@ from tensordict import TensorDict
 
 from tallyroll.storage import MemmapStorage, Video
 from tallyroll.storage.errors import ColumnsMissing, MissingLibrary, UnknownTrajectory
+from tallyroll.storage.ext.notebook.film import Mp4
 
 ROWS = 5
+
+
+def test_pixels_of_small_images_are_repeated() -> None:
+    image = np.zeros((20, 30, 3), np.uint8)
+    image[3, 4] = 255
+    file = io.BytesIO()
+    encoder = Mp4(av, file)
+    encoder.add(image)
+    with pytest.raises(ValueError, match=r"frames of one size, \[20, 30\], got \[30, 20\]"):
+        encoder.add(image.transpose(1, 0, 2))
+    encoder.close()
+    with av.open(io.BytesIO(file.getvalue())) as decoded:
+        (frame,) = (each.to_ndarray(format="rgb24") for each in decoded.decode(video=0))
+    assert frame.shape == (180, 270, 3)
+    bright = np.argwhere(frame.mean(-1) > 128)
+    assert (bright.min(0).tolist(), bright.max(0).tolist()) == ([27, 36], [35, 44])
 
 
 def shades(shape: tuple[int, ...]) -> torch.Tensor:
@@ -49,9 +66,19 @@ def brightness(data: bytes) -> list[float]:
         return [frame.to_ndarray(format="rgb24").mean() for frame in file.decode(video=0)]
 
 
-@pytest.mark.parametrize("shape", [(32, 48, 3), (33, 47), (3, 32, 48), (4, 32, 32), (1, 16, 16)])
+@pytest.mark.parametrize(
+    ("shape", "width"),
+    [
+        ((32, 48, 3), 288),
+        ((33, 47), 282),
+        ((3, 32, 48), 288),
+        ((4, 84, 84), 336),
+        ((1, 16, 16), 256),
+        ((257, 33), 33),
+    ],
+)
 def test_a_video_has_a_frame_for_each_row_and_the_final_one(
-    shape: tuple[int, ...], tmp_path: Path
+    shape: tuple[int, ...], width: int, tmp_path: Path
 ) -> None:
     with MemmapStorage(tmp_path / "rows") as storage:
         rows = rows_of(shape)
@@ -63,10 +90,10 @@ def test_a_video_has_a_frame_for_each_row_and_the_final_one(
     assert isinstance(video, Video)
     assert video.frames == ROWS + 1
     found = brightness(video.data)
-    even = np.prod([size + size % 2 for size in (shape if len(shape) == 2 else (2, 2))])
-    share = np.prod(shape) / even if len(shape) == 2 else 1.0
+    share = np.prod(shape) / (258 * 34) if shape == (257, 33) else 1.0  # padded to even sizes
     wanted = [share * (40 * number + 20) for number in range(ROWS + 1)]
     np.testing.assert_allclose(found, wanted, atol=4)
+    assert video.width == width
     video.save(tmp_path / "episode.mp4")
     assert (tmp_path / "episode.mp4").read_bytes() == video.data
     (text,) = re.findall(r'src="data:video/mp4;base64,([^"]*)"', video._repr_html_())
