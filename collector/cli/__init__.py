@@ -60,10 +60,19 @@ def main(argv: Sequence[str] | None = None, *, ready: Callable[[], object] = lam
     the module of the command is imported, and before the command runs.
     """
     reopen_closed()
-    # At exit, the interpreter would collect garbage in all imported modules for half a second.
-    atexit.register(gc.freeze)
+    atexit.register(_keep_garbage)
     with output_dropped("stderr"):
         return _main(argv, ready)
+
+
+def _keep_garbage() -> None:
+    """Let the interpreter exit without collecting garbage, which takes half a second.
+
+    With ale_py, garbage is collected: otherwise nanobind, which ale_py uses, prints its objects as
+    leaks. Only ale_py itself could switch this off.
+    """
+    if "ale_py" not in sys.modules:
+        gc.freeze()
 
 
 def _main(argv: Sequence[str] | None, ready: Callable[[], object]) -> int:
