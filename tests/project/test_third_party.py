@@ -149,8 +149,8 @@ def test_a_sink_gets_a_run_and_goes_on_with_it() -> None:
 
 @pytest.fixture
 def transport() -> Iterator[Any]:
-    """Return a transport whose workers start from a fork server that has imported its modules."""
-    warm_fork_server("my_transport", "my_system")
+    """Return a transport whose workers start from a fork server that has imported torch."""
+    warm_fork_server()
     before = threading.active_count()
     yield partial(theirs("transport").PipeTransport, start_method="forkserver")
     assert threading.active_count() <= before, "threads of links are left"

@@ -290,7 +290,7 @@ def hold(connection: Connection, kind: str) -> None:
 
 @contextlib.contextmanager
 def worker(target: Any, arena: Arena, *args: Any) -> Iterator[tuple[BaseProcess, Connection]]:
-    warm_fork_server(__name__)
+    warm_fork_server()
     with process(target, *args) as (child, connection):
         assert child.pid is not None
         reduction.send_handle(connection, arena.fd, child.pid)
