@@ -171,12 +171,6 @@ pages() {
     $bin/python -m sphinx -n -W -q -E --keep-going -b html docs "$venv/pages" &&
         $bin/python docs/site_check.py "$venv/pages"
 }
-types_and_pages() {
-    local code=0
-    $bin/mypy || code=1
-    pages || code=1
-    return "$code"
-}
 compile_tests() { # or each test process does, for half a minute; pytest reports errors later
     $bin/pytest --collect-only -qq -m "not slow" "${tests[@]}" >/dev/null 2>&1 || true
 }
@@ -196,7 +190,7 @@ if [[ $browser ]]; then
     step "pages" pages
     step "browser" look_at_pages "$@"
 elif [[ $environment == core ]]; then
-    beside "types and pages" types_and_pages
+    beside "types" $bin/mypy
     step "ruff format" $bin/ruff format --check .
     step "ruff check" $bin/ruff check .
     step "imports" $bin/lint-imports --no-cache

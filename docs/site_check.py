@@ -1,4 +1,4 @@
-"""Check the built site: `python docs/site_check.py SITE`. The gate runs this script.
+"""Check the built site: `python docs/site_check.py SITE`. Tests run the check, too.
 
 Links must lead to existing pages and headings, images must exist and have alternative text, and
 nothing may be loaded from the network, so that the site can be opened from disk.

@@ -70,7 +70,7 @@ def gate(tmp_path: Path) -> Gate:
     return Gate(tmp_path)
 
 
-STEPS = ["set-up", "ruff format", "ruff check", "imports", "pytest", "types and pages"]
+STEPS = ["set-up", "ruff format", "ruff check", "imports", "pytest", "types"]
 """Steps in the order in which they end. The last one runs in parallel with the steps before it."""
 
 
@@ -87,7 +87,7 @@ def test_it_ends_with_the_seconds_of_each_step(gate: Gate) -> None:
     *_, last = said.splitlines()
     assert last == "All checks passed."
     assert list(listed(said)) == STEPS
-    assert listed(said)["types and pages"] >= 2 > listed(said)["imports"]
+    assert listed(said)["types"] >= 2 > listed(said)["imports"]
     # Each step also reports its seconds when it ends.
     before = said.partition("== seconds\n")[0]
     for name in STEPS:
@@ -127,7 +127,7 @@ def test_a_step_that_fails_is_named_and_the_others_run(gate: Gate) -> None:
     status, said, _ = gate.run(breaks="mypy")
     assert status == 1
     assert list(listed(said)) == STEPS
-    assert "\nFAILED: types and pages\n" in said
+    assert "\nFAILED: types\n" in said
     assert "All checks passed" not in said
 
 

@@ -1,4 +1,4 @@
-"""Tests that a search of the built site finds the right page first."""
+"""Tests of the built site: it has no faults, and a search finds the right page first."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ NAME, PART_OF_NAME, PRIORITIES = 11, 6, {0: 15, 1: 5, 2: -5}
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the site."""
+    """Build the site. A warning, as of a dead link, is an error."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-q", "-b", "html", DOCS, folder]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    options = ("-n", "-W", "-q", "--keep-going", "-b", "html")
+    command = [sys.executable, "-m", "sphinx", *options, DOCS, folder]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -144,6 +145,10 @@ def test_without_index_entries_the_ranking_is_that_of_titles_and_text(
     assert bare.pages("GAE")[0] == "on_policy"  # by its title
     assert bare.pages("HER")[0] != "hindsight"  # a stop word: the entry finds it
     assert bare.pages("zzz") == []
+
+
+def test_the_site_has_no_faults(site: Path) -> None:
+    assert [*runpy.run_path(str(DOCS / "site_check.py"))["check"](site)] == []
 
 
 def test_pages_have_copy_buttons_and_the_version(site: Path) -> None:
