@@ -27,12 +27,12 @@ cd "$(dirname "$0")"
 unset PYTHONDONTWRITEBYTECODE  # or every process recompiles its imports, half of its time
 python=${PYTHON:-python3}
 environment=core others=() failed=() chosen=(-m "not slow") quick=() seconds=
-browser= beside= group= log= said= scratch=
+browser= beside= group= log= said= scratch= built=
 tools=(build setuptools hypothesis psutil pytest pytest-timeout pytest-xdist)  # for every environment
 
 at_end() {
     if [[ $group ]]; then kill -- -"$group" 2>/dev/null || true; fi
-    rm -rf "$said" "$scratch"
+    rm -rf "$said" "$scratch" "$built"
 }
 trap at_end EXIT
 
@@ -112,6 +112,10 @@ set_up() { # create the environment, or update it if the files that define it ha
 
 build_wheel() { # build from the sdist, so that a file missing there causes a failure here
     rm -rf "$venv/dist"
+    if [[ ${TALLYROLL_CHECK_BUILT-} ]]; then
+        cp -r "$TALLYROLL_CHECK_BUILT" "$venv/dist"
+        return
+    fi
     if ! $bin/python -m build --no-isolation --outdir "$venv/dist" . >"$venv/build.log" 2>&1; then
         cat "$venv/build.log"
         return 1
@@ -281,6 +285,11 @@ if [[ $all ]]; then
     step "long tests" run_tests "$@"
 fi
 
+if ((${#others[@]})); then # all environments install the same wheel
+    built=$(mktemp -d)
+    cp "$venv"/dist/* "$built"
+    export TALLYROLL_CHECK_BUILT=$built
+fi
 if [[ ${TALLYROLL_CHECK_ONCE-} ]]; then rm -rf "$venv"; fi
 
 export TALLYROLL_RAY=short  # its actors import torch for minutes; --apart ray runs all tests

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -162,6 +163,22 @@ def test_the_newest_are_installed_without_constraints_into_a_fresh_environment(g
     wanted = (gate.folder / ".venv-newest/without-dependencies").read_text().split()
     assert [each.partition("==")[0] for each in wanted] == ["tensordict", "torchrl-nightly"]
     assert ran[-1].endswith(" -m not slow -k ring")
+
+
+def test_all_environments_install_one_wheel(gate: Gate) -> None:
+    """Each environment runs check.sh again, which would build the same wheel."""
+    every = tomllib.loads((gate.folder / "tests/systems/environments.toml").read_text())
+    others = [name for name, each in every.items() if each["run"] == "all"]
+    for name in others:
+        shutil.copytree(gate.folder / ".venv", gate.folder / f".venv-{name}")
+    gate.tool(gate.folder / "no/gcc")  # without it, no debug build is tested
+    path = f"{gate.folder / 'no'}:{os.environ['PATH']}"
+    status, said, ran = gate.run("--all", breaks="gcc", PATH=path)
+    assert status == 0, said
+    assert sum(each.startswith("python -m build ") for each in ran) == 1
+    for name in others:
+        install = f"--no-deps --force-reinstall .venv-{name}/dist/tallyroll-1.whl"
+        assert sum(each.endswith(install) for each in ran) == 1
 
 
 def test_browser_builds_the_pages_and_looks_at_them_alone(gate: Gate) -> None:
