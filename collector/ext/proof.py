@@ -18,6 +18,7 @@ from tallyroll.storage.ext.joined.shards import recorded_shard
 from tallyroll.storage.ext.verification.content import content_hash
 from tallyroll.storage.ext.verification.findings import Report
 from tallyroll.storage.ext.verification.storage_checks import verify
+from tallyroll.storage.files.manifest import policy_of
 from tallyroll.storage.package.versions import versions
 from tallyroll.storage.rows.pages import Page, PageSource, counted, times
 from tallyroll.storage.rows.progress import Progress
@@ -361,12 +362,11 @@ def _with_cross_checks(proofs: Sequence[StorageProof]) -> list[StorageProof]:
 
 
 def _run_line(run: Run) -> str:
-    policy = part(run.entry, "command").get("policy") or part(run.entry, "call").get("policy")
     seed = "no seed" if run.seed is None else f"seed {run.seed}"
     resumed = f", resumed {times(run.resumed)}" if run.resumed else ""
     return (
         f"{run.environment}, {counted(run.entry.get('lanes', '?'), 'lane')}, {seed}, policy "
-        f"{policy or 'random'}{resumed}"
+        f"{policy_of(run.entry) or 'random'}{resumed}"
     )
 
 

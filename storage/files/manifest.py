@@ -218,6 +218,25 @@ def environment_of(run: Mapping[str, Any]) -> str:
     return found if isinstance(found, str) else ""
 
 
+def policy_of(run: Mapping[str, Any]) -> str:
+    """Return the name of a run's policy, or an empty string if the entry does not record one.
+
+    It is the argument of a command, else the function or class without its module. Random actions
+    have the name ``"random"``.
+    """
+    command, call, made = (
+        each if isinstance(each := run.get(name), dict) else {}
+        for name in ("command", "call", "made")
+    )
+    source = made.get("policy")
+    name = source.get("name") if isinstance(source, dict) else None
+    found = name.rpartition(":")[2] if isinstance(name, str) else call.get("policy")
+    found = command.get("policy") or found
+    if not found:
+        return "random" if command or "policy" in call else ""
+    return found if isinstance(found, str) else ""
+
+
 def exported(run: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's entry for other programs, without the host and the folder of a policy's file.
 

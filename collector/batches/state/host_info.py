@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tallyroll.collector.envs.setup.make import bare, name_of
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.several.policies import SeveralPolicies
 
@@ -27,8 +28,9 @@ _LIBRARIES |= {"torchrl"}
 
 
 def made_by(policy: Policy | None, classes: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the time, the host, the commit of the working folder, and hashes of the policy.
+    """Return the time, the host, the commit of the working folder, and a description of the policy.
 
+    The description is the policy's name, and hashes of its code and its weights.
     ``classes`` are the class names of the environment, left out if there are none. A value that
     cannot be found is None, instead of an error. No value is a path.
     """
@@ -36,13 +38,13 @@ def made_by(policy: Policy | None, classes: Sequence[str] = ()) -> dict[str, Any
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "git": git_of_folder(),
-        "policy": None if policy is None else hashes_of(policy.source),
+        "policy": None if policy is None else _described(policy.source),
     }
     if classes:
         found["environment"] = list(classes)
     if isinstance(policy, SeveralPolicies):
         found["policies"] = [
-            {"id": part.id, **hashes_of(part.policy.source)}
+            {"id": part.id, **_described(part.policy.source)}
             for part in policy.parts
             if part.policy is not None
         ]
@@ -72,6 +74,13 @@ def git_of_folder() -> dict[str, Any] | None:
     if not commit or not all(each in "0123456789abcdef" for each in commit):
         return None
     return {"commit": commit, "changed": any(each[:1] != "#" for each in lines)}
+
+
+def _described(policy: Any) -> dict[str, str | None]:
+    """Return a policy's name, ``"module:qualname"`` of its function or class, and its hashes."""
+    named = bare(policy)
+    named = named if inspect.isroutine(named) else type(named)
+    return {"name": name_of(named), **hashes_of(policy)}
 
 
 def hashes_of(policy: Any) -> dict[str, str | None]:

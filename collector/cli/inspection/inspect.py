@@ -39,7 +39,7 @@ from tallyroll.storage.files.copied_runs import (
     runs_left_out,
 )
 from tallyroll.storage.files.excluded_columns import excluded_by
-from tallyroll.storage.files.manifest import SHARD, environment_of, exported
+from tallyroll.storage.files.manifest import SHARD, environment_of, exported, policy_of
 from tallyroll.storage.files.run_events import EVENTS
 from tallyroll.storage.files.run_record import RunRecord
 from tallyroll.storage.readers.spaces import spaces_of
@@ -406,6 +406,7 @@ def _made_line(made: Mapping[str, Any]) -> str:
         "made": made.get("at"),
         "on": made.get("host"),
         "at commit": git.get("commit") and f"{git['commit']}{changed}",
+        "policy": policy.get("name"),
         "policy's code": policy.get("code"),
         "policy's weights": policy.get("weights"),
     }
@@ -501,7 +502,7 @@ def _describe_run(
         _shard_words(part(run, SHARD)),
         resumed,
         *(f"{n.replace('_', ' ')} {asked[n]}" for n in names if asked.get(n) is not None),
-        f"policy {asked.get('policy') or ('random' if asked else 'unknown')}",
+        f"policy {policy_of(run) or 'unknown'}",
     ]
     return ", ".join(str(each) for each in parts if each is not None)
 

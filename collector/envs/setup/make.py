@@ -424,7 +424,7 @@ def _classes_of(made: object) -> list[str]:
 
     Each is ``"module:qualname"``. The list is empty if the environments are in other processes.
     """
-    found = {_name_of(type(each)) for each in objects_of(made)}
+    found = {name_of(type(each)) for each in objects_of(made)}
     return sorted(name for name in found if not name.startswith(_LIBRARIES))
 
 
@@ -441,12 +441,13 @@ def _factories_of(made: Any, factory: object) -> list[str]:
         elif isinstance(each, BatchedEnvBase):
             makers += each.create_env_fn
     for several in (makers, [factory]):
-        if found := {_name_of(each) for each in map(_bare, several) if _has_stable_name(each)}:
+        if found := {name_of(each) for each in map(bare, several) if _has_stable_name(each)}:
             return sorted(found)
     return []
 
 
-def _bare(factory: Any) -> Any:
+def bare(factory: Any) -> Any:
+    """Return the function or class behind ``functools.partial``."""
     while isinstance(factory, partial):
         factory = factory.func
     return factory
@@ -459,7 +460,8 @@ def _has_stable_name(factory: object) -> bool:
     return inspect.isroutine(factory) and "<" not in factory.__qualname__
 
 
-def _name_of(named: Any) -> str:
+def name_of(named: Any) -> str:
+    """Return the name of a class or function, as ``"module:qualname"``."""
     module = getattr(named, "__module__", None) or ""
     return f"{'__main__' if module == '__mp_main__' else module}:{named.__qualname__}"
 

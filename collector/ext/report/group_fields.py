@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.ext.report.stored_runs import part
+from tallyroll.storage.files.manifest import policy_of
 from tallyroll.storage.formats.by_name import SUFFIXES
 from tallyroll.storage.package.near_names import did_you_mean
 
@@ -56,8 +56,7 @@ def value_of(field: str, path: str, environment: str, entry: Mapping[str, Any]) 
     if field == "folder":
         return Path(path).absolute().parent.name or NOTHING
     if field == "policy":
-        found = part(entry, "command").get("policy") or part(entry, "call").get("policy")
-        return shortened(found) if found else "random"
+        return shortened(policy_of(entry)) or "random"
     value: Any = entry
     for name in field.split("."):
         value = value.get(name) if isinstance(value, dict) else None

@@ -32,7 +32,7 @@ from tallyroll.collector.ext.report.stored_runs import part, whole_number
 from tallyroll.collector.ext.report.text import show_runs
 from tallyroll.storage.errors import StorageError
 from tallyroll.storage.ext.joined.shards import recorded_shard
-from tallyroll.storage.files.manifest import SHARD
+from tallyroll.storage.files.manifest import SHARD, policy_of
 from tallyroll.storage.rows.pages import Page, PageSource, counted
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.storages import open_storage
@@ -194,6 +194,7 @@ class RunsReport(PageSource):
             "group": group.name,
             "environment": run.environment,
             "seed": run.seed,
+            "policy": policy_of(run.entry) or None,
             "asked": run.asked,
             "asked_episodes": run.asked_episodes,
             "stored": run.stored,

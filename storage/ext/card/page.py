@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from tallyroll.storage.files.manifest import environment_of
+from tallyroll.storage.files.manifest import environment_of, policy_of
 from tallyroll.storage.rows.pages import counted
 from tallyroll.storage.rows.spaces import spelled
 
@@ -116,7 +116,7 @@ def _made(card: Card) -> Iterable[str]:
         call, versions = _part(run, "call"), _part(run, "versions")
         policy = _part(run, "made").get("policy")
         hashed = policy.get("weights") if isinstance(policy, dict) else None
-        acted = call.get("policy") or ("random" if "policy" in call else "")
+        acted = policy_of(run).rpartition("/")[2]
         kwargs = _part(run, "environment").get("kwargs")
         values = [
             max(0, len(card.runs) - _MOST_LINES) + number,

@@ -69,6 +69,7 @@ def test_what_made_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert made["host"] == socket.gethostname()
     code = Path(sys.modules[ByObservation.__module__].__file__ or "")
     assert made["policy"] == {
+        "name": f"{ByObservation.__module__}:ByObservation",
         "code": hashlib.sha256(code.read_bytes()).hexdigest(),
         "weights": None,
     }

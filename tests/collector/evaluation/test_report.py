@@ -36,6 +36,7 @@ def test_counts_are_those_of_the_ledgers(made: Any) -> None:
     found = report(folder)
     assert (found.problems, found.notes) == ((), ())
     assert [Path(line["run"]).name for line in found.table] == [*runs]
+    assert {line["policy"] for line in found.table} == {"left", "random"}
     for line in found.table:
         _, episodes, ledger = runs[Path(line["run"]).name]
         assert (line["asked"], line["stored"], line["state"]) == (FRAMES, FRAMES, "complete")
@@ -85,7 +86,7 @@ def test_groups_are_of_an_environment_and_a_label(made: Any) -> None:
 def test_other_groups(made: Any) -> None:
     folder, _ = made
     by = {
-        "policy": {"function", "random"},
+        "policy": {"left", "random"},
         "call.frames_per_batch": {"50"},
         "folder": {folder.name},
         ("environment", "seed"): {f"CartPole-v1 · {seed}" for seed in SEEDS},

@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,42 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with open_storage(path) as storage:
         storage.statistics(["observation", ("next", "reward")])
     return path
+
+
+class Policies:
+    @staticmethod
+    def left(observation: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(observation), dtype=torch.int64)
+
+    @staticmethod
+    def right(observation: torch.Tensor) -> torch.Tensor:
+        return torch.ones(len(observation), dtype=torch.int64)
+
+
+def test_policies_of_one_file_keep_their_names_in_a_copy(tmp_path: Path) -> None:
+    names = ["left", "right"]
+    for name in names:
+        with SyncCollector(
+            "CartPole-v1",
+            partial(getattr(Policies, name)),
+            num_envs=2,
+            frames_per_batch=20,
+            total_frames=20,
+            storage=tmp_path / name,
+        ) as collector:
+            collector.collect(20)
+    open_storage([tmp_path / name for name in names]).copy_to(tmp_path / "both")
+    with open_storage(tmp_path / "both") as storage:
+        storage.export(tmp_path / "hub", "hf")
+        cards = [storage.card(), export_card(tmp_path / "hub", "hf")]
+    for card in cards:
+        rows = table(str(card), "How it was made")
+        assert [row[rows[0].index("policy")] for row in rows[1:]] == [
+            f"Policies.{name}" for name in names
+        ]
+        for run in card.runs:  # runs of earlier versions name the type only
+            del run["made"]["policy"]["name"]
+        assert table(str(card), "How it was made")[1][rows[0].index("policy")] == "partial"
 
 
 @pytest.fixture
