@@ -293,7 +293,7 @@ class _StorageCopy:
         self._reader, self._schema, self._rewinds = reader, schema, reader.rewinds
         self._overlays = overlays
         self._columns = {key: reader.column(key) for key in schema.keys}
-        self._sources = _Sources(reader)
+        self._sources = _Sources(reader, files.copies_nbytes)
         self._upto, self.rows = span.stop, 0
         target = FileReader(files, files.path, "create")
         once = _plan_once(reader, files)
@@ -404,8 +404,8 @@ class _Stretch:
 class _Sources:
     """Record of the source of each row of the new storage, for the new manifest."""
 
-    def __init__(self, reader: RowReader) -> None:
-        self._reader, self._readers = reader, sources_of(reader)
+    def __init__(self, reader: RowReader, most: int) -> None:
+        self._reader, self._readers, self._most = reader, sources_of(reader), most
         base, _ = _there(reader, np.empty(0, np.int64))
         self._union = base if isinstance(base, UnionReader) else None
         self._stretches: list[_Stretch] = []
@@ -441,7 +441,7 @@ class _Sources:
             manifest = self._readers[each.source].manifest
             runs, _ = makers(manifest["runs"], range(each.least, each.most + 1))
             rows: list[int | None] = [each.least, each.most]
-            room = room_for_copies(found)
+            room = room_for_copies(found, self._most)
             moved = 0 if self._union is None else self._union.ids_moved_by[each.source]
             entry, source = {"first_row": each.first_row}, source_of(manifest, rows, moved)
             found.append(copy_entry(entry, source, runs, room, unchanged=True))

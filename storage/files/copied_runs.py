@@ -45,9 +45,13 @@ PACKED = "packed_from"
 SOURCES, MOVED, REWINDS = "sources", "ids_moved_by", "rewinds"
 _MOST_SOURCES = 64
 
-ENTRY_NBYTES = 2**14
-_ALL_NBYTES = 2**17
-"""Maximum bytes of all copies in a manifest, which leaves room for the runs of collectors."""
+COPIES_NBYTES = 2**20
+"""Maximum bytes of the copies in a manifest, and of the runs in the metadata of an export.
+
+The metadata of an export have to stay far below 4 MiB, the most that an import reads.
+"""
+_EVENTS_NBYTES = 2**14
+"""Maximum bytes of the events in the entry of a copy."""
 _MOST_COPIES = 256
 _DEEPEST = 24
 
@@ -188,7 +192,7 @@ def copy_entry(
         entry: the entry of the rows.
         source: a result of `source_of`.
         runs: the runs that made the rows. The newest ones are kept, as many as fit.
-        room: the maximum number of bytes of the runs.
+        room: the maximum number of bytes of the runs. Their events take a small part of it.
         unchanged: True if the rows are the same as in the source.
     """
     kept = _that_fit(runs, room)
@@ -220,22 +224,29 @@ def makers(runs: Sequence[Mapping[str, Any]], span: range) -> tuple[list[Any], r
     return [run for run, _ in found], range(found[0][0]["first_row"], found[-1][1])
 
 
-def room_for_copies(others: Sequence[Mapping[str, Any]], most: int = ENTRY_NBYTES) -> int:
-    """Return the maximum bytes for the runs of another copy, given the entries ``others``."""
-    copies = sum(len(json.dumps(each)) for each in others if is_copied(each))
-    return min(most, _ALL_NBYTES - copies)
+def room_for_copies(others: Sequence[Mapping[str, Any]], most: int = COPIES_NBYTES) -> int:
+    """Return the maximum bytes for the runs of another copy, given the entries ``others``.
+
+    ``most`` is the maximum for all copies.
+    """
+    return most - sum(len(json.dumps(each)) for each in others if is_copied(each))
 
 
 def _that_fit(runs: Sequence[Any], room: int) -> list[Any]:
+    """Return the newest runs that fit, of which the newest keep their events."""
     kept: list[Any] = []
     left: float = room
+    for_events: float = _EVENTS_NBYTES
     for run in reversed(runs):
-        if isinstance(run, dict):
-            run = inline(run, left)
-        least = run if not isinstance(run, dict) or _nbytes_of(run) <= left else without_events(run)
-        left -= _nbytes_of(least)
+        least = without_events(run) if isinstance(run, dict) else run
+        left -= (least_nbytes := _nbytes_of(least))
         if left < 0:
             break
+        if isinstance(run, dict):
+            most = min(left, for_events)
+            whole = inline(run, most)
+            if (more := _nbytes_of(whole) - least_nbytes) <= most:
+                least, left, for_events = whole, left - more, for_events - more
         kept.append(least)
     return kept[::-1]
 

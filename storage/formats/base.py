@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from tallyroll.storage.errors import InvalidSchema, StorageExists
+from tallyroll.storage.files.copied_runs import COPIES_NBYTES
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.mapping import Access, Area
 from tallyroll.storage.files.paths import (
@@ -65,6 +66,9 @@ class Format(ABC):
 
     most_dims: ClassVar[int] = 64
     """Maximum number of dimensions of a column, including rows. The default is NumPy's limit."""
+
+    copies_nbytes: ClassVar[int] = COPIES_NBYTES
+    """Maximum bytes of copied runs in a manifest, which leaves room for the runs of collectors."""
 
     lacks_bfloat16: ClassVar[str] = ""
     """The name of the file format, for messages, if it lacks bfloat16."""

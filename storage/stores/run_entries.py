@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 from tallyroll.storage.errors import InvalidProvenance
 from tallyroll.storage.files.copied_runs import (
-    ENTRY_NBYTES,
+    LEFT_OUT as LEFT_OUT_OF_COPIES,
+)
+from tallyroll.storage.files.copied_runs import (
     Entry,
     copied_span,
     copy_entry,
@@ -20,9 +22,6 @@ from tallyroll.storage.files.copied_runs import (
     room_for_copies,
     source_of,
     without_copy,
-)
-from tallyroll.storage.files.copied_runs import (
-    LEFT_OUT as LEFT_OUT_OF_COPIES,
 )
 from tallyroll.storage.files.manifest import run_of
 from tallyroll.storage.files.paths import translates_errors
@@ -59,7 +58,7 @@ class CopiedRows:
     """Decides whether the last manifest entry of a writer also covers the next rows."""
 
     def __init__(self, entries: RunEntries) -> None:
-        self._room = ENTRY_NBYTES
+        self._room = entries.reader.format.copies_nbytes
         # A proxy avoids a cycle, so that a dropped writer releases its files at once.
         self._entries: RunEntries = weakref.proxy(entries)
         self.forget()

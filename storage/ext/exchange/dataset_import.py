@@ -143,7 +143,8 @@ def imported(
         require_room(files, schema, total)
         own = {"kind": door.name, "path": str(whence.absolute()), "version": incoming.version}
         with source_errors(whence):
-            entry = entry_of(incoming.about, own | dict(said or {})) | dict(incoming.spaces)
+            entry = entry_of(incoming.about, own | dict(said or {}), files.copies_nbytes)
+            entry |= dict(incoming.spaces)
         with atomic_creation(place) as target:
             opened = OpenedFiles(
                 FileReader(FILES[name](target), target, "create"),

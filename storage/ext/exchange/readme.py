@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from tallyroll.storage.errors import InvalidSchema
 from tallyroll.storage.files.copied_runs import (
+    COPIES_NBYTES,
     MOVED,
     bounded,
     copied_runs,
@@ -14,7 +15,6 @@ from tallyroll.storage.files.copied_runs import (
     is_copied,
     is_unchanged,
     makers,
-    room_for_copies,
     rows_copied,
     runs_left_out,
     source_of,
@@ -44,7 +44,7 @@ def about_rows(reader: RowReader, schema: Schema, span: range | None = None) -> 
     if len(span):
         runs, _ = makers(manifest["runs"], span)
         source = source_of(manifest, [span.start, span.stop - 1])
-        entry = copy_entry({}, source, runs, room_for_copies([]), unchanged=True)
+        entry = copy_entry({}, source, runs, COPIES_NBYTES, unchanged=True)
         found["rows"] = entry
     return found
 
@@ -115,10 +115,13 @@ def recorded_schema(about: Any) -> Schema | None:
     return Schema.from_json(about.get("columns"))
 
 
-def entry_of(about: Mapping[str, Any] | None, imported: Mapping[str, Any]) -> dict[str, Any]:
+def entry_of(
+    about: Mapping[str, Any] | None, imported: Mapping[str, Any], room: int
+) -> dict[str, Any]:
     """Return the manifest entry for imported rows.
 
-    The entry names the storage and the runs that the source records as the origin of the rows.
+    The entry names the storage and the runs that the source records as the origin of the rows, as
+    many as fit into ``room`` bytes.
     """
     entry: dict[str, Any] = {"first_row": 0, "imported_from": dict(imported)}
     said = about.get("rows") if isinstance(about, dict) else None
@@ -128,4 +131,4 @@ def entry_of(about: Mapping[str, Any] | None, imported: Mapping[str, Any]) -> di
     runs, unchanged = copied_runs(said), is_unchanged(said)
     # Each format numbers trajectories in its own way, so the shift of the ids is unknown.
     source = {**bounded(said), MOVED: None}
-    return copy_entry(entry, source, runs, room_for_copies([]), unchanged=unchanged)
+    return copy_entry(entry, source, runs, room, unchanged=unchanged)

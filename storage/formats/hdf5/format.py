@@ -205,6 +205,7 @@ class H5Format(Format):
     name: ClassVar[str] = "tallyroll.hdf5"
     grows: ClassVar[bool] = False
     most_dims: ClassVar[int] = 32
+    copies_nbytes: ClassVar[int] = 3 * 2**16
     lacks_bfloat16: ClassVar[str] = "HDF5"
 
     _places: FilePlaces

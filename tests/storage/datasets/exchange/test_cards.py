@@ -32,6 +32,7 @@ from tallyroll.storage.ext.card.page import size_category
 from tallyroll.storage.ext.testing.exchange_contract import file_size_limit
 from tallyroll.storage.ext.testing.reader_contract import collected
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
+from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.storages import DiskStorage
 
 
@@ -103,6 +104,29 @@ def test_policies_of_one_file_keep_their_names_in_a_copy(tmp_path: Path) -> None
         for run in card.runs:  # runs of earlier versions name the type only
             del run["made"]["policy"]["name"]
         assert table(str(card), "How it was made")[1][rows[0].index("policy")] == "partial"
+
+
+def test_a_copy_and_an_export_keep_100_runs(tmp_path: Path) -> None:
+    for seed in range(100):
+        with MemmapStorage(tmp_path / f"run-{seed}") as storage:
+            rows = trajectory_rows(seed * 3, 3, steps=3)
+            about = {"environment": {"id": "Pole"}, "seed": seed, "text": "x" * 1_200}
+            storage.initialise(Schema.of(rows), about)
+            storage.extend(rows)
+    cards = []
+    with open_storage(tmp_path / "run-*") as union:
+        for path in (tmp_path / "all", tmp_path / "all.h5"):
+            union.copy_to(path)
+            export = path.with_name(f"{path.name}.npz")
+            with open_storage(path) as storage:
+                storage.export(export, "npz")
+                cards += [storage.card(), export_card(export, "npz")]
+            import_dataset(export, back := path.with_name(f"back_{path.name}"), "npz")
+            with open_storage(back) as storage:
+                cards.append(storage.card())
+    for card in cards:
+        assert [run["seed"] for run in card.runs] == [*range(100)]
+        assert card.runs_omitted == 0
 
 
 @pytest.fixture
@@ -339,7 +363,10 @@ def test_many_runs_and_columns(tmp_path: Path) -> None:
     assert len(front(page)["tags"]) == 9
 
 
-def test_the_card_of_an_export_counts_the_runs_that_its_text_omits(tmp_path: Path) -> None:
+def test_the_card_of_an_export_counts_the_runs_that_its_text_omits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tallyroll.storage.ext.exchange.readme.COPIES_NBYTES", 2**14)
     paths = [tmp_path / f"run{number}" for number in range(18)]
     for seed, path in enumerate(paths):
         options: dict[str, Any] = {"frames_per_batch": 4, "total_frames": 4, "seed": seed}

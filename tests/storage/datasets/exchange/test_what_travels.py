@@ -131,7 +131,8 @@ def test_priorities_are_counted(tmp_path: Path) -> None:
 
 def test_runs_and_events_that_do_not_fit(tmp_path: Path) -> None:
     event = {"at": 0, "call": "env_set", "name": "gravity", "args": [9.8]}
-    runs = [("a", []), ("b", [event]), ("c", [event] * 300), ("d" * 9000, []), ("e" * 9000, [])]
+    large = [(letter * 600_000, []) for letter in "de"]
+    runs = [("a", []), ("b", [event]), ("c", [event] * 300), *large]
 
     def written(place: Path, runs: list[tuple[str, list[Any]]]) -> tuple[dict[str, int], Any]:
         with MemmapStorage(place) as storage:
