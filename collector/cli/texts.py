@@ -187,12 +187,14 @@ row verified, the stored transitions or episodes compared with the budget, the
 ledger, one SHA-256 of the content, trajectories replayed in the environment and
 compared bit for bit, and the versions of the packages. If a check
 is not possible, the statement gives the reason. Two storages with the same rows
-count as a fault.
+count as a fault. A copy whose sources are given too, such as a merged dataset,
+is proved if its sources are, and each of its rows is equal to one of theirs.
 """
 PROVE_EXAMPLES = """\
 examples:
   tallyroll prove runs/* > proof.txt
   tallyroll prove runs --all
+  tallyroll prove merged runs/a runs/b
   tallyroll prove runs --json | jq '.storages[] | {path, verdict, content}'
   tallyroll prove runs --env-factory my_envs:make_pole
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias
+
+import numpy as np
 
 from tallyroll.collector.envs.setup.make import CreateEnv
 from tallyroll.collector.errors import ArgumentError, CollectorError
@@ -16,8 +19,10 @@ from tallyroll.collector.ext.report.stored_runs import part
 from tallyroll.storage.errors import CorruptStorage, StorageError
 from tallyroll.storage.ext.joined.shards import recorded_shard
 from tallyroll.storage.ext.verification.content import content_hash
+from tallyroll.storage.ext.verification.copied_rows import first_difference, source_rows
 from tallyroll.storage.ext.verification.findings import Report
 from tallyroll.storage.ext.verification.storage_checks import verify
+from tallyroll.storage.files.copied_runs import COPIED, MOVED, rows_copied
 from tallyroll.storage.files.manifest import policy_of
 from tallyroll.storage.package.versions import versions
 from tallyroll.storage.rows.pages import Page, PageSource, counted, times
@@ -31,6 +36,8 @@ STATUS: Mapping[Verdict, int] = {"proved": 0, "refuted": 1, "incomplete": 2}
 """Exit status of the command for each verdict."""
 
 _LEDGER = ("slots", "executed", "reset_slots", "stored", "discarded", "carried", "lost")
+_Copied: TypeAlias = tuple[range, Mapping[str, Any]]
+"""Rows of a storage that were copied, and their entry in the manifest."""
 PARTS = 1000
 """Units of progress of one check of one storage."""
 
@@ -56,6 +63,8 @@ class StorageProof(PageSource):
     """Sentences that do not change the verdict."""
     id: str | None = None
     """The id of the storage, which copies of its files share."""
+    sources: tuple[str, ...] = ()
+    """The storages whose rows these are, if all rows are copies and their sources were given."""
 
     @property
     def verdict(self) -> Verdict:
@@ -81,6 +90,7 @@ class StorageProof(PageSource):
             "faults": [*self.faults],
             "gaps": [*self.gaps],
             "notes": [*self.notes],
+            "sources": [*self.sources],
             "rows": None
             if found is None
             else {
@@ -128,6 +138,11 @@ class StorageProof(PageSource):
             page.print(f"  ledger   {balanced}: {_sums(ledger)}")
         if self.content is not None:
             page.print(f"  content  sha256 {self.content}")
+        if self.sources and not self.faults:
+            page.print(
+                f"  sources  each row is equal to a row of its source, bit for bit: "
+                f"{', '.join(self.sources)}"
+            )
         if (again := self.replay) is not None and again.replayed:
             page.print(
                 f"  replay   {again.equal:,} of {again.replayed:,} trajectories equal, "
@@ -199,6 +214,8 @@ def prove(
     of its budget, the ledger balances, and the replayed trajectories are equal bit for bit. Two
     storages with the same content are a fault, because they are not two runs of an experiment; if
     they are separate runs with the same seed, such as of settings without an effect, it is noted.
+    A storage of copied rows whose sources are among ``paths`` is not replayed. It is proved if each
+    row is equal to a row of its source and the sources are proved.
 
     Args:
         paths: storages of any format, or folders that contain storages.
@@ -215,6 +232,7 @@ def prove(
     found = [each for path in distinct(paths) for each in storages_at(path, accept_copy)]
     by_path = dict(found)
     places = distinct(by_path)
+    by_id = _by_id(places, accept_copy=accept_copy)
     total = 3 * PARTS * len(places)
 
     def stage_of(check: int) -> Progress:
@@ -236,7 +254,8 @@ def prove(
             "env_kwargs": env_kwargs,
         }
         options |= {"create_env_fn": create_env_fn, "accept_copy": accept_copy}
-        proofs.append(_proof_of(path, options, [stage_of(3 * number + each) for each in range(3)]))
+        stages = [stage_of(3 * number + each) for each in range(3)]
+        proofs.append(_proof_of(path, options, stages, by_id))
     if all(each.verification is None for each in proofs):
         reasons = "; ".join(gap for each in proofs for gap in each.gaps)
         raise ArgumentError(
@@ -245,7 +264,21 @@ def prove(
     return Proof(tuple(_with_cross_checks(proofs)), versions())
 
 
-def _proof_of(path: str, options: dict[str, Any], stages: Sequence[Progress]) -> StorageProof:
+def _by_id(places: Sequence[str], *, accept_copy: bool) -> dict[str, str]:
+    """Return the first path of each storage id, without storages that cannot be opened."""
+    found: dict[str, str] = {}
+    for path in places:
+        with (
+            suppress(StorageError, OSError),
+            open_storage(path, accept_copy=accept_copy) as storage,
+        ):
+            found.setdefault(str(storage.manifest["id"]), path)
+    return found
+
+
+def _proof_of(
+    path: str, options: dict[str, Any], stages: Sequence[Progress], by_id: Mapping[str, str]
+) -> StorageProof:
     faults: list[str] = []
     gaps: list[str] = []
     accept_copy = options["accept_copy"]
@@ -253,6 +286,8 @@ def _proof_of(path: str, options: dict[str, Any], stages: Sequence[Progress]) ->
         "verified", gaps, lambda: verify(path, progress=stages[0], accept_copy=accept_copy)
     )
     runs: list[Run] = []
+    copies: list[_Copied] = []
+    sources: tuple[str, ...] = ()
     content = again = id = None
     if checked is not None:
         faults += [str(each) for each in checked.findings]
@@ -262,9 +297,22 @@ def _proof_of(path: str, options: dict[str, Any], stages: Sequence[Progress]) ->
             "hashed", gaps, lambda: content_hash(path, progress=stages[1], accept_copy=accept_copy)
         )
         runs, id = _attempt(
-            "read", gaps, lambda: _runs_of(path, gaps, accept_copy=accept_copy)
+            "read", gaps, lambda: _runs_of(path, gaps, copies, accept_copy=accept_copy)
         ) or ([], None)
-        again = _attempt("replayed", gaps, lambda: replay(path, progress=stages[2], **options))
+        sources = () if runs or gaps else _sources_of(copies, by_id)
+        if sources:  # they are replayed
+            _attempt(
+                "compared with its sources",
+                gaps,
+                lambda: _compare_copies(path, copies, by_id, faults, gaps, accept_copy=accept_copy),
+            )
+        else:
+            gaps += [
+                f"rows {rows.start:,} to {rows.stop - 1:,} were copied from other storages. Give "
+                "the original storages, also together with this one"
+                for rows, _ in copies
+            ]
+            again = _attempt("replayed", gaps, lambda: replay(path, progress=stages[2], **options))
     if again is not None:
         differing = [f"replay: {each}" for each in again.differences[:1]]
         refused = {why: len(ids) for why, ids in again.not_replayed.items()} | dict(again.left_out)
@@ -283,14 +331,75 @@ def _proof_of(path: str, options: dict[str, Any], stages: Sequence[Progress]) ->
         if run.unversioned:
             gaps.append(f"{run.path}: {run.unversioned}")
     return StorageProof(
-        path, tuple(runs), checked, content, again, tuple(faults), tuple(gaps), id=id
+        path,
+        tuple(runs),
+        checked,
+        content,
+        again,
+        tuple(faults),
+        tuple(gaps),
+        id=id,
+        sources=sources,
     )
 
 
-def _runs_of(path: str, gaps: list[str], *, accept_copy: bool) -> tuple[list[Run], str | None]:
-    """Return the runs of a storage, and its id."""
+def _sources_of(copies: Sequence[_Copied], by_id: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the paths of the sources of copies, or an empty tuple if one was not given."""
+    found = [rows_copied(entry) for _, entry in copies]
+    paths = [None if each is None else by_id.get(each[0]) for each in found]
+    return () if None in paths else tuple(dict.fromkeys(path for path in paths if path))
+
+
+def _compare_copies(
+    path: str,
+    copies: Sequence[_Copied],
+    by_id: Mapping[str, str],
+    faults: list[str],
+    gaps: list[str],
+    *,
+    accept_copy: bool,
+) -> None:
+    """Compare copied rows with their sources; add a fault or a gap for each copy that differs."""
+    for rows, entry in copies:
+        found = rows_copied(entry)
+        assert found is not None
+        id, first, last = found
+        moved = entry[COPIED].get(MOVED, 0)
+        with (
+            open_storage(path, accept_copy=accept_copy) as copy,
+            open_storage(by_id[id], accept_copy=accept_copy) as source,
+        ):
+            one, other = copy.reader, source.reader
+            span = range(first, other.span.stop if last is None else last + 1)
+            numbers = None
+            if type(moved) is int:
+                numbers = source_rows(one, rows, other, span, moved)
+            if numbers is None:
+                gaps.append(
+                    f"rows {rows.start:,} to {rows.stop - 1:,} are not numbered as in {by_id[id]}"
+                )
+                continue
+            lacking = np.flatnonzero(numbers < 0)
+            if len(lacking):
+                fault = f"row {rows.start + int(lacking[0]):,} is not a row of {by_id[id]}"
+                (gaps if span.start < other.span.start else faults).append(fault)
+            elif (differs := first_difference(one, rows, other, numbers)) is not None:
+                faults.append(f"row {differs[0]:,} differs from {by_id[id]} in {differs[1]}")
+
+
+def _runs_of(
+    path: str, gaps: list[str], copies: list[_Copied], *, accept_copy: bool
+) -> tuple[list[Run], str | None]:
+    """Return the runs of a storage, and its id; add its copies to ``copies``."""
     with open_storage(path, accept_copy=accept_copy) as storage:
-        return [*runs_in(storage, path, lambda rows: None, gaps.append)], storage.reader.id
+        runs = runs_in(
+            storage,
+            path,
+            lambda rows: None,
+            gaps.append,
+            lambda rows, entry: copies.append((rows, entry)),
+        )
+        return [*runs], storage.reader.id
 
 
 def _attempt(what: str, gaps: list[str], check: Callable[[], Any]) -> Any:
@@ -358,6 +467,22 @@ def _with_cross_checks(proofs: Sequence[StorageProof]) -> list[StorageProof]:
             if lacking:
                 gap = f"shards {', '.join(map(str, lacking))} of {said[2]} were not given"
                 found[at] = replace(found[at], gaps=(*found[at].gaps, gap))
+    return _with_verdicts_of_sources(found)
+
+
+def _with_verdicts_of_sources(proofs: Sequence[StorageProof]) -> list[StorageProof]:
+    """Add a gap to each copy whose source is not proved, or is proved by the copy itself."""
+    proved: set[str] = set()
+    for _ in proofs:  # a copy of a copy may be given before its source
+        proved |= {e.path for e in proofs if e.verdict == "proved" and proved.issuperset(e.sources)}
+    verdicts = {each.path: each.verdict for each in proofs}
+    found = []
+    for each in proofs:
+        if each.verdict == "proved" and each.path not in proved:
+            source = next(path for path in each.sources if path not in proved)
+            said = "not proved" if verdicts[source] == "proved" else verdicts[source]
+            each = replace(each, gaps=(f"its source {source} is {said}",))
+        found.append(each)
     return found
 
 

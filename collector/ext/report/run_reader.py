@@ -117,8 +117,12 @@ def runs_in(
     path: str,
     progress: Callable[[int], object],
     problem: Callable[[str], object],
+    copied: Callable[[range, Mapping[str, Any]], object] | None = None,
 ) -> Iterator[Run]:
-    """Yield the runs of an open storage; see `read_runs`."""
+    """Yield the runs of an open storage; see `read_runs`.
+
+    ``copied`` is called with the rows and the entry of each copy; None calls ``problem``.
+    """
     span = storage.span
     # Entries are shown to others, so they omit the host, as in other formats.
     runs = runs_of([exported(run) for run in storage.runs], span)
@@ -132,6 +136,9 @@ def runs_in(
     for number, run in enumerate(runs):
         stop = runs[number + 1]["first_row"] if number + 1 < len(runs) else span.stop
         last = number + 1 == len(runs)
+        if copied is not None and is_copied(run):
+            copied(range(run["first_row"], stop), run)
+            continue
         if is_copied(run) or LEFT_OUT in run:
             problem(
                 f"rows {run['first_row']:,} to {stop - 1:,} were copied from other storages. "

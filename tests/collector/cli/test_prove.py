@@ -201,6 +201,67 @@ def test_two_runs_with_the_same_seed_and_rows(
     assert f"  note     {note}\n" in capsys.readouterr().out
 
 
+def test_a_copy_is_proved_by_its_sources(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sources = [runs / "pole-0", runs / "pole-1.zarr"]
+    with open_storage(sources) as union:
+        union.trajectories.where("length > 12").copy_to(tmp_path / "all.h5", sort=True)
+    with open_storage(tmp_path / "all.h5") as both:
+        keys = [key for key in both.schema.keys if key != ("observation",)]
+        both.copy_to(tmp_path / "half", columns=keys)
+    status, facts = proof(capsys, tmp_path / "all.h5", *sources[:1])
+    found, _ = facts["storages"]
+    assert (status, found["verdict"], found["sources"]) == (2, "incomplete", [])
+    assert "Give the original storages" in found["gaps"][0]
+    words = ["half", "all.h5"]
+    status, facts = proof(capsys, *(tmp_path / word for word in words), *sources)
+    half, both_found, *_ = facts["storages"]
+    assert (status, facts["verdict"]) == (0, "proved"), facts
+    assert half["sources"] == [str(tmp_path / "all.h5")]
+    assert both_found["sources"] == [*map(str, sources)]
+    assert main(["prove", str(tmp_path / "all.h5"), *map(str, sources)]) == 0
+    said = f"is equal to a row of its source, bit for bit: {sources[0]}, {sources[1]}\n"
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "said"),
+    [
+        ("value", 1, "row 70 differs from {source} in action"),
+        ("rows", 1, "row 150 is not a row of {source}"),
+        ("moved", 2, "rows 0 to 199 are not numbered as in {source}"),
+        ("source", 2, "its source {source} is incomplete"),
+        ("circle", 2, "its source {copy} is not proved"),
+    ],
+)
+def test_a_copy_that_its_source_does_not_prove(
+    what: str, status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, copy = collected(tmp_path / "pole"), tmp_path / "copy"
+    with open_storage(source) as storage:
+        storage.copy_to(copy)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest.pop("crc32")
+    copied = manifest["runs"][0]["copied_from"]
+    if what == "value":
+        actions = np.memmap(copy / "action.memmap", np.int64, "r+")
+        actions[70] = 1 - actions[70]
+        actions.flush()
+    elif what == "source":
+        edited(source, {"total_frames": FRAMES + 1})
+    else:
+        copied |= {
+            "rows": {"rows": [0, 149]},
+            "moved": {"ids_moved_by": None},
+            "circle": {"id": manifest["id"]},
+        }[what]
+        (copy / "manifest.json").write_text(json.dumps(manifest))
+    found = proof(capsys, copy, source)[1]["storages"][0]
+    assert [*found["faults"], *found["gaps"]] == [said.format(source=source, copy=copy)]
+    assert found["verdict"] == {1: "refuted", 2: "incomplete"}[status]
+
+
 def test_a_shard_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for index in range(2):
         collected(tmp_path / f"part-{index}", shard=f"{index}/2", seed=3)

@@ -1,0 +1,94 @@
+"""Compare the rows of a copy with the rows of its source, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.keys import STEP, TRAJ_IDS, format_key
+from tallyroll.storage.trajectories.columns import missing, numbers_of
+from tallyroll.storage.trajectories.content import compared_columns
+
+_CHUNK_NBYTES: Final = 2**24
+_CHUNK_ROWS: Final = 2**20
+
+
+def source_rows(
+    copy: RowReader, rows: range, source: RowReader, span: range, moved: int
+) -> np.ndarray | None:
+    """Return the number of the source row with the trajectory and step of each row of a copy.
+
+    Args:
+        copy: the reader of the copy.
+        rows: the rows of the copy.
+        source: the reader of the source.
+        span: the rows of the source that contain the copied rows.
+        moved: the trajectory ids in the copy minus those in the source.
+
+    Returns:
+        int64 [rows], with -1 for a row that the source does not have; None if the rows of one
+        storage are not numbered by trajectory and step.
+    """
+    if missing(copy.schema, (TRAJ_IDS, STEP)) or missing(source.schema, (TRAJ_IDS, STEP)):
+        return None
+    span = range(max(span.start, source.span.start), min(span.stop, source.span.stop))
+    ids, steps = (
+        np.concatenate([_numbers(source, key, span), _numbers(copy, key, rows)])
+        for key in (TRAJ_IDS, STEP)
+    )
+    ids[len(span) :] -= moved
+    is_copied = np.arange(len(ids)) >= len(span)
+    # In this order, a source row directly precedes the copies of it.
+    order = np.lexsort((is_copied, steps, ids))
+    places = np.arange(len(order))
+    last = np.maximum.accumulate(np.where(is_copied[order], 0, places))
+    before = order[last]
+    same = (ids[before] == ids[order]) & (steps[before] == steps[order]) & ~is_copied[before]
+    found = np.full(len(ids), -1, np.int64)
+    found[order] = np.where(same, before + span.start, -1)
+    return found[len(span) :]
+
+
+def first_difference(
+    copy: RowReader, rows: range, source: RowReader, numbers: np.ndarray
+) -> tuple[int, str] | None:
+    """Return the first row of a copy that differs from its source row, and the column's name.
+
+    Trajectory ids are not compared, nor ``collector/cut``, which records how rows were committed.
+    ``numbers`` has the number of the source row of each row, int64 [rows].
+    """
+    columns = [each for each in compared_columns(copy.schema) if each.key != TRAJ_IDS]
+    theirs = {each.key: each for each in source.schema.columns}
+    for column in columns:
+        if theirs.get(column.key) != column:
+            return rows.start, format_key(column.key)
+    size = max(1, _CHUNK_NBYTES // max(1, sum(each.row_nbytes for each in columns)))
+    for start in range(0, len(rows), size):
+        own = np.arange(rows.start + start, rows.start + min(start + size, len(rows)))
+        wrong = []
+        for column in columns:
+            values, others = (
+                np.ascontiguousarray(reader.column(column.key).take(at)).reshape(len(own), -1)
+                for reader, at in ((copy, own), (source, numbers[start : start + size]))
+            )
+            if values.tobytes() != others.tobytes():
+                differs = (values.view(np.uint8) != others.view(np.uint8)).any(axis=1)
+                wrong.append((int(own[differs.argmax()]), format_key(column.key)))
+        if wrong:
+            return min(wrong)
+    return None
+
+
+def _numbers(reader: RowReader, key: tuple[str, ...], rows: range) -> np.ndarray:
+    """Return one whole number per row, int64 [rows]."""
+
+    def parts() -> Iterator[np.ndarray]:
+        yield np.empty(0, np.int64)
+        for start in range(rows.start, rows.stop, _CHUNK_ROWS):
+            stop = min(start + _CHUNK_ROWS, rows.stop)
+            yield numbers_of(reader.column(key).slice(start, stop)).astype(np.int64)
+
+    return np.concatenate([*parts()])
