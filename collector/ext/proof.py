@@ -146,7 +146,8 @@ class StorageProof(PageSource):
         if (again := self.replay) is not None and again.replayed:
             page.print(
                 f"  replay   {again.equal:,} of {again.replayed:,} trajectories equal, "
-                f"bit for bit; {again.rows:,} of {found.rows if found else 0:,} rows compared"
+                f"bit for bit; {again.replayed:,} of {again.trajectories:,} trajectories and "
+                f"{again.rows:,} of {found.rows if found else 0:,} rows compared"
             )
         for run in self.runs:
             page.print(f"  made by  {_made_by(run)}")

@@ -453,6 +453,7 @@ class _Replay:
             not_compared=tuple(rest),
             excluded=tuple(excluded_by(self._storage.runs)),
             notes=tuple(self._notes),
+            trajectories=len(self._history.table),
             frames=0 if self._film is None else self._film.frames,
             seconds=seconds,
         )

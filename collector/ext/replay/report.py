@@ -45,6 +45,8 @@ class ReplayReport(PageSource):
     frames: int = 0
     """Number of frames in the video; 0 without a video."""
     seconds: float = field(default=0.0, compare=False)
+    trajectories: int = 0
+    """Number of trajectories that the storage has, replayed or not."""
 
     @property
     def replayed(self) -> int:
@@ -77,6 +79,7 @@ class ReplayReport(PageSource):
             "path": self.path,
             "same": self.same,
             "replayed": self.replayed,
+            "trajectories": self.trajectories,
             "equal": self.equal,
             "rows": self.rows,
             "atol": self.atol,
@@ -120,8 +123,8 @@ def show_replay(found: ReplayReport, page: Page, video: str | None = None) -> No
     if found.replayed:
         page.print(
             f"{'equal' if not found.differences else 'different'}{within}: {found.equal:,} of "
-            f"{found.replayed:,} trajectories are equal, {counted(found.rows, 'row')} "
-            "compared, "
+            f"{found.replayed:,} trajectories are equal; {found.replayed:,} of "
+            f"{found.trajectories:,} trajectories and {counted(found.rows, 'row')} compared, "
             f"{found.seconds:.1f} s"
         )
     else:

@@ -72,6 +72,7 @@ def test_proved(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with open_storage(runs / name) as storage:
             rows = len(storage)
             assert found["replay"]["replayed"] == len(storage.trajectories.table)
+        assert found["replay"]["trajectories"] == found["replay"]["replayed"]
         assert found["rows"]["rows"] == found["replay"]["rows"] == rows
         assert found["rows"]["sound"]
         assert found["ledger_balanced"]

@@ -11,6 +11,7 @@ import pytest
 from replay_kit import ROWS, collect
 
 from tallyroll.collector.cli import main
+from tallyroll.storage import open_storage
 
 Stored = Callable[[str], Path]
 FACTORY = """
@@ -55,7 +56,10 @@ def test_differences_and_what_cannot_be_done(
         main(["replay", path, "--trajectory", "0", "--env-factory", "poles_of_replay:light"]) == 1
     )
     said = capsys.readouterr().out
-    assert "different: 0 of 1 trajectories are equal" in said
+    with open_storage(path) as storage:
+        total = len(storage.trajectories)
+    assert "different: 0 of 1 trajectories are equal; 1 of " in said
+    assert f"1 of {total:,} trajectories and " in said
     assert "trajectory 0, step 0 (row 0), next/observation: stored [" in said
     assert "next/observation: " in said.partition("Columns that differ")[2]
 

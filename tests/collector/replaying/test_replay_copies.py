@@ -149,7 +149,7 @@ def test_several_storages(kind: str, tmp_path: Path, capsys: pytest.CaptureFixtu
         report = replay(given, "all")
         assert (report.same, report.rows) == (True, total), report.not_replayed
     assert main(["replay", *map(str, paths), "--all"]) == 0
-    assert f"{total:,} rows compared" in capsys.readouterr().out
+    assert f"trajectories and {total:,} rows compared" in capsys.readouterr().out
     copy = made(WHOLE["sorted"], paths, tmp_path / "a")
     assert replay(copy, "all").same
     report = replay(made(WHOLE["packed"], paths, tmp_path / "b"), "all")
