@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         emit(json.dumps(as_json(found.to_dict()), indent=2, allow_nan=False) + "\n")
     elif args.csv:
         emit(found.as_csv())
-    elif found.runs:
+    elif found.runs and not args.quiet:
         page = Page()
         show_runs(found, page)
         emit(page.text)
