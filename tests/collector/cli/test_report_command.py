@@ -6,13 +6,15 @@ import csv
 import io
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tallyroll.collector.cli import main
-from tallyroll.storage import open_storage
+from tallyroll.storage import MemmapStorage, open_storage
 
 from report_kit import FRAMES, collected
 
@@ -64,6 +66,29 @@ def test_what_cannot_be_read_is_said(
     assert said.out == ""
     assert "there is no run to report" in said.err
     assert not (tmp_path / "b.html").exists()
+
+
+def test_a_quoted_pattern_is_read_storage_by_storage(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("left-0", "left-1"):
+        shutil.copytree(runs / name, tmp_path / name)
+    with MemmapStorage(tmp_path / "left-other") as storage:
+        storage.extend({("x",): np.zeros(3)})
+    (tmp_path / "left.txt").write_text("notes")
+    assert main(["report", str(tmp_path / "left*"), "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    named = {each["fields"]["label"]: each["runs"] for each in facts["groups"]}
+    assert named == {
+        "left": [str(tmp_path / f"left-{seed}") for seed in range(2)],
+        "left-other": [str(tmp_path / "left-other")],
+    }
+    assert {each["where"] for each in facts["problems"]} == {str(tmp_path / "left-other")}
+    assert main(["report", str(tmp_path / "left-[01]"), "--quiet"]) == 0
+    assert capsys.readouterr() == ("", "")
+    for pattern, said in (("*.txt", "matches no storage"), ("none*", "matches no path")):
+        assert main(["report", str(tmp_path / pattern)]) == 1
+        assert said in capsys.readouterr().err
 
 
 def test_a_place_of_another_file_is_refused_before_anything_is_read(
