@@ -267,7 +267,8 @@ observations, NaN, rows that were never written, a ledger that does not
 balance, or bytes that changed since the storage was finalized. Each finding
 names its row. Another process may write to the storage at the same time. For
 several storages, the command checks each one, and also that no two hold the
-same rows and that no shard of a run is missing.
+same rows and that no shard of a run is missing. If their columns or formats
+differ, each is checked alone.
 
 The command can also check a dataset of another library, one at a time: counts
 against metadata, episodes and their boundaries, indices, timestamps, next
@@ -282,6 +283,7 @@ examples:
   tallyroll verify runs/pole.h5 --skip nan,zeros
   tallyroll verify runs/pole --json | jq .findings
   tallyroll verify runs/shard-*
+  tallyroll verify 'data/*'
   tallyroll verify minari:datasets/pole-v0
   tallyroll verify lerobot:datasets/pusht --skip videos
 

@@ -5,26 +5,68 @@ import dataclasses
 import json
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from tallyroll.collector.cli.output import CommandError, emit
+from tallyroll.collector.cli.output import CommandError, as_json, emit
 from tallyroll.collector.cli.page import Page
 from tallyroll.collector.ext.progress import shown_progress
 from tallyroll.storage import NotAStorage, Report, verify, verify_dataset
+from tallyroll.storage.errors import SchemaMismatch, StorageError
 from tallyroll.storage.ext.dataset_checks.verify_dataset import kind_at, kinds
+from tallyroll.storage.ext.joined.members import expand_paths
 from tallyroll.storage.ext.verification.findings import show_report
+from tallyroll.storage.files.paths import is_pattern
+from tallyroll.storage.rows.pages import counted
 
 
 def run(args: argparse.Namespace) -> int:
     """Run ``tallyroll verify`` and return the exit status."""
     began = time.monotonic()
     with shown_progress("verified", args.quiet) as progress:
-        report = _report(args, progress)
+        try:
+            report = _report(args, progress)
+        except (NotAStorage, SchemaMismatch):
+            places = expand_paths(args.path)
+            if len(places) == 1:
+                raise
+            return _run_each(args, [*map(str, places)], progress)
     if args.json:
         emit(json.dumps(report_facts(report), indent=2) + "\n")
     elif not args.quiet:
         emit(as_text(report, time.monotonic() - began))
     return 0 if report.sound else 1
+
+
+def _run_each(args: argparse.Namespace, places: Sequence[str], progress: Any) -> int:
+    """Check storages and datasets that cannot be read as one, each alone."""
+    reports: list[Report] = []
+    unchecked: dict[str, str] = {}
+    for place in places:
+        began = time.monotonic()
+        try:
+            reports.append(_report(argparse.Namespace(**{**vars(args), "path": [place]}), progress))
+        except StorageError as error:
+            unchecked[place] = str(error)
+            continue
+        if not (args.json or args.quiet):
+            emit(as_text(reports[-1], time.monotonic() - began))
+    if not reports:
+        raise CommandError(next(iter(unchecked.values())))
+    sound = all(each.sound for each in reports)
+    if args.json:
+        facts = {"sound": sound, "datasets": [*map(report_facts, reports)], "unchecked": unchecked}
+        emit(json.dumps(as_json(facts), indent=2) + "\n")
+    elif not args.quiet:
+        page = Page()
+        page.head(
+            f"{counted(len(reports), 'dataset')} checked one by one, because their columns or "
+            "formats differ. Rows that two of them share are not detected"
+        )
+        for place, why in unchecked.items():
+            page.print(f"not checked: {place}: {why.removeprefix(f'{place} ')}")
+        emit(page.text)
+    return 1 if not sound else 2 if unchecked else 0
 
 
 def _report(args: argparse.Namespace, progress: Any) -> Report:
@@ -38,7 +80,7 @@ def _report(args: argparse.Namespace, progress: Any) -> Report:
     try:
         return verify(one, skip=skip, progress=progress, accept_copy=args.accept_copy)
     except NotAStorage:
-        found = None if len(paths) > 1 else kind_at(paths[0])
+        found = None if len(paths) > 1 or is_pattern(paths[0]) else kind_at(paths[0])
         if found is None:
             raise
         return verify_dataset(paths[0], found, skip=skip, progress=progress)

@@ -1288,6 +1288,28 @@ def test_verify_says_what_is_wrong_and_where(
     assert "not checked: nan, episodes (not wanted)" in capsys.readouterr().out
 
 
+def test_verify_checks_datasets_of_different_columns_one_by_one(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tallyroll(*cartpole("runs/a"), "--quiet") == 0
+    assert tallyroll("collect", "Pendulum-v1", "--frames", 20, "--out", "runs/b", "--quiet") == 0
+    assert tallyroll("export", "runs/b", "npz:runs/c.npz", "--quiet") == 0
+    for words in (["runs/*"], ["runs/a", "runs/b", "runs/c.npz"]):
+        assert tallyroll("verify", *words) == 0
+        said = capsys.readouterr().out
+        for name in ("a", "b", "c.npz"):
+            assert f"runs/{name}: sound; " in said
+        assert "3 datasets checked one by one, because their columns or formats differ" in said
+    np.memmap("runs/a/next/reward.memmap", np.float32, "r+")[3] = np.nan
+    Path("runs/notes.txt").write_text("text")
+    assert tallyroll("verify", "runs/*", "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [each["sound"] for each in found["datasets"]] == [False, True, True]
+    assert (found["sound"], [*found["unchecked"]]) == (False, ["runs/notes.txt"])
+    assert tallyroll("verify", "runs/b", "runs/notes.txt", "--quiet") == 2
+    assert capsys.readouterr() == ("", "")
+
+
 def test_verify_of_what_it_cannot_check(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tallyroll("verify", "nothing") == 2
     assert capsys.readouterr().err == (
