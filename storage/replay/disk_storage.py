@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -303,7 +303,9 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
 
         return StoredTrajectories(self.reader, self, self._over)
 
-    def split(self, *, seed: int = 0, **shares: float) -> dict[str, DiskStorage]:
+    def split(
+        self, *, seed: int = 0, by: Literal["trajectory", "run"] = "trajectory", **shares: float
+    ) -> dict[str, DiskStorage]:
         """Split the trajectories at random and return a view of each part by its name.
 
         The parts do not overlap. Each part has its share of all trajectories, rounded to whole
@@ -313,6 +315,8 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
 
         Args:
             seed: the seed of the split, 0 or more.
+            by: ``"run"`` divides whole runs, as `trajectories.where` numbers them, so that no run
+                is in two parts. Each part then has its share of the runs.
             shares: the share of each part, such as ``train=0.9, val=0.1``.
 
         Raises:
@@ -322,7 +326,7 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
         """
         from tallyroll.storage.ext.views.split import split
 
-        parts = split(self.trajectories, shares, seed)
+        parts = split(self.trajectories, self.reader, shares, seed, by)
         return {name: self._over(reader) for name, reader in parts.items()}
 
     def _over(self, reader: ViewReader) -> DiskStorage:

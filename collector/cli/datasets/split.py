@@ -13,17 +13,21 @@ from tallyroll.collector.cli.selection import add_accept_copy, add_output, add_w
 _ABOUT = "split the trajectories of a storage into several storages"
 _USAGE = "%(prog)s SRC DST --train SHARE [--val SHARE] [--test SHARE] [options]"
 _DESCRIPTION = """\
-Split the trajectories of a storage at random, and write each part as a storage
-in a new folder: DST/train, DST/val. Each part holds its share of the
-trajectories, and trajectories are never divided. No trajectory is in two parts;
-if the shares sum to 1, every trajectory is in one. The parts depend only on the
-trajectory ids and the seed. DST is created atomically: complete, or not at all.
-SRC is not modified. In Python, storage.split(...) splits without copying.
+Split the trajectories of a storage at random, and write each part as a
+storage in a new folder: DST/train, DST/val. Each part holds its share of the
+trajectories, and trajectories are never divided. No trajectory is in two
+parts; if the shares sum to 1, every trajectory is in one. The parts depend
+only on the trajectory ids and the seed. With --by run, whole runs are
+divided: each part has its share of the runs, and no run is in two parts. DST
+is created atomically: complete, or not at all. SRC is not modified. In
+Python, storage.split(...) splits without copying.
 """
 _EXAMPLES = """\
 examples:
   tallyroll split runs/pole parts --train 0.9 --val 0.1
   tallyroll split runs/pole parts --train 0.8 --val 0.1 --test 0.1 --seed 7
+  keep each run of a merged dataset in one part:
+    tallyroll split merged parts --train 0.8 --test 0.2 --by run
   split only good trajectories, into a part with another name:
     tallyroll split runs/pole parts --where "return > 100" --part held_out=0.2
 
@@ -53,6 +57,8 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     parser.add_argument(
         "--part", action="append", default=[], type=_part, metavar="NAME=SHARE", help=text
     )
+    text = "divide whole trajectories or whole runs (default: trajectory)"
+    parser.add_argument("--by", choices=("trajectory", "run"), default="trajectory", help=text)
     text = "random seed; the same seed gives the same parts (default: 0)"
     parser.add_argument("--seed", type=_seed, default=0, metavar="S", help=text)
     add_where(parser)
@@ -112,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         chosen = chosen_rows(storage, args)
         try:
-            views = chosen.split(seed=args.seed, **shares)
+            views = chosen.split(seed=args.seed, by=args.by, **shares)
         except ValueError as error:
             raise CommandError(str(error)) from error
         readers = {name: view.reader for name, view in views.items()}
@@ -131,7 +137,8 @@ def run(args: argparse.Namespace) -> int:
             }
             for name, each in reports.items()
         }
-        said = {"source": str(args.path), "seed": args.seed, "parts": told, "dry_run": args.dry_run}
+        said = {"source": str(args.path), "seed": args.seed, "by": args.by, "parts": told}
+        said |= {"dry_run": args.dry_run}
         emit(json.dumps(said, indent=2) + "\n")
     elif not args.quiet:
         page = Page()

@@ -14,6 +14,7 @@ from tallyroll.storage.errors import StorageFull
 from tallyroll.storage.ext.atomic_create import atomic_creation, require_free
 from tallyroll.storage.ext.storage_copy import CopyReport, copy
 from tallyroll.storage.ext.views.trajectories import StoredTrajectories
+from tallyroll.storage.ext.views.trajectory_columns import run_of
 from tallyroll.storage.ext.views.view_reader import ViewReader
 from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.formats.by_name import FILES, SUFFIXES
@@ -27,13 +28,27 @@ _MOST_SEED = 2**64
 
 
 def split(
-    trajectories: StoredTrajectories[Any], shares: Mapping[str, float], seed: int
+    trajectories: StoredTrajectories[Any],
+    reader: RowReader,
+    shares: Mapping[str, float],
+    seed: int,
+    by: str,
 ) -> dict[str, ViewReader]:
-    """Return a reader for each part of the trajectories; see `DiskStorage.split`."""
+    """Return a reader for each part of the trajectories of a reader; see `DiskStorage.split`."""
     _check(shares, seed)
+    if by not in ("trajectory", "run"):
+        raise ValueError(f"split: expected by to be 'trajectory' or 'run', got {by!r:.80}.")
 
     def masks(table: np.ndarray) -> dict[str, np.ndarray]:
-        parts = divided(table["id"], shares, seed)
+        units = table["id"] if by == "trajectory" else run_of(reader.runs, table["first_row"])
+        known = np.unique(units)
+        of_known = divided(known, shares, seed)
+        if by == "run" and (empty := [name for name, mine in of_known.items() if not mine.any()]):
+            raise ValueError(
+                f"split: expected runs for each part, got none for {', '.join(empty)}, of "
+                f"{len(known):,} in all. Give larger shares or fewer parts."
+            )
+        parts = {name: np.isin(units, known[mine]) for name, mine in of_known.items()}
         if empty := [name for name, mine in parts.items() if not mine.any()]:
             raise ValueError(
                 f"split: expected trajectories for each part, got none for {', '.join(empty)}, of "

@@ -67,6 +67,31 @@ def test_the_parts_are_those_of_the_storage(
     assert "already exists and is not replaced" in capsys.readouterr().err
 
 
+def test_whole_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(4):
+        with MemmapStorage(tmp_path / f"run-{number}") as storage:
+            storage.extend(trajectory_rows(number * 100, 6 + number, steps=2))
+    with open_storage(tmp_path / "run-*") as union:
+        union.copy_to(tmp_path / "all", sort=True)
+    words = ["split", str(tmp_path / "all"), str(tmp_path / "parts"), "--by", "run", "--json"]
+    assert main([*words, "--train", "0.95", "--val", "0.05"]) == 1
+    assert "expected runs for each part, got none for val, of 4" in capsys.readouterr().err
+    assert main([*words, "--train", "0.75", "--test", "0.25", "--seed", "3"]) == 0
+    assert json.loads(capsys.readouterr().out)["by"] == "run"
+    found = []
+    for name, count in (("train", 3), ("test", 1)):
+        with open_storage(tmp_path / "parts" / name) as part:
+            numbers = part.get(slice(None))["observation"].reshape(-1).long() // 100
+            assert len(numbers.unique()) == count
+            found += numbers.tolist()
+    assert sorted(found) == [number for number in range(4) for _ in range(6 + number)]
+    with open_storage(tmp_path / "all") as storage:
+        parts = storage.split(seed=3, by="run", train=0.75, test=0.25)
+        assert [len(parts[name]) for name in parts] == [len(found) - numbers.numel(), len(numbers)]
+        with pytest.raises(ValueError, match="'trajectory' or 'run', got 'seed'"):
+            storage.split(by="seed", train=1.0)  # type: ignore[arg-type]
+
+
 def test_some_trajectories_and_an_empty_part(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
