@@ -258,7 +258,7 @@ def prove(
         stages = [stage_of(3 * number + each) for each in range(3)]
         proofs.append(_proof_of(path, options, stages, by_id))
     if all(each.verification is None for each in proofs):
-        reasons = "; ".join(gap for each in proofs for gap in each.gaps)
+        reasons = "; ".join(gap.rstrip(".") for each in proofs for gap in each.gaps)
         raise ArgumentError(
             f"paths: expected storages that can be read, got none: {reasons or 'no path'}."
         )
