@@ -225,7 +225,10 @@ def keep_stand_ins(run: object) -> bool:
 
 
 def release_stand_ins(run: object) -> None:
-    """End :func:`keep_stand_ins` of ``run``; restore handlers after the last run. Idempotent."""
+    """Release the stand-ins that :func:`keep_stand_ins` kept for ``run``.
+
+    After the last run, restore the original signal handlers. Repeated calls have no effect.
+    """
     _forget(id(run))
 
 

@@ -144,7 +144,7 @@ class StorageExists(OpenError):
 
 
 class DirectoryNotEmpty(OpenError):
-    """``mode="create"`` was used on a directory that holds something else."""
+    """``mode="create"`` was used on a directory that is not empty and is not a storage."""
 
 
 class PathIsFile(OpenError):

@@ -1,7 +1,7 @@
-"""Random legal actions from a mask and uniform numbers, the same in every process.
+"""Draw random legal actions from a mask and uniform numbers, identically in every process.
 
-`nth_marked` in ``native/_kernel.c`` repeats `_nth`. If `Choices` cannot list the actions of a spec,
-TorchRL draws them (`RandomActions._by_torch`).
+`nth_marked` in ``native/_kernel.c`` is the C version of `_nth`. If `Choices` cannot list the
+actions of a spec, TorchRL draws the actions (`RandomActions._by_torch`).
 """
 
 from dataclasses import dataclass

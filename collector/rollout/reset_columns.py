@@ -1,4 +1,4 @@
-"""Columns with the context and the seed of each trajectory's reset, equal in all of its rows."""
+"""Columns for the context and the seed of a reset, repeated in each row of its trajectory."""
 
 from collections.abc import Sequence
 from typing import Any, Self

@@ -186,7 +186,7 @@ class Rollout:
 
     @contextmanager
     def still(self) -> Iterator[Sequence[UndeliveredTransitions]]:
-        """Return a context in which no steps are made; see `TransitionSource.still`."""
+        """Pause stepping inside a ``with`` block; see `TransitionSource.still`."""
         used, held = self.driver.used, self._held.lanes
         first = used - 1 if self._slots is Slots.HANDED_OVER else 0
         marks = self.slab.transitions[first:used]

@@ -234,10 +234,10 @@ class TransitionSource(Protocol):
         """
 
     def still(self) -> AbstractContextManager[Sequence[UndeliveredTransitions]]:
-        """Wait for steps in progress, and return a context in which no step is made.
+        """Wait for steps in progress, and pause stepping inside a ``with`` block.
 
-        The context yields all executed transitions that are in no block, in the order in which
-        blocks will have them.
+        The context manager yields all executed transitions that are in no block, in the order in
+        which blocks will have them.
         """
 
     def undelivered_random(self, openings: Openings) -> Counts:

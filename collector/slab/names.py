@@ -263,13 +263,14 @@ def require_names(
     for entry in (*seen, *by_policy):
         if not all(entry.key):
             raise NameRefused(
-                f"{spelled(entry.key)}: expected a name that is not empty ({entry.what}); "
-                f"{entry.settle}"
+                f"{spelled(entry.key)}: expected a name that is not empty ({entry.what}). Give "
+                f"another name with {entry.settle}"
             )
         if masks := sorted(_MASKS & set(entry.key)):
             raise NameRefused(
-                f"{spelled(entry.key)}: expected another name than {masks[0]!r}, because TorchRL "
-                f"reads that as a mask of lanes ({entry.what}); {entry.settle}"
+                f"{spelled(entry.key)}: expected a name other than {masks[0]!r}, because TorchRL "
+                f"reads that name as a mask of lanes ({entry.what}). Give another name with "
+                f"{entry.settle}"
             )
     flags = {*_FLAGS, *((NEXT, *key) for key in (*rewards, *flags))}
     _require_disjoint(

@@ -220,8 +220,8 @@ class Slab:
 
         Args:
             used: number of slots that were filled.
-            lanes: marks of the lanes in the last slot whose transitions start the next block and
-                are moved to slot 0; None if there are none.
+            lanes: mask of the lanes whose transition in the last slot starts the next block. These
+                transitions are moved to slot 0. None if there are none.
         """
         if used == 0:
             return

@@ -161,7 +161,10 @@ class WriterLock:
 
     @property
     def is_in_place(self) -> bool:
-        """True while the lock file is at its path. Otherwise a second writer could start."""
+        """True if the lock file that this process holds is still at its path.
+
+        If the file was moved or deleted, another writer can create a new one and start.
+        """
         try:
             return _identity_of(os.lstat(self._path)) == self.identity
         except OSError:

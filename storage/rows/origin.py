@@ -50,7 +50,7 @@ class Origin:
         return bool, ()
 
     def show(self, manifest: dict[str, Any] | None, until: int) -> None:
-        """Set the manifest, which has the runs of the first ``until`` rows."""
+        """Set the manifest. It lists the runs of the first ``until`` rows."""
         self.manifest, self.until = manifest, until
 
     def look(self) -> None:

@@ -41,12 +41,13 @@ class OpenedFiles:
     Args:
         reader: the reader of the files.
         capacity: the number of rows to reserve space for, or 0.
-        max_size: the number of slots of a ring, or 0 to keep every row. None is 0 for new files,
-            and accepts any existing ones.
+        max_size: the number of slots of a ring, or 0 to keep every row. With None, new files keep
+            every row, and existing files keep their own setting.
         durability: the failures that a commit survives; see `DiskStorage`.
         accept_copy: True to open a copy of a storage that was open for writing.
-        once: function that chooses the columns that a new storage stores once; None: none.
-        declared_once: the same, for a schema that a collector declares, if ``once`` is None.
+        once: function that selects the columns that a new storage stores once. None selects none.
+        declared_once: like ``once``, but for a schema that a collector declares. Ignored if
+            ``once`` is given.
     """
 
     @translates_errors

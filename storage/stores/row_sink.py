@@ -175,7 +175,7 @@ class BufferedWriter(RunWriter, Protocol):
 
 
 def absent(kind: type, found: object) -> list[str]:
-    """Return the members of one of these protocols that an object lacks.
+    """Return the members of the protocol ``kind`` that ``found`` lacks.
 
     Members are looked up but not called, because a property may raise until there is a schema.
     """

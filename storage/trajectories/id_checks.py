@@ -299,11 +299,10 @@ class IdChecks:
             why = "its lane is in another trajectory earlier in this batch"
         if why is not None:
             raise TrajectoryIdTaken(
-                f"trajectory {id} is already stored in {self._path}, and row {row} of this batch, "
-                f"its step {step} in lane {lane}, does not continue it: {why}. Nothing was "
-                "written. "
-                'Use new ids, or extend(..., ids="renumber"), which numbers these trajectories '
-                "after the stored ones."
+                f"trajectory {id} is already stored in {self._path}. Row {row} of this batch (step "
+                f"{step}, lane {lane}) has the same id but does not continue that trajectory: "
+                f'{why}. Nothing was written. Use new ids, or extend(..., ids="renumber"), which '
+                "numbers these trajectories after the stored ones."
             )
 
     def _require_later(self, id: int, lane: int, current: int, row: int) -> None:

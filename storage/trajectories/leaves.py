@@ -140,7 +140,7 @@ def about(schema: Schema) -> bytes:
 
 
 def leaf_hashes_of(reader: ReadableRows, files: Format) -> LeafHashes:
-    """Return the cached leaf hashes of a reader's storage, which consists of these files."""
+    """Return the cached leaf hashes of a reader's storage, whose files are ``files``."""
     columns = about(reader.schema)
     return LeafHashes(files, reader.id, columns, lambda: reader.head, reader.rewinds)
 

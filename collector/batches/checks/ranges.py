@@ -107,7 +107,7 @@ class Range:
 
     @cached_property
     def _within(self) -> tuple[Any, Any]:
-        """The bounds that all entries share."""
+        """The tightest bounds of all entries."""
         return self.low.max(), self.high.min()
 
     @cached_property
@@ -141,10 +141,11 @@ class Range:
         return bool(np.all(low >= self.low) and np.all(high <= self.high))
 
     def holds(self, values: NDArray[Any]) -> bool:
-        """Return True if all ``values`` are within bounds that all entries share (fast path).
+        """Return True if all ``values`` satisfy the bounds of every entry (fast path).
 
-        A NaN is both the minimum and the maximum of its piece, so the piece is rejected. Each piece
-        fits in the CPU cache, which makes the second pass over it cheap.
+        If False, all values may still be in range, because each entry can have separate bounds. The
+        values are compared in chunks that fit in the CPU cache, so that the second pass is cheap.
+        If a chunk has a NaN, both its minimum and its maximum are NaN, and the chunk is rejected.
         """
         low, high = self._within
         is_below, is_above = self._bounded

@@ -391,7 +391,10 @@ class RunEvents:
         """The run's entry in the manifest; None before it has one."""
 
     def enter(self, entry: Mapping[str, Any] | None) -> None:
-        """Add later events to ``entry``, the run's entry in the manifest; None if there is none."""
+        """Set the run's entry in the manifest, to which future events are added.
+
+        None if the run has no entry yet.
+        """
         self.entry = entry
 
     def at_beginning(self, at: int, row: int, run: Mapping[str, Any]) -> dict[str, Any]:

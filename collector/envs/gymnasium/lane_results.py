@@ -103,7 +103,7 @@ class LaneResults:
         return self._columns + self._told
 
     def begin_reset(self) -> Rows:
-        """Return the columns of a reset of some lanes."""
+        """Prepare the columns to which some lanes write their reset results, and return them."""
         self._columns = self.leaves.new()
         self._told = self._infos.new_rows() if self._infos else []
         return self._columns + self._told

@@ -518,7 +518,8 @@ def _storage_of(
     if collector is not None and not isinstance(collector, Collector):
         raise ArgumentError(
             f"collector: expected a Tallyroll collector, got {type(collector).__name__}. "
-            "Pass any other object with a state_dict() as a part, under a keyword of its own."
+            "Pass other objects that have state_dict() by another keyword, such as "
+            "optimizer=optimizer."
         )
     sink = None if collector is None else collector.restarting.storage
     own, given = _on_disk(sink), _on_disk(storage)

@@ -1,4 +1,4 @@
-"""Write the file of a report atomically, and replace only other reports."""
+"""Write the file of a report atomically, and overwrite only files that are reports."""
 
 from __future__ import annotations
 

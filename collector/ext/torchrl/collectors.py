@@ -334,7 +334,8 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
             if items and self._startup.planned.plan.batched:
                 raise ArgumentError(
                     "extend_buffer=False: expected environments of one lane, got environments of "
-                    "several lanes, which add only whole batches. Leave extend_buffer out."
+                    "several lanes, from which the collector adds only whole batches. Leave "
+                    "extend_buffer out."
                 )
         except BaseException:
             self.shutdown()

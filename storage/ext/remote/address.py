@@ -56,7 +56,7 @@ def s3_path(path: object) -> S3Path | None:
     bucket, _, key = rest.partition("/")
     if "@" in rest or "?" in rest or ":" in bucket:
         raise InvalidAddress(
-            "the address (not repeated here) seems to contain credentials or a query: expected "
+            "the address (hidden here) seems to contain credentials or a query: expected "
             f"s3://BUCKET/KEY, without '@', '?', or ':' in the bucket's name. {HOW}."
         )
     if _PATTERN.search(rest):

@@ -73,7 +73,7 @@ class S3Options:
                 plain = False
             if not plain or parts.scheme not in ("http", "https") or not parts.hostname:
                 raise InvalidAddress(
-                    "endpoint (not repeated here): expected http://HOST:PORT or https://HOST, "
-                    f"without credentials or a query. {HOW}."
+                    "endpoint (its value is hidden, because it may contain credentials): expected "
+                    f"http://HOST:PORT or https://HOST, without credentials or a query. {HOW}."
                 )
         return found

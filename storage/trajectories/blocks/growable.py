@@ -1,4 +1,4 @@
-"""Growable flat arrays, and sorted numbers within blocks. Pure."""
+"""Flat arrays that grow at the end, and ladders: ascending numbers, a list for each block."""
 
 from __future__ import annotations
 

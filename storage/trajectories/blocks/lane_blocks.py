@@ -319,9 +319,9 @@ class LaneBlocks:
         length: int,
         near: np.ndarray,
     ) -> np.ndarray:
-        """Return the rows of lanes up to these positions [n], [n, length]; see `rows`.
+        """Return the rows [n, length] that end at these positions [n] of lanes; see `rows`.
 
-        The row at ``least`` is repeated for rows before it.
+        The row at ``least`` takes the place of rows at earlier positions.
         """
         if self._kernel is not None:
             found = np.empty((len(lane), length), np.int64)

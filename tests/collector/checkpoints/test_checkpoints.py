@@ -338,7 +338,7 @@ def test_refused_with_nothing_changed(saved: Path, tmp_path: Path) -> None:
         )
         other_net = torch.nn.Linear(3, 3)
         refused(StateError, "learner: cannot load", collector=collector, learner=other_net)
-        refused(ArgumentError, "with a state_dict", collector=Step())
+        refused(ArgumentError, "that have state_dict", collector=Step())
         refused(ArgumentError, "storage: expected a storage on disk", storage=Step())
         other = MemmapStorage(tmp_path / "other")
         refused(ArgumentError, "Leave storage out", collector=collector, storage=other)

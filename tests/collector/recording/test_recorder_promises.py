@@ -152,7 +152,7 @@ def test_steps_after_the_budget_raise_on_request(tmp_path: Path) -> None:
     ) as envs:
         envs.reset()
         play(envs, 1)
-        with pytest.raises(StateError, match="at most 3 transitions"):
+        with pytest.raises(StateError, match="all 3 transitions"):
             play(envs, 1)
 
 

@@ -224,12 +224,12 @@ THREE: list[Row] = [(4, 0, 1, False), (4, 1, 1, False), (7, 0, 0, True)]
 @pytest.mark.parametrize(
     ("rows", "why"),
     [
-        ([(4, 0, 1, False)], "trajectory 4 .* step 0 in lane 1, does not .* last step is 1"),
+        ([(4, 0, 1, False)], "trajectory 4 .*step 0, lane 1.* does not .* last step is 1"),
         ([(4, 3, 1, False)], "its last step is 1"),
         ([(4, 2, 0, False)], "its last row is of lane 1"),
         ([(7, 1, 0, False)], "it ended there"),
         ([(4, 2, 1, False), (4, 2, 1, False)], "step 2 follows step 2 in trajectory 4"),
-        ([(8, 0, 2, False), (4, 1, 1, False)], "row 1 of this batch"),
+        ([(8, 0, 2, False), (4, 1, 1, False)], "Row 1 of this batch"),
         ([(9, 0, 1, False), (4, 2, 1, False)], "in lane 1 trajectory 4 follows trajectory 9"),
         ([(9, 0, 1, False), (9, 0, 2, False)], "trajectory 9 is in lanes 1 and 2"),
         ([(9, 0, 1, False), (9, 0, 1, False)], "step 0 follows step 0 in trajectory 9"),

@@ -108,7 +108,11 @@ class LeRobotSource:
             numbers, steps = near + first, rows - starts[near]
             said = batch.column(_EPISODE).to_numpy(zero_copy_only=False)
             if (said != numbers).any():
-                raise InvalidDataset(f"{path} has rows of other episodes than listed")
+                wrong = int((said != numbers).argmax())
+                raise InvalidDataset(
+                    f"{path}: expected the episode index {numbers[wrong]} in row {rows[wrong]:,}, "
+                    f"as the table of episodes lists it, got {said[wrong]!s:.40}"
+                )
             block: Block = {each.column.key: self._values(batch, each) for each in self._tables}
             for reel in self._reels:
                 block |= reel.frames(numbers, steps)

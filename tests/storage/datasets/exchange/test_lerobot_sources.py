@@ -278,7 +278,7 @@ def test_rows_of_another_episode(theirs: Path) -> None:
     at = table.schema.get_field_index("episode_index")
     other = arrow.array([0] * 3 + [1] * 4 + [2] * 5)
     parquet.write_table(table.set_column(at, "episode_index", other), file)
-    refused(theirs, "rows of other episodes")
+    refused(theirs, "expected the episode index")
 
 
 @pytest.mark.parametrize(
