@@ -7,7 +7,9 @@ them. `RunLoop.discard` adds the rewards of discarded transitions. If a row has 
 The first id of a run is `StoredRun.next_id` (with shards, rounded up by `first_id` in `shards.py`);
 `RunLoop._begin_run` passes it to `LaneState.begin_at`. Rows that no collector made get ids from
 `with_new_ids` (``storage/stores/input_rows.py``, ``ids="renumber"``) and `TrajectoryNumbering`
-(``storage/ext/exchange/numbering.py``, imports).
+(``storage/ext/exchange/numbering.py``, imports). Unions and merges add offsets
+(`UnionReader.ids_moved_by`), and `repair` gives new ids to parts of trajectories (`_renumbered` in
+``storage/ext/repair/ours.py``).
 """
 
 import itertools

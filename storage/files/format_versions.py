@@ -2,7 +2,9 @@
 
 `create_new` writes the version to the header, and `new_manifest` to the manifest. Readers check it
 with `require_readable` and `refuse_newer`. Packed copies (``VERSION`` in ``ext/packed/layout.py``)
-and overlays (``_VERSION`` in ``ext/overlays/header.py``) have their own versions.
+and overlays (``_VERSION`` in ``ext/overlays/header.py``) have their own versions. So do checkpoints
+(``collector/ext/checkpoints/folder.py``), exports (``ext/exchange/readme.py``), and the files that
+may be lost: index, leaf hashes, events and priorities.
 """
 
 from __future__ import annotations

@@ -7,6 +7,10 @@ storage. Locks also protect the weights that workers share.
 storage, and `lock_overlay` that of an overlay. If a writer dies, its lock is released immediately.
 The next writer removes what was left: `Engine.__init__`, `OpenedFiles._finish_rewind`,
 `Header.begin_writing`, and `AcknowledgedFile._open` for a sharded storage.
+
+`WritePermission` (``storage/engine/writer_check.py``) refuses a forked child, and a writer whose
+lock file was removed. Within a process, `RunClaim` (``storage/stores/run_claim.py``) keeps a second
+run out.
 """
 
 from __future__ import annotations

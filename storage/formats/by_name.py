@@ -1,6 +1,8 @@
 """The formats by short name, and by path suffix.
 
 ``collector/cli/row_space.py`` and ``cli/plan.py`` repeat which formats have ``Format.pools``.
+``storage/ext/storage_copy.py`` and ``collector/ext/report/storage_search.py`` name ``"hdf5"``, the
+format that is a single file.
 """
 
 from __future__ import annotations

@@ -6,7 +6,9 @@ them. Large columns are copied separately, so that no small column keeps their m
 
 Other copies: `as_tensor` (``collector/envs/stepping/arrays.py``) takes the arrays of systems, also
 by DLPack; ``_value`` in ``collector/workers/central.py`` copies the inputs of a central policy one
-by one; the loader (``storage/replay/loader.py``) stages batches in pinned memory.
+by one; the loader (``storage/replay/loader.py``) stages batches in pinned memory; `ExactRow`
+(``collector/envs/exact.py``) copies values of single lanes to the host, and `as_flags`
+(``envs/stepping/arrays.py``) flags.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 Small batches do not pass through `BatchLayout`: `SmallBatches` (``batches/rows/slab_output.py``)
 copies them from the slab, and ``lay_out`` in ``native/_store.c`` does so while it stores them. Both
 must yield the same columns, order and marks of cuts.
+
+`EpisodeBatches` (``ext/episode_batches.py``) and `WholeTrajectories` (``ext/torchrl/iteration.py``)
+regroup batches that a collector has yielded.
 """
 
 from typing import NamedTuple

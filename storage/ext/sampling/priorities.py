@@ -24,7 +24,9 @@ class Priorities:
     """Sum tree with a leaf above 0 for each row that may be drawn. Callers must serialize calls.
 
     `follow` synchronizes the leaves with the committed rows: new rows get the largest existing
-    leaf, and rows that have disappeared get 0.
+    leaf, and rows that have disappeared get 0. Updates skip rows whose leaf is 0 (`SumTree.put`,
+    and ``put_leaves`` and ``put_priorities`` in ``_sum_tree.c``). Rows that a buffer writes with
+    priorities get these at once (`PrioritizedSampler._just_written`).
 
     Args:
         reader: the reader of the rows.

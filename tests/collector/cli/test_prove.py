@@ -328,4 +328,5 @@ def test_nothing_to_prove(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert said.err.startswith(
         "tallyroll: error: paths: expected storages that can be read, got none: not read: "
     )
-    assert said.err.endswith(".\n") and not said.err.endswith("..\n")
+    assert said.err.endswith(".\n")
+    assert not said.err.endswith("..\n")
