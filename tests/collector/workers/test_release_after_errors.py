@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -159,14 +159,29 @@ def test_an_exception_that_loses_nothing_ends_no_worker() -> None:
 class Slow(Works):
     """Environment with slow steps, so that leases are open when another worker raises."""
 
+    made: ClassVar[list[Any]] = []
+    """The actions of all environments of this class."""
+
     def step(self, action: Any) -> Any:
         time.sleep(0.02)
+        self.made.append(action)
+        return super().step(action)
+
+
+class BreaksLater(Breaks):
+    """Environment that raises when a `Slow` environment has made eight more steps."""
+
+    def step(self, action: Any) -> Any:
+        if self.episodes == self.breaks_in:
+            slow, until = len(Slow.made), time.monotonic() + 60
+            while len(Slow.made) < slow + 8 and time.monotonic() < until:
+                time.sleep(0.01)
         return super().step(action)
 
 
 def test_shards_count_once_all_leases_of_a_worker_come_back_together(tmp_path: Path) -> None:
     made = collector(
-        [Breaks, Slow],
+        [BreaksLater, Slow],
         num_envs=None,
         transport="thread",
         storage=tmp_path / "rows",
