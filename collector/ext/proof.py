@@ -19,10 +19,20 @@ from tallyroll.collector.ext.report.stored_runs import part
 from tallyroll.storage.errors import CorruptStorage, StorageError
 from tallyroll.storage.ext.joined.shards import recorded_shard
 from tallyroll.storage.ext.verification.content import content_hash
-from tallyroll.storage.ext.verification.copied_rows import first_difference, source_rows
+from tallyroll.storage.ext.verification.copied_rows import (
+    added_columns,
+    first_difference,
+    source_rows,
+)
 from tallyroll.storage.ext.verification.findings import Report
 from tallyroll.storage.ext.verification.storage_checks import verify
-from tallyroll.storage.files.copied_runs import COPIED, MOVED, rows_copied
+from tallyroll.storage.files.copied_runs import (
+    COPIED,
+    MOVED,
+    REWINDS,
+    is_unchanged,
+    rows_copied,
+)
 from tallyroll.storage.files.manifest import policy_of
 from tallyroll.storage.package.versions import versions
 from tallyroll.storage.rows.pages import Page, PageSource, counted, times
@@ -38,6 +48,8 @@ STATUS: Mapping[Verdict, int] = {"proved": 0, "refuted": 1, "incomplete": 2}
 _LEDGER = ("slots", "executed", "reset_slots", "stored", "discarded", "carried", "lost")
 _Copied: TypeAlias = tuple[range, Mapping[str, Any]]
 """Rows of a storage that were copied, and their entry in the manifest."""
+_MOST_MOVED = 2**62
+"""The limit of offsets of trajectory ids, with which ids cannot overflow."""
 PARTS = 1000
 """Units of progress of one check of one storage."""
 
@@ -360,32 +372,43 @@ def _compare_copies(
     *,
     accept_copy: bool,
 ) -> None:
-    """Compare copied rows with their sources; add a fault or a gap for each copy that differs."""
+    """Compare copied rows with their sources; add a fault or a gap for each copy that differs.
+
+    A difference is a fault only if the copy is certain to have the rows and the ids of the source,
+    and the source still has these rows.
+    """
     for rows, entry in copies:
         found = rows_copied(entry)
         assert found is not None
         id, first, last = found
-        moved = entry[COPIED].get(MOVED, 0)
+        moved, place = entry[COPIED].get(MOVED, 0), by_id[id]
         with (
             open_storage(path, accept_copy=accept_copy) as copy,
-            open_storage(by_id[id], accept_copy=accept_copy) as source,
+            open_storage(place, accept_copy=accept_copy) as source,
         ):
             one, other = copy.reader, source.reader
             span = range(first, other.span.stop if last is None else last + 1)
             numbers = None
-            if type(moved) is int:
+            if type(moved) is int and abs(moved) < _MOST_MOVED:
                 numbers = source_rows(one, rows, other, span, moved)
             if numbers is None:
                 gaps.append(
-                    f"rows {rows.start:,} to {rows.stop - 1:,} are not numbered as in {by_id[id]}"
+                    f"rows {rows.start:,} to {rows.stop - 1:,} are not numbered as in {place}"
                 )
                 continue
+            is_rewound = other.rewinds != entry[COPIED].get(REWINDS, 0)
+            is_certain = is_unchanged(entry) and not is_rewound and span.start >= other.span.start
             lacking = np.flatnonzero(numbers < 0)
             if len(lacking):
-                fault = f"row {rows.start + int(lacking[0]):,} is not a row of {by_id[id]}"
-                (gaps if span.start < other.span.start else faults).append(fault)
+                said = f"row {rows.start + int(lacking[0]):,} is not a row of {place}"
             elif (differs := first_difference(one, rows, other, numbers)) is not None:
-                faults.append(f"row {differs[0]:,} differs from {by_id[id]} in {differs[1]}")
+                said = f"row {differs[0]:,} differs from {place} in {differs[1]}"
+            else:
+                gaps += [f"{place} has no column {name}" for name in added_columns(one, other)]
+                continue
+            if is_rewound:
+                said += ", from which rows were removed after the copy"
+            (faults if is_certain else gaps).append(said)
 
 
 def _runs_of(

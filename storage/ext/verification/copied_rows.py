@@ -7,6 +7,7 @@ from typing import Final
 
 import numpy as np
 
+from tallyroll.storage.engine.available_memory import require_memory
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import STEP, TRAJ_IDS, format_key
 from tallyroll.storage.trajectories.columns import missing, numbers_of
@@ -14,6 +15,8 @@ from tallyroll.storage.trajectories.content import compared_columns
 
 _CHUNK_NBYTES: Final = 2**24
 _CHUNK_ROWS: Final = 2**20
+_ROW_NBYTES: Final = 120
+"""Memory for each row whose source row is searched, in bytes."""
 
 
 def source_rows(
@@ -34,7 +37,13 @@ def source_rows(
     """
     if missing(copy.schema, (TRAJ_IDS, STEP)) or missing(source.schema, (TRAJ_IDS, STEP)):
         return None
-    span = range(max(span.start, source.span.start), min(span.stop, source.span.stop))
+    stop = min(span.stop, source.span.stop)
+    span = range(min(max(span.start, source.span.start), stop), stop)
+    require_memory(
+        _ROW_NBYTES * (len(span) + len(rows)),
+        "the comparison of a copy with its source",
+        "Prove the sources alone.",
+    )
     ids, steps = (
         np.concatenate([_numbers(source, key, span), _numbers(copy, key, rows)])
         for key in (TRAJ_IDS, STEP)
@@ -57,13 +66,15 @@ def first_difference(
 ) -> tuple[int, str] | None:
     """Return the first row of a copy that differs from its source row, and the column's name.
 
-    Trajectory ids are not compared, nor ``collector/cut``, which records how rows were committed.
-    ``numbers`` has the number of the source row of each row, int64 [rows].
+    Not compared are trajectory ids, columns that the source lacks, and ``collector/cut``, which
+    records how rows were committed. ``numbers`` has the number of the source row of each row, int64
+    [rows].
     """
-    columns = [each for each in compared_columns(copy.schema) if each.key != TRAJ_IDS]
     theirs = {each.key: each for each in source.schema.columns}
+    columns = [each for each in compared_columns(copy.schema) if each.key in theirs]
+    columns = [each for each in columns if each.key != TRAJ_IDS]
     for column in columns:
-        if theirs.get(column.key) != column:
+        if theirs[column.key] != column:
             return rows.start, format_key(column.key)
     size = max(1, _CHUNK_NBYTES // max(1, sum(each.row_nbytes for each in columns)))
     for start in range(0, len(rows), size):
@@ -80,6 +91,12 @@ def first_difference(
         if wrong:
             return min(wrong)
     return None
+
+
+def added_columns(copy: RowReader, source: RowReader) -> list[str]:
+    """Return the names of the columns of a copy that its source lacks, such as overlays."""
+    theirs = set(source.schema.keys)
+    return [format_key(e.key) for e in compared_columns(copy.schema) if e.key not in theirs]
 
 
 def _numbers(reader: RowReader, key: tuple[str, ...], rows: range) -> np.ndarray:

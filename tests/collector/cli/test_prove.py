@@ -10,8 +10,9 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+import torch
 
-from tallyroll.collector import SyncCollector
+from tallyroll.collector import SyncCollector, load_checkpoint, save_checkpoint
 from tallyroll.collector.cli import main
 from tallyroll.collector.cli.output import visible
 from tallyroll.storage import MemmapStorage, content_hash, open_storage
@@ -232,6 +233,7 @@ def test_a_copy_is_proved_by_its_sources(
         ("value", 1, "row 70 differs from {source} in action"),
         ("rows", 1, "row 150 is not a row of {source}"),
         ("moved", 2, "rows 0 to 199 are not numbered as in {source}"),
+        ("far", 2, "rows 0 to 199 are not numbered as in {source}"),
         ("source", 2, "its source {source} is incomplete"),
         ("circle", 2, "its source {copy} is not proved"),
     ],
@@ -255,12 +257,54 @@ def test_a_copy_that_its_source_does_not_prove(
         copied |= {
             "rows": {"rows": [0, 149]},
             "moved": {"ids_moved_by": None},
+            "far": {"ids_moved_by": -(2**63)},
             "circle": {"id": manifest["id"]},
         }[what]
         (copy / "manifest.json").write_text(json.dumps(manifest))
     found = proof(capsys, copy, source)[1]["storages"][0]
     assert [*found["faults"], *found["gaps"]] == [said.format(source=source, copy=copy)]
     assert found["verdict"] == {1: "refuted", 2: "incomplete"}[status]
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("renumbered", "row 200 is not a row of {source}"),
+        ("rewound", "row 100 is not a row of {source}, from which rows were removed after the co"),
+        ("overlay", "{source} has no column score"),
+    ],
+)
+def test_an_honest_copy_that_cannot_be_proved_is_not_refuted(
+    what: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, copy, first = tmp_path / "pole", tmp_path / "copy", tmp_path / "first"
+    options: dict[str, Any] = {"frames_per_batch": 50, "total_frames": FRAMES, "seed": 0}
+    with MemmapStorage(source) as storage, SyncCollector(pole, storage=storage, **options) as run:
+        run.collect(FRAMES // 2)
+        save_checkpoint(tmp_path / "checkpoint", collector=run)
+        run.collect(FRAMES)
+        if what == "renumbered":
+            collected(first, seed=1)
+            with MemmapStorage(copy) as other, open_storage(first) as before:
+                other.extend(before.get(slice(None)), ids="renumber")
+                other.extend(storage.get(slice(None)), ids="renumber")
+        elif what == "overlay":
+            storage.overlay("score", torch.float32, fill=0.5)
+            storage.with_overlays("score").copy_to(copy)
+        else:
+            storage.copy_to(copy)
+    if what == "rewound":
+        with (
+            MemmapStorage(source, mode="append") as storage,
+            SyncCollector(pole, storage=storage, resume=True, **options) as run,
+        ):
+            load_checkpoint(tmp_path / "checkpoint", collector=run)
+            run.collect(FRAMES)
+    sources = [first, source] if what == "renumbered" else [source]
+    found = proof(capsys, copy, *sources)[1]["storages"][0]
+    assert found["faults"] == []
+    assert any(gap.startswith(said.format(source=source)) for gap in found["gaps"]), found["gaps"]
+    assert found["verdict"] == "incomplete"
 
 
 def test_a_shard_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
