@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,6 +14,11 @@ from torch.utils._pytree import tree_leaves
 _LIBRARIES = {"builtins", "collections", "functools", "numpy", "random"}
 _LIBRARIES |= {"tallyroll", "tensordict", "torch", "torchrl"}
 """Packages whose classes, other than modules, hold no networks of a policy."""
+
+_MOST_VALUES = 1_000
+"""The number of values of a container that the search visits."""
+_MOST_OBJECTS = 10_000
+"""The number of objects after which the search ends."""
 
 
 def unsaved_networks(policy: object, parts: Mapping[str, Any]) -> list[str]:
@@ -53,7 +59,7 @@ def _networks(policy: Any) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that a function uses, with the names of their variables."""
     seen: set[int] = set()
     todo = [("policy", policy)]
-    while todo:
+    while todo and len(seen) < _MOST_OBJECTS:
         name, each = todo.pop()
         if id(each) in seen:
             continue
@@ -63,10 +69,9 @@ def _networks(policy: Any) -> Iterator[tuple[str, nn.Module]]:
         elif isinstance(each, functools.partial):
             todo += [(name, one) for one in (each.func, *each.args)]
             todo += each.keywords.items()
-        elif isinstance(each, Mapping):
-            todo += [(name, one) for one in each.values()]
-        elif isinstance(each, list | tuple):
-            todo += [(name, one) for one in each]
+        elif isinstance(each, dict | list | tuple):
+            values = each.values() if isinstance(each, dict) else each
+            todo += [(name, one) for one in islice(values, _MOST_VALUES)]
         elif inspect.ismethod(each):
             todo += [(name, each.__self__), (name, each.__func__)]
         elif inspect.isfunction(each):

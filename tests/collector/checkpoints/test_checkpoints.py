@@ -25,6 +25,7 @@ from tallyroll.collector import (
     save_checkpoint,
 )
 from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.collector.ext.checkpoints import networks
 from tallyroll.storage import (
     H5Storage,
     MemmapStorage,
@@ -33,6 +34,7 @@ from tallyroll.storage import (
     verify,
 )
 from tallyroll.storage.errors import RunUnderWay, StateMismatch
+from tallyroll.storage.trajectories.mapping import Trajectories
 
 from collect_kit import LENGTHS, balanced
 from fork_server import warm_fork_server
@@ -510,3 +512,18 @@ def test_a_network_of_a_function_that_no_part_saves(
     expected = pytest.warns(UserWarning, match=text) if missing else nullcontext()
     with sync(tmp_path / "rows", policy) as collector, expected:
         save_checkpoint(tmp_path / "saved", collector=collector, **parts)
+
+
+def test_the_search_for_networks_reads_no_rows_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[object] = []
+    monkeypatch.setattr(networks, "_is_of_library", lambda each: looked.append(each) or True)
+    held: list[Any] = [list(range(part, part + 100_000)) for part in range(0, 2_000_000, 100_000)]
+    with MemmapStorage() as storage:
+        monkeypatch.setattr(Trajectories, "values", pytest.fail)
+
+        def policy(td: Any) -> Any:
+            return held, trajectories
+
+        trajectories = storage.trajectories
+        assert networks.unsaved_networks(policy, {}) == []
+    assert 1_000 < len(looked) <= 10_000
