@@ -60,7 +60,8 @@ def _ale_hint(env: str | None) -> str:
     spec = gymnasium.registry.get((env or "").rpartition(":")[2])
     if spec is None or spec.namespace != "ALE" or spec.kwargs.get("obs_type", "rgb") == "ram":
         return ""
-    game = spec.kwargs["game"]
+    if (game := spec.kwargs.get("game")) is None:
+        return ""
     return (
         f"ale:{game} makes the game of {env} as DQN sees it, in one vector: stacks of 4 grey "
         "images of 84 x 84 pixels, rewards clipped to -1, 0 and 1, 0 to 30 no-ops at the start, "

@@ -30,6 +30,9 @@ from tallyroll.storage.rows.origin import Origin, RowOrigin
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.stores.opened_files import OpenedFiles
 
+_LITTLE_ROOM = 2**14
+"""Bytes of the copies in a manifest that has no room for all runs."""
+
 
 class _Copy(NamedTuple):
     """The copy that the last entry describes."""
@@ -120,7 +123,7 @@ class CopiedRows:
         if not last or (own and is_collected(last)) or LEFT_OUT_OF_COPIES in last:
             return False
         if came_from is not None:
-            for room in (self._room, 0):
+            for room in (self._room, min(self._room, _LITTLE_ROOM), 0):
                 self._room = room
                 with suppress(InvalidProvenance):  # retry with less detail
                     return self._note_copy(last, *came_from)

@@ -47,7 +47,7 @@ class SharedWeights:
         self._copies = [
             [area.tensor(spec.shape, spec.dtype) for spec in self._specs] for _ in range(2)
         ]
-        if isinstance(area, Arena):  # a ArenaSizer has nothing to lock
+        if isinstance(area, Arena):  # an ArenaSizer has nothing to lock
             self._lock = FileLock(area.fd, "the shared weights", lock_seconds)
 
     @property

@@ -266,7 +266,7 @@ def union_opened(folder: Path) -> DiskStorage:
 def test_it_has_the_rows_of_its_opening(three: Path) -> None:
     """Rows that a writer adds later are neither in the union nor in its pickle.
 
-    RewindState rows raise an error.
+    Rewound rows raise an error.
     """
     with MemmapStorage(three / "a", mode="append") as writer, union_opened(three) as union:
         before = union.get(slice(None))
