@@ -315,8 +315,9 @@ class DiskStorage(RowStore, AsTensorStorage, NotebookViews):
 
         Args:
             seed: the seed of the split, 0 or more.
-            by: ``"run"`` divides whole runs, as `trajectories.where` numbers them, so that no run
-                is in two parts. Each part then has its share of the runs.
+            by: ``"run"`` divides whole runs, so that no run is in two parts. Each part then has its
+                share of the runs. All rows that were copied from one storage count as one run, and
+                so do all shards of a run.
             shares: the share of each part, such as ``train=0.9, val=0.1``.
 
         Raises:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,17 @@ import numpy as np
 
 from tallyroll.storage.errors import StorageFull
 from tallyroll.storage.ext.atomic_create import atomic_creation, require_free
+from tallyroll.storage.ext.joined.shards import recorded_shard
 from tallyroll.storage.ext.storage_copy import CopyReport, copy
 from tallyroll.storage.ext.views.trajectories import StoredTrajectories
 from tallyroll.storage.ext.views.trajectory_columns import run_of
 from tallyroll.storage.ext.views.view_reader import ViewReader
+from tallyroll.storage.files.copied_runs import (
+    SOURCES,
+    bounded,
+    copied_runs,
+    is_copied,
+)
 from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.formats.by_name import FILES, SUFFIXES
 from tallyroll.storage.readers.row_reader import RowReader
@@ -40,7 +48,7 @@ def split(
         raise ValueError(f"split: expected by to be 'trajectory' or 'run', got {by!r:.80}.")
 
     def masks(table: np.ndarray) -> dict[str, np.ndarray]:
-        units = table["id"] if by == "trajectory" else run_of(reader.runs, table["first_row"])
+        units = table["id"] if by == "trajectory" else _runs_of(reader.runs, table["first_row"])
         known = np.unique(units)
         of_known = divided(known, shares, seed)
         if by == "run" and (empty := [name for name, mine in of_known.items() if not mine.any()]):
@@ -57,6 +65,46 @@ def split(
         return parts
 
     return trajectories.parts(masks)
+
+
+def _runs_of(entries: Sequence[Mapping[str, Any]], rows: np.ndarray) -> np.ndarray:
+    """Return a number of the run of each of ``rows`` [n], or -1; int64 [n].
+
+    The numbers are those of `run_of`, but entries with a common maker have the lowest of their
+    numbers.
+    """
+    numbers = run_of(entries, np.array([entry["first_row"] for entry in entries], np.int64))
+    merged = np.arange(-1, numbers.max(initial=-1) + 1)  # a union-find forest, shifted by 1
+
+    def lowest(number: int) -> int:
+        while (other := int(merged[number + 1])) != number:
+            number = other
+        return number
+
+    first_of: dict[str, int] = {}
+    for number, entry in zip(numbers.tolist(), entries, strict=True):
+        for maker in _makers(entry):
+            pair = lowest(number), lowest(first_of.setdefault(maker, number))
+            merged[max(pair) + 1] = min(pair)
+    of_numbers = np.array([lowest(number) for number in merged.tolist()], np.int64)
+    found: np.ndarray = of_numbers[run_of(entries, rows) + 1]
+    return found
+
+
+def _makers(entry: Mapping[str, Any], *, in_copy: bool = False) -> Iterator[str]:
+    """Yield what identifies the makers of an entry's rows: storages copied from, and shared runs.
+
+    A shard that a worker wrote has no id of its run, so its environment, seed and lanes stand in.
+    """
+    if is_copied(entry):
+        source = bounded(entry)
+        yield from (each["id"] for each in (source, *(source.get(SOURCES) or ())))
+        for run in copied_runs(entry):
+            yield from _makers(run, in_copy=True)
+    elif (shard := recorded_shard([entry])) is not None:
+        yield f"shard of {shard[0]}"
+    elif in_copy and isinstance(call := entry.get("call"), Mapping) and call.get("sharded") is True:
+        yield json.dumps([entry.get(name) for name in ("environment", "seed", "lanes")])
 
 
 def _check(shares: Mapping[str, float], seed: int) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tallyroll.storage.ext.views.split import write_parts
 from killed_storages_kit import Told, forked, in_a_process, killed, wait_until
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "3"))
+COLLECT = ["collect", "CartPole-v1", "--num-envs", "2", "--frames", "80", "--quiet"]
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +92,61 @@ def test_whole_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert [len(parts[name]) for name in parts] == [len(found) - numbers.numel(), len(numbers)]
         with pytest.raises(ValueError, match="'trajectory' or 'run', got 'seed'"):
             storage.split(by="seed", train=1.0)  # type: ignore[arg-type]
+
+
+def copied_in_pieces(place: Path) -> Path:
+    for number in range(2):
+        with MemmapStorage(place / f"run-{number}") as storage:
+            storage.extend(trajectory_rows(number * 100, 20, steps=2))
+    with MemmapStorage(place / "all") as storage:
+        for number, rows in ((0, slice(10)), (1, slice(20)), (0, slice(10, 20))):
+            with open_storage(place / f"run-{number}") as run:
+                storage.extend(run.get(rows), ids="renumber")
+    return place / "all"
+
+
+def shards_of_collectors(place: Path) -> Path:
+    for seed in "01":
+        for shard in ("0/2", "1/2"):
+            more = ["--shard", shard, "--out", str(place / f"shard-{seed}-{shard[0]}")]
+            assert main([*COLLECT, "--seed", seed, *more]) == 0
+    return place / "shard-*"
+
+
+def sorted_shards_of_collectors(place: Path) -> Path:
+    with open_storage(shards_of_collectors(place)) as union:
+        union.copy_to(place / "all", sort=True)
+    return place / "all"
+
+
+def sorted_shards_of_workers(place: Path) -> Path:
+    for seed in "01":
+        out = ["--out", str(place / f"run-{seed}"), "--quiet"]
+        assert main([*COLLECT, "--seed", seed, "--workers", "2", "--sharded", *out]) == 0
+        assert main(["collect", "--resume", "--frames", "160", *out]) == 0
+        with open_storage(place / f"run-{seed}") as run:
+            run.copy_to(place / f"copy-{seed}", sort=True)
+    return place / "copy-*"
+
+
+@pytest.mark.parametrize(
+    ("make", "entries"),
+    [
+        (copied_in_pieces, 3),
+        (shards_of_collectors, 4),
+        (sorted_shards_of_collectors, 4),
+        (sorted_shards_of_workers, 8),
+    ],
+)
+def test_all_entries_of_a_run_are_in_one_part(
+    tmp_path: Path, make: Callable[[Path], Path], entries: int
+) -> None:
+    with open_storage(make(tmp_path)) as storage:
+        assert len(storage.runs) == entries
+        parts = storage.split(by="run", one=0.5, other=0.5)
+        assert len(parts["one"]) == len(parts["other"]) == len(storage) / 2
+        with pytest.raises(ValueError, match="got none for c, of 2 in all"):
+            storage.split(by="run", a=0.4, b=0.4, c=0.2)
 
 
 def test_some_trajectories_and_an_empty_part(
