@@ -77,7 +77,7 @@ class RldsWriter:
         return self._successors.lost
 
     def _put(self, name: str, value: Mapping[str, Any]) -> None:
-        (self._place / name).write_text(json.dumps(value, indent=2))
+        (self._place / name).write_text(json.dumps(value))
 
     def _record(self, rows: Rows) -> bytes:
         example, count = new_example(), len(rows[TERMINATED])

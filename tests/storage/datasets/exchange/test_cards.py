@@ -129,6 +129,28 @@ def test_a_copy_and_an_export_keep_100_runs(tmp_path: Path) -> None:
         assert card.runs_omitted == 0
 
 
+@pytest.mark.parametrize("kind", ["npz", "torchrl", "d4rl", "parquet", "hf", "lerobot", "rlds"])
+def test_an_export_keeps_runs_of_nested_arguments(tmp_path: Path, kind: str) -> None:
+    """Nested lists grow most if JSON is indented: 12 runs of 84 KB."""
+    if kind in ("parquet", "hf", "lerobot"):
+        pytest.importorskip("pyarrow")
+    if kind == "rlds":
+        pytest.importorskip("google.protobuf")
+    maze = {"id": "Maze", "kwargs": {"walls": [[1] * 200] * 140}}
+    export = tmp_path / "export"
+    with MemmapStorage(tmp_path / "runs") as storage:
+        for seed in range(12):
+            rows = trajectory_rows(seed * 3, 3, steps=3)
+            rows["action"] = torch.zeros(3, 1)
+            storage.initialise(Schema.of(rows), {"environment": maze, "seed": seed})
+            storage.extend(rows)
+        storage.export(export, kind)
+    import_dataset(export, tmp_path / "back", kind)
+    with open_storage(tmp_path / "back") as storage:
+        for card in (export_card(export, kind), storage.card()):
+            assert [run["seed"] for run in card.runs] == [*range(12)]
+
+
 @pytest.fixture
 def source(made: Path) -> Iterator[DiskStorage]:
     with open_storage(made) as storage:
