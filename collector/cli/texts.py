@@ -268,7 +268,7 @@ balance, or bytes that changed since the storage was finalized. Each finding
 names its row. Another process may write to the storage at the same time. For
 several storages, the command checks each one, and also that no two hold the
 same rows and that no shard of a run is missing. If their columns or formats
-differ, each is checked alone.
+differ, each is checked alone, and only missing shards are looked for in all.
 
 The command can also check a dataset of another library, one at a time: counts
 against metadata, episodes and their boundaries, indices, timestamps, next

@@ -5,19 +5,23 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from tallyroll.collector.cli.output import CommandError, as_json, emit
 from tallyroll.collector.cli.page import Page
 from tallyroll.collector.ext.progress import shown_progress
-from tallyroll.storage import NotAStorage, Report, verify, verify_dataset
+from tallyroll.storage import NotAStorage, Report, open_storage, verify, verify_dataset
 from tallyroll.storage.errors import SchemaMismatch, StorageError
 from tallyroll.storage.ext.dataset_checks.verify_dataset import kind_at, kinds
 from tallyroll.storage.ext.joined.members import expand_paths
+from tallyroll.storage.ext.joined.shards import shards_of
 from tallyroll.storage.ext.verification.findings import show_report
 from tallyroll.storage.files.paths import is_pattern
 from tallyroll.storage.rows.pages import counted
+
+_UNREADABLE = (StorageError, OSError, ValueError)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,20 +46,30 @@ def _run_each(args: argparse.Namespace, places: Sequence[str], progress: Any) ->
     """Check storages and datasets that cannot be read as one, each alone."""
     reports: list[Report] = []
     unchecked: dict[str, str] = {}
+    storages: list[tuple[str, Sequence[Mapping[str, Any]], int]] = []
     for place in places:
         began = time.monotonic()
         try:
             reports.append(_report(argparse.Namespace(**{**vars(args), "path": [place]}), progress))
-        except StorageError as error:
+        except _UNREADABLE as error:
             unchecked[place] = str(error)
             continue
+        with suppress(*_UNREADABLE), open_storage(place, accept_copy=args.accept_copy) as storage:
+            storages.append((place, storage.runs, len(storage)))
         if not (args.json or args.quiet):
             emit(as_text(reports[-1], time.monotonic() - began))
     if not reports:
         raise CommandError(next(iter(unchecked.values())))
-    sound = all(each.sound for each in reports)
+    shards = shards_of(storages)
+    runs = () if shards is None else shards.runs
+    sound = all(each.sound for each in reports) and not any(each.problems for each in runs)
     if args.json:
-        facts = {"sound": sound, "datasets": [*map(report_facts, reports)], "unchecked": unchecked}
+        facts = {
+            "sound": sound,
+            "datasets": [*map(report_facts, reports)],
+            "shards": [each.as_json() for each in runs],
+            "unchecked": unchecked,
+        }
         emit(json.dumps(as_json(facts), indent=2) + "\n")
     elif not args.quiet:
         page = Page()
@@ -63,6 +77,9 @@ def _run_each(args: argparse.Namespace, places: Sequence[str], progress: Any) ->
             f"{counted(len(reports), 'dataset')} checked one by one, because their columns or "
             "formats differ. Rows that two of them share are not detected"
         )
+        for each in runs:
+            for problem in each.problems:
+                page.print(f"run {each.run}: {problem}")
         for place, why in unchecked.items():
             page.print(f"not checked: {place}: {why.removeprefix(f'{place} ')}")
         emit(page.text)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tallyroll.storage.ext.joined.members import UnionMember
 from tallyroll.storage.files.copied_runs import copied_runs
 from tallyroll.storage.files.manifest import SHARD
 
@@ -83,38 +83,45 @@ class Shards:
         }
 
 
-def shards_of(members: Iterable[UnionMember]) -> Shards | None:
-    """Return the shards among members; None if there are none.
+_Shard = tuple[str, int, int, int | None]
+"""The path, the index, the number of rows, and the transitions requested from all shards."""
 
-    A member is a shard if all its runs record the same shard.
+
+def shards_of(
+    members: Iterable[tuple[str | os.PathLike[str], Sequence[Mapping[str, Any]], int]],
+) -> Shards | None:
+    """Return the shards among storages; None if there are none.
+
+    A storage is a shard if all its runs record the same shard.
+
+    Args:
+        members: the path, the runs and the number of rows of each storage.
     """
-    of_runs: dict[tuple[str, int], list[tuple[UnionMember, int, int | None]]] = {}
+    of_runs: dict[tuple[str, int], list[_Shard]] = {}
     foreign = []
-    for member in members:
-        if (said := recorded_shard(member.reader.runs)) is None:
-            foreign.append(str(member.path))
+    for path, runs, rows in members:
+        if (said := recorded_shard(runs)) is None:
+            foreign.append(str(path))
         else:
             run, index, of, asked = said
-            of_runs.setdefault((run, of), []).append((member, index, asked))
+            of_runs.setdefault((run, of), []).append((str(path), index, rows, asked))
     if not of_runs:
         return None
-    runs = tuple(_shards_of_run(run, of, found) for (run, of), found in of_runs.items())
-    return Shards(runs, tuple(foreign))
+    found = tuple(_shards_of_run(run, of, shards) for (run, of), shards in of_runs.items())
+    return Shards(found, tuple(foreign))
 
 
-def _shards_of_run(
-    run: str, of: int, found: list[tuple[UnionMember, int, int | None]]
-) -> RunShards:
+def _shards_of_run(run: str, of: int, found: Sequence[_Shard]) -> RunShards:
     paths: dict[int, list[str]] = {}
-    rows = 0
-    for member, index, _ in found:
-        rows += 0 if index in paths else len(member.rows)
-        paths.setdefault(index, []).append(str(member.path))
+    total = 0
+    for path, index, rows, _ in found:
+        total += 0 if index in paths else rows
+        paths.setdefault(index, []).append(path)
     return RunShards(
         run,
         of,
-        next((asked for _, _, asked in found if asked is not None), None),
-        rows,
+        next((asked for *_, asked in found if asked is not None), None),
+        total,
         tuple(index for index in range(of) if index not in paths),
         {index: tuple(those) for index, those in sorted(paths.items()) if len(those) > 1},
     )

@@ -348,7 +348,7 @@ class UnionReader(RowReader):
     @property
     def shards(self) -> Shards | None:
         """The shards among the members, and the missing shards; None if no member is a shard."""
-        return shards_of(self.members)
+        return shards_of((each.path, each.reader.runs, len(each.rows)) for each in self.members)
 
     def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
         tables = []

@@ -1308,6 +1308,27 @@ def test_verify_checks_datasets_of_different_columns_one_by_one(
     assert (found["sound"], [*found["unchecked"]]) == (False, ["runs/notes.txt"])
     assert tallyroll("verify", "runs/b", "runs/notes.txt", "--quiet") == 2
     assert capsys.readouterr() == ("", "")
+    assert tallyroll("verify", "runs/b", "runs/c.npz", "--skip", "lanes") == 2
+    assert "not checked: runs/c.npz: skip: expected names of checks" in capsys.readouterr().out
+
+
+def test_verify_of_different_columns_finds_missing_shards(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--frames", 20, "--num-envs", 2, "--quiet")
+    assert tallyroll("collect", "Pendulum-v1", *words, "--out", "runs/other") == 0
+    for shard, status in (("0/2", 1), ("1/2", 0)):
+        path = f"runs/{shard[0]}"
+        command = ("collect", "CartPole-v1", *words, "--out", path)
+        assert tallyroll(*command, "--shard", shard, "--seed", 3) == 0
+        assert tallyroll("verify", "runs/*", "--quiet") == status
+        assert capsys.readouterr() == ("", "")
+        assert tallyroll("verify", "runs/*") == status
+        assert (": shards 1 of 2 are missing\n" in capsys.readouterr().out) == status
+        assert tallyroll("verify", "runs/*", "--json") == status
+        found = json.loads(capsys.readouterr().out)
+        assert found["sound"] == (not status)
+        assert [each["missing"] for each in found["shards"]] == [[1] if status else []]
 
 
 def test_verify_of_what_it_cannot_check(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
