@@ -18,6 +18,7 @@ from tallyroll.storage.ext.dataset_checks.verify_dataset import kind_at, kinds
 from tallyroll.storage.ext.joined.members import expand_paths
 from tallyroll.storage.ext.joined.shards import shards_of
 from tallyroll.storage.ext.verification.findings import show_report
+from tallyroll.storage.ext.verification.storage_checks import CHECKS
 from tallyroll.storage.files.paths import is_pattern
 from tallyroll.storage.rows.pages import counted
 
@@ -94,8 +95,9 @@ def _report(args: argparse.Namespace, progress: Any) -> Report:
         kind, path = there
         return verify_dataset(path, kind, skip=skip, progress=progress)
     one = paths[0] if len(paths) == 1 else paths
+    ours = [name for name in skip if name in CHECKS]  # others are checks of other datasets
     try:
-        return verify(one, skip=skip, progress=progress, accept_copy=args.accept_copy)
+        return verify(one, skip=ours, progress=progress, accept_copy=args.accept_copy)
     except NotAStorage:
         found = None if len(paths) > 1 or is_pattern(paths[0]) else kind_at(paths[0])
         if found is None:
