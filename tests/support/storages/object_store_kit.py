@@ -31,7 +31,7 @@ WEED = os.environ.get("TALLYROLL_S3_SERVER", "")
 
 
 @dataclass(frozen=True)
-class EnvCall:
+class StoreRequest:
     """A request that arrives at the proxy."""
 
     number: int
@@ -58,7 +58,7 @@ class Fault:
     """Function that the proxy calls first."""
 
 
-Plan = Callable[[EnvCall], Fault | None]
+Plan = Callable[[StoreRequest], Fault | None]
 
 
 class Proxy(ThreadingHTTPServer):
@@ -70,7 +70,7 @@ class Proxy(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.to, self.lock = to, threading.Lock()
         self.plan: Plan = lambda asked: None
-        self.asked: list[EnvCall] = []
+        self.asked: list[StoreRequest] = []
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -81,7 +81,7 @@ class Proxy(ThreadingHTTPServer):
         pass  # killed clients and deliberately broken connections
 
     @contextlib.contextmanager
-    def planned(self, plan: Plan) -> Iterator[list[EnvCall]]:
+    def planned(self, plan: Plan) -> Iterator[list[StoreRequest]]:
         """Inject the faults of a plan within the context. Yield the requests received."""
         self.asked, self.plan = [], plan
         try:
@@ -102,7 +102,9 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(length)
         with server.lock:
-            asked = EnvCall(len(server.asked), self.command, self.path, self.headers.get("Range"))
+            asked = StoreRequest(
+                len(server.asked), self.command, self.path, self.headers.get("Range")
+            )
             server.asked.append(asked)
         fault = server.plan(asked) or Fault()
         if fault.seconds:

@@ -34,9 +34,9 @@ from object_store_kit import (
     BUCKET,
     KEY,
     SECRET,
-    EnvCall,
     Fault,
     Proxy,
+    StoreRequest,
 )
 
 ROWS, WIDTH = 6_000, 32
@@ -239,7 +239,7 @@ class TestCache:
             assert second.reader._archive.files.requests > 0
 
 
-def rows_of(asked: EnvCall) -> bool:
+def rows_of(asked: StoreRequest) -> bool:
     return "/c." in asked.path and asked.method == "GET"
 
 
@@ -256,7 +256,7 @@ class TestFaults:
 
     @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
     def test_that_pass(self, local: Path, proxy: Proxy, fault: Fault) -> None:
-        def every_third(asked: EnvCall) -> Fault | None:
+        def every_third(asked: StoreRequest) -> Fault | None:
             return fault if asked.number % 3 == 1 else None
 
         with proxy.planned(every_third) as asked, open_storage(local) as ours:
@@ -306,7 +306,7 @@ class TestFaults:
     def test_bytes_that_are_wrong_once_are_read_again(self, local: Path, proxy: Proxy) -> None:
         wrong: set[tuple[str, str | None]] = set()
 
-        def at_first(asked: EnvCall) -> Fault | None:
+        def at_first(asked: StoreRequest) -> Fault | None:
             if not rows_of(asked) or (asked.path, asked.range) in wrong:
                 return None
             wrong.add((asked.path, asked.range))

@@ -39,9 +39,9 @@ from tallyroll.storage.ext.testing.reader_contract import collected
 from object_store_kit import (
     KEY,
     SECRET,
-    EnvCall,
     Fault,
     Proxy,
+    StoreRequest,
     kill_after,
     process_that_calls,
 )
@@ -106,9 +106,9 @@ def test_the_manifest_is_written_last(proxy: Proxy, packed: Path, address: str) 
 def test_a_part_does_not_open_and_pushing_goes_on(
     proxy: Proxy, packed: Path, address: str, tmp_path: Path
 ) -> None:
-    puts: list[EnvCall] = []
+    puts: list[StoreRequest] = []
 
-    def fail_late(asked: EnvCall) -> Fault | None:
+    def fail_late(asked: StoreRequest) -> Fault | None:
         if asked.method == "PUT":
             puts.append(asked)
         return Fault(status=500) if len(puts) > 20 else None

@@ -35,9 +35,9 @@ from tallyroll.storage.ext.remote.objects import Objects
 
 from object_store_kit import (
     BUCKET,
-    EnvCall,
     Fault,
     Proxy,
+    StoreRequest,
     kill_after,
     process_that_calls,
 )
@@ -87,7 +87,7 @@ def unfinished_at(proxy: Proxy, address: str) -> list[str]:
     return [key for key in re.findall(r"<Key>([^<]*)</Key>", said) if key_of(address) in key]
 
 
-def of_a_part(asked: EnvCall) -> int:
+def of_a_part(asked: StoreRequest) -> int:
     """Return the number of the part that a request writes, or 0 if it writes none."""
     found = re.search(r"partNumber=(\d+)", asked.path)
     return int(found[1]) if found and asked.method == "PUT" else 0
@@ -134,7 +134,7 @@ def test_a_part_that_fails_is_sent_again(
 ) -> None:
     sent: list[int] = []
 
-    def fail_once(asked: EnvCall) -> Fault | None:
+    def fail_once(asked: StoreRequest) -> Fault | None:
         sent.append(of_a_part(asked))
         return how if sent.count(2) == 1 and sent[-1] == 2 else None
 
@@ -153,7 +153,8 @@ def test_nothing_of_an_object_is_seen_whose_parts_fail(
         proxy.planned(lambda asked: Fault(status=503) if of_a_part(asked) == 3 else None),
         pytest.raises(
             ObjectStoreFailed,
-            match=r"pixels/c\.0\.0: the store answers with status 503",
+            # moto may answer 500 to another part while the upload is aborted
+            match=r"pixels/c\.0\.0: the store answers with status 50[03]",
         ),
     ):
         push(frames, address, options=HASTY)
@@ -176,7 +177,7 @@ def test_a_push_that_is_killed_among_parts(
         pick, place = random.Random(seed), f"{address}/{seed}"
         parts: list[int] = []
 
-        def slowly(asked: EnvCall, parts: list[int] = parts) -> Fault | None:
+        def slowly(asked: StoreRequest, parts: list[int] = parts) -> Fault | None:
             parts.extend([number] if (number := of_a_part(asked)) else [])
             return Fault(seconds=0.3) if parts else None
 
