@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
 
 from tallyroll.storage.engine.available_memory import require_memory
 from tallyroll.storage.readers.row_reader import RowReader
-from tallyroll.storage.rows.keys import STEP, TRAJ_IDS, format_key
+from tallyroll.storage.rows.keys import TRAJ_IDS, format_key
 from tallyroll.storage.trajectories.columns import missing, numbers_of
-from tallyroll.storage.trajectories.content import compared_columns
+from tallyroll.storage.trajectories.content import NAMING, compared_columns
 
 _CHUNK_NBYTES: Final = 2**24
-_CHUNK_ROWS: Final = 2**20
 _ROW_NBYTES: Final = 120
 """Memory for each row whose source row is searched, in bytes."""
 
@@ -35,18 +33,23 @@ def source_rows(
         int64 [rows], with -1 for a row that the source does not have; None if the rows of one
         storage are not numbered by trajectory and step.
     """
-    if missing(copy.schema, (TRAJ_IDS, STEP)) or missing(source.schema, (TRAJ_IDS, STEP)):
+    if missing(copy.schema, NAMING) or missing(source.schema, NAMING):
         return None
-    stop = min(span.stop, source.span.stop)
-    span = range(min(max(span.start, source.span.start), stop), stop)
+    there = source.span
+    start = min(max(span.start, there.start), there.stop)
+    span = range(start, max(start, min(span.stop, there.stop)))
     require_memory(
         _ROW_NBYTES * (len(span) + len(rows)),
         "the comparison of a copy with its source",
         "Prove the sources alone.",
     )
+    both = (source, span), (copy, rows)
     ids, steps = (
-        np.concatenate([_numbers(source, key, span), _numbers(copy, key, rows)])
-        for key in (TRAJ_IDS, STEP)
+        np.concatenate(
+            [numbers_of(reader.column(key).slice(at.start, at.stop)) for reader, at in both],
+            dtype=np.int64,
+        )
+        for key in NAMING
     )
     ids[len(span) :] -= moved
     is_copied = np.arange(len(ids)) >= len(span)
@@ -97,15 +100,3 @@ def added_columns(copy: RowReader, source: RowReader) -> list[str]:
     """Return the names of the columns of a copy that its source lacks, such as overlays."""
     theirs = set(source.schema.keys)
     return [format_key(e.key) for e in compared_columns(copy.schema) if e.key not in theirs]
-
-
-def _numbers(reader: RowReader, key: tuple[str, ...], rows: range) -> np.ndarray:
-    """Return one whole number per row, int64 [rows]."""
-
-    def parts() -> Iterator[np.ndarray]:
-        yield np.empty(0, np.int64)
-        for start in range(rows.start, rows.stop, _CHUNK_ROWS):
-            stop = min(start + _CHUNK_ROWS, rows.stop)
-            yield numbers_of(reader.column(key).slice(start, stop)).astype(np.int64)
-
-    return np.concatenate([*parts()])
