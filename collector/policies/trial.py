@@ -154,7 +154,7 @@ def _policy_inputs(td: TensorDictBase) -> dict[Key, torch.Tensor]:
 def _noting_what_it_got(td: TensorDictBase, policy: Policy | None = None) -> Iterator[None]:
     """Add a note with the observations to errors of a policy that is called in the context.
 
-    If a ``policy`` is given, the note says why it got a TensorDict.
+    If a ``policy`` is given, the note explains why its argument is a TensorDict.
     """
     try:
         yield

@@ -313,8 +313,8 @@ def save_checkpoint(
         path: a folder, created if missing. Each checkpoint is a subfolder such as
             ``000007-at-120000``: its number and its transitions.
         collector: the collector. The checkpoint saves its counts, ids, seeds, policy, generators
-            and the transforms of its environments. The networks of a policy that is a function have
-            to be passed as parts. A warning names those that are missing.
+            and the transforms of its environments. Pass the networks of a policy function as parts;
+            a warning names the missing ones.
         storage: the storage, if the collector has none or there is no collector. For a
             `DeviceStorage`, this is its mirror.
         every: save only if this many transitions were collected since the newest checkpoint. None

@@ -21,7 +21,7 @@ def storages_at(
     """Yield each storage at ``path`` or below it, with the error if it cannot be opened.
 
     A folder that is not a storage is searched. Files in the folder count if they have the suffix of
-    a storage file. A pattern stands for its matches, without files that are no storages.
+    a storage file. For a pattern, each match is searched, and other files are ignored.
     """
     if is_pattern(path):
         try:

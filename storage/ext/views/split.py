@@ -94,7 +94,8 @@ def _runs_of(entries: Sequence[Mapping[str, Any]], rows: np.ndarray) -> np.ndarr
 def _makers(entry: Mapping[str, Any], *, in_copy: bool = False) -> Iterator[str]:
     """Yield what identifies the makers of an entry's rows: storages copied from, and shared runs.
 
-    A shard that a worker wrote has no id of its run, so its environment, seed and lanes stand in.
+    The entry of a shard that a worker wrote has no id of the run, so its environment, seed and
+    lanes identify the run.
     """
     if is_copied(entry):
         source = bounded(entry)
